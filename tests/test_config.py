@@ -1,0 +1,132 @@
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from stapo_lite.config import Config, InputError, check_processes, load_config, reference, to_yaml
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+MINIMAL = {"model": "m", "output_dir": "o"}
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(tree) -> Path:
+        path = tmp_path / "c.yaml"
+        path.write_text(tree if isinstance(tree, str) else yaml.safe_dump(tree), encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_loads_and_opens_with_its_launch_command(path):
+    load_config(path)
+    first, second, third = path.read_text(encoding="utf-8").splitlines()[:3]
+    assert first == f"# accelerate launch -m stapo_lite.train configs/{path.name}"
+    assert second.startswith("# For: ")
+    assert third.startswith("# Expect: ")
+
+
+def test_the_required_configs_are_there():
+    names = {path.stem for path in CONFIGS}
+    assert {"quickstart", "qwen1.7b_lora", "qwen8b_lora", "qwen8b_qlora", "qwen14b_qlora"} <= names
+
+
+def test_defaults_are_the_papers():
+    config = Config(**MINIMAL)
+    s2t = config.objective.s2t
+    assert (s2t.tau_p, s2t.quantile, s2t.population) == (0.002, 0.75, "candidates")
+    assert (config.objective.epsilon, config.objective.epsilon_high) == (0.2, 0.28)
+    assert (config.rollout.num_generations, config.rollout.temperature) == (8, 1.0)
+
+
+def test_overrides_replace_and_add(write):
+    path = write(MINIMAL | {"train": {"batch_size": 32}})
+    config = load_config(
+        path, ["train.learning_rate=3e-5", "train.max_steps=7", "log.report_to=[tensorboard]", "seed=3"]
+    )
+    assert config.train.learning_rate == 3e-5  # YAML reads 3e-5 as text
+    assert (config.train.max_steps, config.train.batch_size, config.seed) == (7, 32, 3)
+    assert config.log.report_to == ["tensorboard"]
+
+
+def test_the_resolved_config_reads_back(write):
+    config = load_config(CONFIGS[0], ["data.prompt_suffix=' é \\boxed{}'"])
+    assert load_config(write(to_yaml(config))) == config
+
+
+BAD = [
+    ({"train.lerning_rate": 1}, r"unknown key 'train.lerning_rate': did you mean 'learning_rate'\?"),
+    ({"trian": {}}, r"unknown key 'trian': did you mean 'train'\?"),
+    ({"objective.s2t.zzz": 1}, "unknown key 'objective.s2t.zzz': allowed are enabled, tau_p, quantile"),
+    ({"train.learning_rate": "fast"}, "key 'train.learning_rate': input should be a valid number.*got 'fast'"),
+    ({"train.learning_rate": 0}, "key 'train.learning_rate': input should be greater than 0"),
+    ({"train.max_steps": 1.5}, "key 'train.max_steps': input should be a valid integer"),
+    ({"rollout.num_generations": 1}, "key 'rollout.num_generations': input should be greater than or equal to 2"),
+    ({"rollout.engine": "sglang"}, "key 'rollout.engine': input should be 'auto', 'vllm' or 'transformers'"),
+    ({"lora.r": 513}, "key 'lora.r': input should be less than or equal to 512"),
+    ({"lora.target_modules": ["lm_head"]}, "key 'lora.target_modules.0': input should be 'q_proj', .*got 'lm_head'"),
+    ({"train": 3}, "key 'train': input should be a valid dictionary"),
+    ({"model": None}, "key 'model': input should be a valid string"),
+    (
+        {"train.batch_size": 10, "train.mini_batch_size": 4},
+        "train.batch_size=10 is not divisible by train.mini_batch_size=4",
+    ),
+    (
+        {"train.max_tokens_per_microbatch": 100},
+        "train.max_tokens_per_microbatch=100 is less than one sequence.* = 3072",
+    ),
+    ({"reward.weights": [1.0, 2.0]}, "reward.weights has 2 entries for 1 reward.functions"),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"), BAD, ids=lambda value: next(iter(value)) if isinstance(value, dict) else ""
+)
+def test_bad_values_name_the_key_and_the_fix_in_one_line(write, changes, message):
+    overrides = [
+        f"{key}={yaml.safe_dump(value, default_flow_style=True).split(chr(10))[0]}" for key, value in changes.items()
+    ]
+    with pytest.raises(InputError) as error:
+        load_config(write(MINIMAL), overrides)
+    assert "\n" not in str(error.value)
+    assert re.search(message, str(error.value)), error.value
+
+
+def test_bad_files_and_overrides(write, tmp_path):
+    with pytest.raises(InputError, match=r"nowhere\.yaml: no such config file"):
+        load_config(tmp_path / "nowhere.yaml")
+    for text in ("a: [1", "- 1", "", "\x00"):
+        with pytest.raises(InputError, match=r"c\.yaml: (cannot be read as YAML|must be a YAML mapping)"):
+            load_config(write(text))
+    with pytest.raises(InputError, match="key 'output_dir' is required"):
+        load_config(write({"model": "m"}))
+    for override, message in (("train", "key.sub=value"), ("model.x=1", "model is a value"), ("seed=[", "not YAML")):
+        with pytest.raises(InputError, match=message):
+            load_config(write(MINIMAL), [override])
+
+
+def test_mini_batches_split_over_processes():
+    config = Config(**MINIMAL)
+    check_processes(config, 4)
+    with pytest.raises(InputError, match="train.mini_batch_size=16 is not divisible by the 3 processes"):
+        check_processes(config, 3)
+
+
+def test_the_reference_is_generated_and_complete():
+    assert (ROOT / "docs" / "config.md").read_text(encoding="utf-8") == reference()
+    rows = [line for line in reference().splitlines() if line.startswith("| `")]
+    assert all(line.rstrip(" |").split("| ")[-1] != "" for line in rows)
+    assert not [line for line in rows if line.endswith("|  |")], "a field without docstring"
+
+
+def test_importing_the_package_needs_neither_torch_nor_vllm():
+    code = (
+        "import sys, stapo_lite, stapo_lite.config, stapo_lite.rewards; assert not {'torch', 'vllm'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
