@@ -1,0 +1,27 @@
+"""Group advantages: how much better a completion is than its siblings."""
+
+import torch
+from torch import Tensor
+
+
+def group_advantages(rewards: Tensor, eps: float = 1e-6) -> Tensor:
+    """A_i = (R_i - mean(R)) / (std(R) + eps) within each group (STAPO sec. 2; verl's GRPO estimator).
+
+    Args:
+        rewards: [groups, G] float; NaN marks a completion without a verdict, which gets advantage 0
+            and does not count for its siblings.
+        eps: keeps rewards that differ by rounding only from being blown up, as in verl.
+
+    Returns:
+        [groups, G], the same dtype. The standard deviation is the sample one (G - 1), as in verl and
+        TRL. Exactly 0 for every member of a group whose rewards are all equal.
+    """
+    known = ~rewards.isnan()
+    count = known.sum(-1, keepdim=True)
+    filled = rewards.nan_to_num(0.0)
+    mean = filled.sum(-1, keepdim=True) / count.clamp(min=1)
+    deviation = (filled - mean) * known
+    std = (deviation.square().sum(-1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
+    lowest = rewards.nan_to_num(torch.inf).amin(-1, keepdim=True)
+    highest = rewards.nan_to_num(-torch.inf).amax(-1, keepdim=True)
+    return torch.where(highest > lowest, deviation / (std + eps), torch.zeros_like(rewards))

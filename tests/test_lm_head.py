@@ -1,0 +1,162 @@
+"""The chunked head against a dense float64 softmax that shares no code with it."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stapo_lite.lm_head import chunk_sizes, token_statistics
+
+N, D, V = 37, 24, 211
+BUDGET = 4 * (2 * 8 * 16 + 8 * D + 16 * D)  # tiles of about 8 tokens x 16 vocabulary rows; 211 is prime
+
+
+def make(dtype, bias, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = (torch.randn(N, D, generator=generator) * 1.5).to(dtype)
+    weight = torch.randn(V, D, generator=generator).to(dtype)
+    offset = torch.randn(V, generator=generator).to(dtype) if bias else None
+    return hidden, weight, offset, torch.randint(0, V, (N,), generator=generator)
+
+
+def dense(hidden, weight, bias, targets, temperature):
+    logits = hidden.double() @ weight.double().T
+    if bias is not None:
+        logits = logits + bias.double()
+    log_p = torch.log_softmax(logits / temperature, dim=-1)
+    p = log_p.exp()
+    return log_p[torch.arange(len(targets)), targets], -(p * log_p).sum(-1), p.square().sum(-1)
+
+
+def relative(actual, expected):
+    return ((actual.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
+def test_frozen_head_matches_dense(dtype, tolerance, bias, temperature):
+    hidden, weight, offset, targets = make(dtype, bias)
+    reference = hidden.double().requires_grad_()
+    expected = dense(reference, weight, offset, targets, temperature)
+    hidden.requires_grad_()
+    actual = token_statistics(hidden, weight, targets, bias=offset, temperature=temperature, memory_bytes=BUDGET)
+    for got, want in zip(actual, expected, strict=True):
+        assert got.dtype == torch.float32
+        assert (got - want).abs().max() < 2e-5  # fp32-accumulated whatever the dtype of the operands
+    assert not actual.entropy.requires_grad
+    assert not actual.collision.requires_grad
+    upstream = torch.randn(N, generator=torch.Generator().manual_seed(1))
+    (actual.logprobs * upstream).sum().backward()
+    (expected[0] * upstream).sum().backward()
+    assert hidden.grad.dtype == dtype
+    assert relative(hidden.grad, reference.grad) < tolerance
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("trained_head", [False, True])
+def test_recomputed_head_matches_dense(trained_head, bias):
+    hidden, weight, offset, targets = make(torch.float32, bias)
+    leaves = [hidden, weight] + ([offset] if bias else [])
+    references = [leaf.double().requires_grad_() for leaf in leaves]
+    for leaf in leaves if trained_head else leaves[:1]:
+        leaf.requires_grad_()
+    actual = token_statistics(
+        hidden, weight, targets, bias=offset, temperature=0.7, memory_bytes=BUDGET, differentiable_entropy=True
+    )
+    expected = dense(references[0], references[1], references[2] if bias else None, targets, 0.7)
+    weights = torch.randn(3, N, generator=torch.Generator().manual_seed(1))
+    sum((got * w).sum() for got, w in zip(actual, weights, strict=True)).backward()
+    sum((want * w).sum() for want, w in zip(expected, weights, strict=True)).backward()
+    for got, want in zip(actual, expected, strict=True):
+        assert (got - want).abs().max() < 2e-5
+    for leaf, reference in zip(leaves, references, strict=True):
+        if leaf.requires_grad:
+            assert relative(leaf.grad, reference.grad) < 1e-5
+
+
+def test_a_trained_head_gets_its_gradient_without_being_asked():
+    hidden, weight, _, targets = make(torch.float32, False)
+    weight.requires_grad_()
+    token_statistics(hidden, weight, targets, memory_bytes=BUDGET).logprobs.sum().backward()
+    reference = weight.detach().double().requires_grad_()
+    dense(hidden, reference, None, targets, 1.0)[0].sum().backward()
+    assert relative(weight.grad, reference.grad) < 1e-5
+
+
+class Recorder(TorchDispatchMode):
+    """Notes the largest tensor made, and the matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = 0
+        self.multiplications = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in [result] if isinstance(result, torch.Tensor) else []:
+            self.largest = max(self.largest, tensor.numel())
+        if function is torch.ops.aten.mm.default:
+            self.multiplications += args[0].shape[0] * args[0].shape[1] * args[1].shape[1]
+        return result
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_nothing_of_size_tokens_by_vocabulary(entropy):
+    hidden, weight, _, targets = make(torch.float32, False)
+    hidden = hidden.repeat(20, 1).requires_grad_()
+    with Recorder() as recorder:
+        token_statistics(
+            hidden, weight, targets.repeat(20), memory_bytes=BUDGET, differentiable_entropy=entropy
+        ).logprobs.sum().backward()
+    assert recorder.largest <= len(hidden) * D  # the gradient itself; tokens x vocabulary is 9 times as much
+
+
+def test_two_products_with_gradient_and_one_without():
+    hidden, weight, _, targets = make(torch.float32, False)
+    hidden.requires_grad_()
+    with Recorder() as with_gradient:
+        token_statistics(hidden, weight, targets, memory_bytes=BUDGET).logprobs.sum().backward()
+    with torch.no_grad(), Recorder() as without:
+        token_statistics(hidden, weight, targets, memory_bytes=BUDGET)
+    assert with_gradient.multiplications == 2 * N * D * V
+    assert without.multiplications == N * D * V
+
+
+@pytest.mark.parametrize("scale", [1e-3, 60.0])
+def test_flat_and_peaked_distributions(scale):
+    hidden, weight, _, targets = make(torch.float32, False)
+    actual = token_statistics(hidden * scale, weight, targets, memory_bytes=BUDGET)
+    expected = dense(hidden * scale, weight, None, targets, 1.0)
+    for got, want in zip(actual, expected, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_autocast_outside_does_not_round_the_logits():
+    hidden, weight, _, targets = make(torch.float32, False)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = token_statistics(hidden, weight, targets)
+    assert (actual.logprobs - dense(hidden, weight, None, targets, 1.0)[0]).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("budget", [1 << 12, 1 << 20, 256 << 20])
+@pytest.mark.parametrize(("tokens", "width"), [(1, 64), (1000, 64), (20000, 4096)])
+def test_tiles_fit_the_budget(tokens, width, budget):
+    n, v = chunk_sizes(tokens, 151_936, width, budget)
+    assert 1 <= n <= tokens
+    assert 1 <= v <= 151_936
+    if n > 1 and v > 1:
+        assert 4 * (2 * n * v + n * width + v * width) <= budget
+
+
+def test_no_tokens():
+    hidden = torch.zeros(0, D, requires_grad=True)
+    actual = token_statistics(hidden, torch.zeros(V, D), torch.zeros(0, dtype=torch.long))
+    assert [tuple(values.shape) for values in actual] == [(0,)] * 3
+
+
+def test_shapes_and_dtypes_that_do_not_fit_are_named():
+    hidden, weight, _, targets = make(torch.float32, False)
+    with pytest.raises(ValueError, match=r"weight \[V, D\]"):
+        token_statistics(hidden, weight[:, :-1], targets)
+    with pytest.raises(ValueError, match="cast one"):
+        token_statistics(hidden, weight.bfloat16(), targets)
