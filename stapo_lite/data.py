@@ -1,0 +1,176 @@
+"""Prompts: read, rendered with the chat template, checked, and drawn in a seeded order."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stapo_lite.config import InputError
+from stapo_lite.types import Prompt
+
+
+def load_rows(
+    source: str, *, subset: str | None, split: str, prompt_column: str, answer_column: str, max_operand: int
+) -> list[dict[str, Any]]:
+    """Rows of the data set, checked to have the two columns.
+
+    Raises:
+        InputError: no such file or Hub dataset, no rows, or a column is missing.
+    """
+    if source == "arithmetic":
+        return arithmetic(max_operand, prompt_column, answer_column)
+    suffix = Path(source).suffix
+    if suffix in (".jsonl", ".parquet"):
+        if not Path(source).is_file():
+            raise InputError(f"data.source={source}: no such file")
+        loader: dict[str, Any] = {"path": {".jsonl": "json", ".parquet": "parquet"}[suffix], "data_files": source}
+        split = "train"
+    else:
+        loader = {"path": source, "name": subset}
+    import datasets
+
+    try:
+        rows = datasets.load_dataset(**loader, split=split)
+    except Exception as error:  # the readers and the Hub raise a dozen kinds
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InputError(
+            f"data.source={source}: not `arithmetic`, and cannot be read as a .jsonl or .parquet file or a dataset "
+            f"on the Hub ({reason})"
+        ) from None
+    if len(rows) == 0:
+        raise InputError(f"data.source={source}: no rows")
+    for key, column in (("prompt_column", prompt_column), ("answer_column", answer_column)):
+        if column not in rows.column_names:
+            raise InputError(f"data.{key}={column}: {source} has only the columns {', '.join(rows.column_names)}")
+    return list(rows)
+
+
+def arithmetic(max_operand: int, prompt_column: str, answer_column: str) -> list[dict[str, Any]]:
+    """Every sum a + b with operands from 1 to `max_operand`, its answer begun for the model to finish."""
+    operands = range(1, max_operand + 1)
+    return [
+        {
+            prompt_column: [
+                {"role": "user", "content": f"What is {a} + {b}?"},
+                {"role": "assistant", "content": f"{a} + {b} ="},
+            ],
+            answer_column: str(a + b),
+        }
+        for a in operands
+        for b in operands
+    ]
+
+
+def render_prompts(
+    rows: Sequence[dict[str, Any]],
+    tokenizer: Any,
+    *,
+    source: str,
+    prompt_column: str,
+    answer_column: str,
+    apply_chat_template: bool,
+    chat_template_kwargs: dict[str, Any],
+    system_prompt: str | None,
+    prompt_suffix: str,
+    max_prompt_length: int,
+    filter_overlong_prompts: bool,
+) -> list[Prompt]:
+    """Tokenise each row's prompt.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        source: named in errors.
+
+    Raises:
+        InputError: a prompt is of the wrong type, or longer than `max_prompt_length` tokens (unless
+            those are filtered); nothing is left; the tokenizer has no chat template.
+    """
+    if apply_chat_template and not tokenizer.chat_template:
+        raise InputError(
+            "data.apply_chat_template: the model's tokenizer has no chat template; set it to false to give the model "
+            "the prompt as it is, or choose an instruction-tuned model"
+        )
+    prompts = []
+    for number, row in enumerate(rows, start=1):
+        prompt = row[prompt_column]
+        where = f"data.source={source}, row {number}"
+        if isinstance(prompt, str):
+            messages = [{"role": "user", "content": prompt}]
+        elif _is_messages(prompt) and apply_chat_template:
+            messages = [{"role": m["role"], "content": m["content"]} for m in prompt]
+        else:
+            expected = "text or a list of {role, content} messages" if apply_chat_template else "text"
+            raise InputError(f"{where}: the prompt must be {expected}, got {type(prompt).__name__}")
+        if system_prompt is not None:
+            messages.insert(0, {"role": "system", "content": system_prompt})
+        last_user = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=None)
+        if last_user is not None:
+            messages[last_user]["content"] += prompt_suffix
+        if apply_chat_template:
+            continues = messages[-1]["role"] == "assistant"
+            text = tokenizer.apply_chat_template(
+                messages,
+                tokenize=False,
+                add_generation_prompt=not continues,
+                continue_final_message=continues,
+                **chat_template_kwargs,
+            )
+        else:
+            text = messages[-1]["content"]
+        token_ids = tokenizer(text, add_special_tokens=not apply_chat_template).input_ids
+        if len(token_ids) > max_prompt_length:
+            if filter_overlong_prompts:
+                continue
+            raise InputError(
+                f"{where}: the prompt has {len(token_ids)} tokens, data.max_prompt_length is {max_prompt_length}; "
+                "raise it, or set data.filter_overlong_prompts=true to drop such rows"
+            )
+        columns = {name: value for name, value in row.items() if name != prompt_column}
+        prompts.append(Prompt(prompt, token_ids, row[answer_column], columns))
+    if not prompts:
+        raise InputError(
+            f"data.source={source}: every prompt is longer than data.max_prompt_length={max_prompt_length}"
+        )
+    return prompts
+
+
+def stop_token_ids(
+    tokenizer: Any, generation_eos: int | list[int] | None, apply_chat_template: bool
+) -> tuple[int, ...]:
+    """Tokens that end a completion: the tokenizer's and the model's end of text, and the chat template's
+    end of an assistant turn, which base models with a chat template do not declare."""
+    ids = {tokenizer.eos_token_id}
+    ids.update([generation_eos] if isinstance(generation_eos, int) else generation_eos or [])
+    if apply_chat_template:
+        turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+        after = tokenizer(text.rpartition("answer")[2].lstrip(), add_special_tokens=False).input_ids
+        if after and after[0] in tokenizer.all_special_ids + list(tokenizer.added_tokens_decoder):
+            ids.add(after[0])
+    return tuple(sorted(ids - {None}))
+
+
+def prompt_order(num_prompts: int, seed: int, position: int, count: int) -> list[int]:
+    """Indices of draws `position` to `position + count - 1`: each epoch a fresh permutation.
+
+    A function of its arguments alone, so a resumed run continues the order by knowing its position.
+    """
+    order: list[int] = []
+    for draw in range(position, position + count):
+        epoch, index = divmod(draw, num_prompts)
+        if not order or index == 0:
+            generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+            permutation = torch.randperm(num_prompts, generator=generator)
+        order.append(int(permutation[index]))
+    return order
+
+
+def _is_messages(prompt: Any) -> bool:
+    return (
+        isinstance(prompt, list)
+        and len(prompt) > 0
+        and all(
+            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in prompt
+        )
+    )

@@ -1,0 +1,129 @@
+import json
+
+import pytest
+from transformers import AutoTokenizer
+
+from stapo_lite import data
+from stapo_lite.config import InputError
+
+COLUMNS = {"prompt_column": "prompt", "answer_column": "answer"}
+SETTINGS = {
+    "source": "file.jsonl",
+    **COLUMNS,
+    "apply_chat_template": True,
+    "chat_template_kwargs": {},
+    "system_prompt": None,
+    "prompt_suffix": "",
+    "max_prompt_length": 200,
+    "filter_overlong_prompts": False,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model):
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+def render(tokenizer, *prompts, **changes):
+    rows = [{"prompt": prompt, "answer": str(i), "level": i} for i, prompt in enumerate(prompts)]
+    return data.render_prompts(rows, tokenizer, **SETTINGS | changes)
+
+
+def load(source, **changes):
+    return data.load_rows(str(source), **{"subset": None, "split": "train", "max_operand": 3, **COLUMNS} | changes)
+
+
+def test_text_becomes_a_user_turn_with_system_prompt_and_suffix(tokenizer):
+    (prompt,) = render(tokenizer, "2+2?", system_prompt="Short.", prompt_suffix=" Go.")
+    assert tokenizer.decode(prompt.token_ids) == (
+        "<|im_start|>system\nShort.<|im_end|>\n<|im_start|>user\n2+2? Go.<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert prompt.prompt == "2+2?"
+    assert prompt.columns == {"answer": "0", "level": 0}
+
+
+def test_a_final_assistant_message_is_continued(tokenizer):
+    messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "2+2 ="}]
+    (prompt,) = render(tokenizer, messages, prompt_suffix=" Go.")
+    assert tokenizer.decode(prompt.token_ids).endswith("user\n2+2? Go.<|im_end|>\n<|im_start|>assistant\n2+2 =")
+    assert messages[0]["content"] == "2+2?"
+
+
+def test_without_the_template_the_prompt_is_given_as_it_is(tokenizer):
+    (prompt,) = render(tokenizer, "2+2=", apply_chat_template=False)
+    assert tokenizer.decode(prompt.token_ids) == "2+2="
+
+
+def test_overlong_prompts_are_an_error_or_dropped(tokenizer):
+    with pytest.raises(InputError, match=r"file.jsonl, row 2: the prompt has \d+ tokens, data.max_prompt_length is 40"):
+        render(tokenizer, "a", "b" * 60, max_prompt_length=40)
+    kept = render(tokenizer, "a", "b" * 60, "c", max_prompt_length=40, filter_overlong_prompts=True)
+    assert [p.answer for p in kept] == ["0", "2"]
+    with pytest.raises(InputError, match="every prompt is longer"):
+        render(tokenizer, "a" * 60, max_prompt_length=40, filter_overlong_prompts=True)
+
+
+@pytest.mark.parametrize("prompt", [None, 3, [], ["x"], [{"role": "user"}], [{"role": "user", "content": None}]])
+def test_a_prompt_of_the_wrong_type_names_its_row(tokenizer, prompt):
+    with pytest.raises(InputError, match=r"file.jsonl, row 1: the prompt must be text or a list of \{role, content\}"):
+        render(tokenizer, prompt)
+
+
+def test_a_model_without_chat_template(tiny_model):
+    bare = AutoTokenizer.from_pretrained(tiny_model)
+    bare.chat_template = None
+    with pytest.raises(InputError, match="no chat template; set it to false"):
+        render(bare, "2+2?")
+    assert render(bare, "2+2?", apply_chat_template=False)
+
+
+def test_files_of_both_formats(tmp_path):
+    import datasets
+
+    rows = [{"prompt": "p", "answer": "1", "x": 2}, {"prompt": "q", "answer": "3", "x": 4}]
+    lines = tmp_path / "a.jsonl"
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    assert load(lines) == rows
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
+    assert load(tmp_path / "a.parquet") == rows
+
+
+def test_bad_sources(tmp_path):
+    path = tmp_path / "a.jsonl"
+    with pytest.raises(InputError, match=r"a.jsonl: no such file"):
+        load(path)
+    path.write_text("", encoding="utf-8")
+    with pytest.raises(InputError, match=r"a.jsonl: (no rows|.*cannot be read)"):
+        load(path)
+    path.write_text('{"question": "p", "answer": "1"}\n', encoding="utf-8")
+    with pytest.raises(InputError, match="data.prompt_column=prompt: .* has only the columns question, answer"):
+        load(path)
+    with pytest.raises(InputError, match="data.answer_column=gold: .* has only the columns question, answer"):
+        load(path, prompt_column="question", answer_column="gold")
+    path.write_text('{"prompt": \n', encoding="utf-8")
+    with pytest.raises(InputError, match="cannot be read"):
+        load(path)
+
+
+def test_arithmetic_is_every_sum():
+    rows = load("arithmetic")
+    assert len(rows) == 9
+    assert rows[5]["prompt"][-1] == {"role": "assistant", "content": "2 + 3 ="}
+    assert rows[5]["answer"] == "5"
+
+
+def test_order_is_a_permutation_of_each_epoch_and_resumes_anywhere():
+    whole = data.prompt_order(10, seed=1, position=0, count=35)
+    for epoch in range(3):
+        assert sorted(whole[10 * epoch : 10 * epoch + 10]) == list(range(10))
+    assert whole[:10] != whole[10:20]
+    assert whole[:10] != data.prompt_order(10, seed=2, position=0, count=10)
+    for position in (0, 7, 10, 19):
+        assert data.prompt_order(10, seed=1, position=position, count=13) == whole[position : position + 13]
+
+
+def test_stop_tokens_include_the_end_of_an_assistant_turn(tokenizer):
+    end_of_text, end_of_turn = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
+    assert data.stop_token_ids(tokenizer, 7, apply_chat_template=True) == tuple(sorted((7, end_of_text, end_of_turn)))
+    assert data.stop_token_ids(tokenizer, [7, 8], apply_chat_template=False) == (end_of_text, 7, 8)
+    assert data.stop_token_ids(tokenizer, None, apply_chat_template=False) == (end_of_text,)

@@ -1,0 +1,168 @@
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from stapo_lite.config import InputError
+from stapo_lite.rewards import MathGrader, RewardModel, last_boxed, last_integer_equals
+from stapo_lite.types import Completion, Prompt
+
+DATA = Path(__file__).parent.parent.parent / "shared" / "data"
+LIMIT = 2.0
+
+
+@pytest.fixture(scope="module")
+def grader():
+    grader = MathGrader(timeout=LIMIT, num_workers=2)
+    grader.grade([("1", "1")] * 2)  # started
+    yield grader
+    grader.close()
+
+
+def completion(text, answer="4", prompt="2+2?", **columns):
+    return Completion(
+        Prompt(prompt, [5], answer, {"answer": answer, **columns}), [6, 7], [0.0, 0.0], False, 0, text=text
+    )
+
+
+def score(functions, completions, **changes):
+    arguments = {
+        "weights": [1.0] * len(functions),
+        "correct": 1.0,
+        "incorrect": -1.0,
+        "timeout": LIMIT,
+        "num_workers": 1,
+    }
+    model = RewardModel(functions, **arguments | changes)
+    try:
+        model.score(completions)
+    finally:
+        model.close()
+    return [c.reward for c in completions]
+
+
+@pytest.mark.parametrize(
+    ("gold", "response", "correct"),
+    [
+        ("4", r"so \boxed{4}", True),
+        ("4", r"first \boxed{4}, no: \boxed{5}", False),
+        ("4", r"first \boxed{5}, no: \boxed{4}", True),
+        (r"\frac{1}{2}", r"\boxed{0.5}", True),
+        (r"\frac{1}{2}", r"\boxed{\dfrac{1}{2}}", True),
+        (r"\left( 3, \frac{\pi}{2} \right)", r"\boxed{(3, \frac{\pi}{2})}", True),
+        (r"\sqrt{2}", r"\boxed{1.5}", False),
+        (4, "The answer is $4$.", True),
+        ("4", "I do not know", False),
+        ("4", "", False),
+        ("4", r"\boxed{4", False),
+        ("4", r"\boxed{}", False),
+    ],
+)
+def test_math_on_the_final_answer(grader, gold, response, correct):
+    assert grader.grade([(gold, response)]) == [correct]
+
+
+@pytest.mark.parametrize("answer", ["9^{9^{9^{9}}}", "10^{10^{10}}!", "\\int_0^1 x^{x^{x^{x}}} dx"])
+def test_a_pathological_answer_costs_at_most_the_limit_and_is_wrong(grader, answer):
+    started = time.monotonic()
+    assert grader.grade([("4", f"\\boxed{{{answer}}}")]) == [False]
+    assert time.monotonic() - started < LIMIT + 1.0
+    assert grader.grade([("4", r"\boxed{4}")] * 4) == [True] * 4  # and the run goes on
+
+
+def test_a_worker_that_dies_is_replaced():
+    grader = MathGrader(timeout=LIMIT, num_workers=1)
+    try:
+        assert grader.grade([("4", r"\boxed{4}")]) == [True]
+        worker = grader._idle.get()
+        os.kill(worker._process.pid, signal.SIGKILL)
+        worker._process.wait()
+        grader._idle.put(worker)
+        assert grader.grade([("4", r"\boxed{4}")] * 3) == [False, True, True]
+    finally:
+        grader.close()
+
+
+def test_many_answers_in_order(grader):
+    pairs = [(str(i), f"\\boxed{{{i if i % 3 else -1}}}") for i in range(1, 61)]
+    assert grader.grade(pairs) == [bool(i % 3) for i in range(1, 61)]
+
+
+def test_a_response_larger_than_a_pipe(grader):
+    assert grader.grade([("4", "blah " * 100_000 + r"\boxed{4}")]) == [True]
+
+
+@pytest.mark.parametrize("name", ["aime24", "amc23", "math500"])
+def test_golds_of_the_benchmarks_match_themselves(grader, name):
+    path = DATA / f"{name}.jsonl"
+    if not path.exists():
+        pytest.skip(f"{path.name} of the shared benchmark data is not here")
+    golds = [json.loads(line)["answer"] for line in path.read_text(encoding="utf-8").splitlines()][:60]
+    assert grader.grade([(gold, f"so \\boxed{{{gold}}}.") for gold in golds]) == [True] * len(golds)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (r"a \boxed{1} b \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed {3}", "3"),
+        (r"\fbox{3}", "3"),
+        (r"\boxed{1} then \boxed{2", "1"),
+        ("none", None),
+    ],
+)
+def test_last_boxed(text, expected):
+    assert last_boxed(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "correct"),
+    [(" 22", True), ("17 + 5 = 22.", True), ("22 or 23", False), ("-22", False), ("no", False), ("2 2", False)],
+)
+def test_arithmetic_is_the_last_integer(text, correct):
+    assert last_integer_equals(text, "22") == correct
+
+
+def test_scales_and_weights():
+    pair = [completion("4"), completion("5")]
+    assert score(["arithmetic"], pair) == [1.0, -1.0]
+    assert score(["arithmetic"], pair, incorrect=0.0) == [1.0, 0.0]
+    assert score(["arithmetic", "math"], pair, weights=[2.0, 0.5]) == [2.5, -2.5]
+
+
+def test_a_user_function_is_called_as_trl_calls_it(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text(
+        "def length(prompts, completions, completion_ids, level, **columns):\n"
+        "    assert sorted(columns) == ['answer'], columns\n"
+        "    assert prompts == ['2+2?'] * 2 and completion_ids == [[6, 7]] * 2\n"
+        "    return [None if l else float(len(c)) for c, l in zip(completions, level)]\n"
+        "def chat(completions, **columns):\n"
+        "    return [len(c[0]['content']) for c in completions if c[0]['role'] == 'assistant']\n"
+        "def short(**columns): return [1.0]\n"
+        "def nan(**columns): return [float('nan')] * 2\n"
+        "value = 3\n",
+        encoding="utf-8",
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert score(["my_rewards:length"], [completion("abc", level=0), completion("abc", level=1)]) == [3.0, None]
+    messages = [{"role": "user", "content": "2+2?"}]
+    assert score(["my_rewards:chat"], [completion("abcd", prompt=messages), completion("", prompt=messages)]) == [
+        4.0,
+        0.0,
+    ]
+    pair = [completion("a"), completion("b")]
+    with pytest.raises(InputError, match=r"my_rewards:short: returned 1 values; return a list of 2"):
+        score(["my_rewards:short"], pair)
+    with pytest.raises(InputError, match="my_rewards:nan: returned nan; return finite numbers or None"):
+        score(["my_rewards:nan"], pair)
+    for path, message in [
+        ("my_rewards:nothing", "cannot be imported"),
+        ("no_such_module:f", "cannot be imported"),
+        ("my_rewards:value", "is a int, not a function"),
+        ("maths", "use math, arithmetic or package.module:function"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            score([path], pair)
