@@ -1,0 +1,42 @@
+"""Rollouts: one small protocol, several engines."""
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from stapo_lite.policy import Policy
+from stapo_lite.types import Completion, Prompt
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How completions are drawn: from the full distribution at `temperature`, nothing cut off."""
+
+    num_generations: int
+    max_completion_length: int
+    temperature: float
+    stop_token_ids: tuple[int, ...]
+
+
+class RolloutEngine(Protocol):
+    """Samples completions from the adapter version that was published last.
+
+    `generate` returns one group of `num_generations` completions per prompt, in order; each carries
+    the version it was sampled from and the log-probability of each token at the sampling temperature.
+    The draws follow from `seed`. `sleep` gives the device's memory to the trainer; after `wake` the
+    adapter must be published again.
+    """
+
+    def publish(self, policy: Policy, version: int) -> None: ...
+    def generate(self, prompts: Sequence[Prompt], seed: int, progress: bool = False) -> list[list[Completion]]: ...
+    def sleep(self) -> None: ...
+    def wake(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def resolve_engine(name: str) -> str:
+    """`auto` -> `vllm` where it is installed, else `transformers`."""
+    if name != "auto":
+        return name
+    return "vllm" if importlib.util.find_spec("vllm") else "transformers"

@@ -1,0 +1,140 @@
+"""Rollouts with vLLM in the trainer's process; each adapter version is loaded under a name of its own.
+
+vLLM keys its prefix cache by adapter name and path, and keeps the old weights of an id it knows, so
+every version gets a fresh name, id and folder. The base is loaded once and never touched.
+"""
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+
+from stapo_lite.policy import Policy
+from stapo_lite.rollout import Sampling
+from stapo_lite.types import Completion, Prompt
+
+ALLOWED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vllm.config.lora.MaxLoRARanks
+
+
+class VLLMEngine:
+    """vLLM's `LLM` with one adapter slot.
+
+    Args:
+        model: folder or Hub name of the base.
+        max_model_len: tokens of the longest prompt and completion.
+        lora_r, target_modules: of the adapters to come.
+        gpu_memory_utilization, sleep: used on a GPU; kv_cache_gb: on a CPU.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        sampling: Sampling,
+        *,
+        dtype: str,
+        max_model_len: int,
+        max_num_seqs: int,
+        lora_r: int,
+        target_modules: list[str],
+        gpu_memory_utilization: float,
+        kv_cache_gb: float,
+        quantization: str | None,
+        sleep: bool,
+    ):
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # one process: seeds reach the sampler
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        from vllm import LLM, SamplingParams
+        from vllm.platforms import current_platform
+
+        self._on_cpu = current_platform.is_cpu()
+        self._sleeps = sleep and not self._on_cpu
+        placement: dict[str, Any] = {"gpu_memory_utilization": gpu_memory_utilization}
+        if self._on_cpu:
+            from stapo_lite.rollout import vllm_cpu_lora
+
+            vllm_cpu_lora.install()
+            # Compiling the sampler costs the first call ten seconds and gains nothing here.
+            torch._dynamo.config.disable = True
+            placement = {"kv_cache_memory_bytes": int(kv_cache_gb * 2**30), "enforce_eager": True}
+        make_llm: Any = LLM  # its signature lists every data type and quantisation by name
+        self._llm = make_llm(
+            model,
+            dtype=dtype,
+            quantization=quantization,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            enable_lora=True,
+            max_loras=1,
+            max_lora_rank=next(rank for rank in ALLOWED_RANKS if rank >= lora_r),
+            lora_target_modules=list(target_modules),
+            logprobs_mode="processed_logprobs",  # log_softmax(logits / temperature), as the trainer has it
+            generation_config="vllm",
+            enable_sleep_mode=self._sleeps,
+            disable_log_stats=True,
+            use_tqdm_on_load=False,
+            **placement,
+        )
+        self._parameters = SamplingParams(
+            n=sampling.num_generations,
+            temperature=sampling.temperature,
+            max_tokens=sampling.max_completion_length,
+            stop_token_ids=list(sampling.stop_token_ids),
+            logprobs=0,  # the sampled token's only
+            detokenize=False,
+        )
+        memory_backed = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        self._folder = Path(tempfile.mkdtemp(prefix="stapo_lite-adapters-", dir=memory_backed))
+        self._version = -1
+        self._request: Any = None
+
+    def publish(self, policy: Policy, version: int) -> None:
+        """Hot-load the adapter as `version`, which must be new, and drop the one before."""
+        from vllm.lora.request import LoRARequest
+
+        folder = self._folder / f"v{version}"
+        policy.save_adapter(folder)
+        request = LoRARequest(f"adapter-v{version}", version + 1, str(folder))  # ids begin at 1
+        # Loaded before it is generated from: a bad adapter raises here, but would hang `generate`.
+        self._llm.llm_engine.add_lora(request)
+        if self._request is not None:
+            shutil.rmtree(self._request.lora_path)
+        self._request, self._version = request, version
+
+    def generate(self, prompts: Sequence[Prompt], seed: int, progress: bool = False) -> list[list[Completion]]:
+        torch.manual_seed(seed)  # vLLM samples from the process's generator; a seed per request costs a fifth
+        outputs = self._llm.generate(
+            [{"prompt_token_ids": prompt.token_ids} for prompt in prompts],
+            self._parameters,
+            lora_request=self._request,
+            use_tqdm=partial(tqdm, leave=False) if progress and sys.stderr.isatty() else False,
+        )
+        return [
+            [self._completion(prompt, sample) for sample in output.outputs]
+            for prompt, output in zip(prompts, outputs, strict=True)
+        ]
+
+    def _completion(self, prompt: Prompt, sample: Any) -> Completion:
+        token_ids = list(sample.token_ids)
+        logprobs = [step[token].logprob for token, step in zip(token_ids, sample.logprobs, strict=True)]
+        return Completion(
+            prompt, token_ids, logprobs, truncated=sample.finish_reason == "length", adapter_version=self._version
+        )
+
+    def sleep(self) -> None:
+        if self._sleeps:
+            self._llm.sleep(level=1)
+
+    def wake(self) -> None:
+        if self._sleeps:
+            self._llm.wake_up()
+
+    def close(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,0 +1,88 @@
+import pytest
+import torch
+from conftest import SAMPLING, fake_completions, randomise_adapter
+
+from stapo_lite.batching import collate
+from stapo_lite.config import InputError
+from stapo_lite.policy import load_model_config, sum_gradients
+
+
+def dense_statistics(policy, completion, temperature=SAMPLING.temperature):
+    """From the model's own full logits, one sequence at a time, without padding."""
+    ids = torch.tensor([completion.prompt.token_ids + completion.token_ids])
+    logits = policy.model(input_ids=ids, use_cache=False).logits[0].double() / temperature
+    log_p = logits.log_softmax(-1)[len(completion.prompt.token_ids) - 1 : -1]
+    chosen = log_p.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+    return chosen, -(log_p.exp() * log_p).sum(-1), log_p.exp().square().sum(-1)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_statistics_and_gradient_match_the_full_logits(make_policy, checkpointing):
+    policy = make_policy(gradient_checkpointing=checkpointing)
+    completions = fake_completions(0, [1.0] * 5)
+    statistics = policy.statistics(collate(completions, 0, policy.device))
+    assert not statistics.logprobs[~collate(completions, 0, "cpu").completion_mask].any()
+    expected_sum = torch.zeros(())
+    for row, completion in enumerate(completions):
+        expected = dense_statistics(policy, completion)
+        for got, want in zip(statistics, expected, strict=True):
+            assert (got[row, : len(want)] - want).abs().max() < 1e-4
+        expected_sum = expected_sum + expected[0].sum()
+    parameters = list(policy.parameters.values())
+    actual = torch.autograd.grad(statistics.logprobs.sum(), parameters)
+    for got, want in zip(actual, torch.autograd.grad(expected_sum, parameters), strict=True):
+        assert (got - want).norm() < 1e-4 * want.norm()
+
+
+def test_only_the_adapter_trains(make_policy):
+    policy = make_policy()
+    assert all("lora_" in name and p.dtype == torch.float32 for name, p in policy.parameters.items())
+    assert len(policy.parameters) == 2 * 7 * 2  # A and B of seven projections in two layers
+
+
+def test_a_new_adapter_changes_nothing(make_policy):
+    policy = make_policy(scale=0.0)
+    completions = fake_completions(1, [1.0] * 3)
+    batch = collate(completions, 0, policy.device)
+    with torch.no_grad():
+        ours = policy.statistics(batch).logprobs
+        with policy.model.disable_adapter():
+            assert torch.equal(ours, policy.statistics(batch).logprobs)
+
+
+def test_the_adapter_is_the_same_after_saving_and_loading(make_policy, tmp_path):
+    policy = make_policy()
+    policy.save_adapter(tmp_path)
+    saved = {name: p.detach().clone() for name, p in policy.parameters.items()}
+    randomise_adapter(policy, seed=5)
+    policy.load_adapter(tmp_path)
+    assert all(torch.equal(p, saved[name]) for name, p in policy.parameters.items())
+
+
+def test_bf16_stays_close(make_policy):
+    completions = fake_completions(0, [1.0] * 4)
+    batch = collate(completions, 0, "cpu")
+    with torch.no_grad():
+        exact = make_policy().statistics(batch)
+        rounded = make_policy("bfloat16").statistics(batch)
+    assert rounded.logprobs.dtype == torch.float32
+    assert (exact.logprobs - rounded.logprobs).abs().mean() < 0.1
+
+
+def test_gradients_of_all_processes_in_one_collective(make_policy):
+    policy = make_policy()
+    first, *rest = policy.parameters.values()
+    first.grad = torch.ones_like(first)
+    calls = []
+    sum_gradients(policy, lambda flat: calls.append(flat.shape) or flat * 3)
+    assert len(calls) == 1
+    assert torch.equal(first.grad, torch.full_like(first, 3.0))
+    assert not any(p.grad.any() for p in rest)
+
+
+def test_model_checks(tiny_model, tmp_path):
+    assert load_model_config(str(tiny_model), 512).vocab_size == 260
+    with pytest.raises(InputError, match="holds 512 tokens"):
+        load_model_config(str(tiny_model), 513)
+    with pytest.raises(InputError, match="not a folder with a model"):
+        load_model_config(str(tmp_path / "nowhere"), 10)

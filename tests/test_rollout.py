@@ -1,0 +1,183 @@
+"""The engines against the trainer: vLLM for real (its CPU build), in float32 and bfloat16."""
+
+import pytest
+import torch
+from conftest import SAMPLING, randomise_adapter
+
+from stapo_lite.batching import collate, pad_rows
+from stapo_lite.config import PROJECTIONS
+from stapo_lite.rollout import resolve_engine
+from stapo_lite.rollout.transformers_engine import TransformersEngine
+from stapo_lite.types import Prompt
+
+PROMPTS = [Prompt("", [10 + (7 * i + 3 * t) % 250 for t in range(5 + 9 * i)], answer="") for i in range(3)]
+LONG = [Prompt("", [10 + (13 * t) % 250 for t in range(300)], answer="")]  # over two blocks of vLLM's prefix cache
+
+
+def make_vllm(model, dtype):
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    from stapo_lite.rollout.vllm_engine import VLLMEngine
+
+    return VLLMEngine(
+        str(model),
+        SAMPLING,
+        dtype=dtype,
+        max_model_len=400,
+        max_num_seqs=16,
+        lora_r=8,
+        target_modules=PROJECTIONS,
+        gpu_memory_utilization=0.3,
+        kv_cache_gb=0.125,
+        quantization=None,
+        sleep=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def vllm_engine(tiny_model):
+    engine = make_vllm(tiny_model, "float32")
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(params=["vllm", "transformers"])
+def engine(request, make_policy):
+    if request.param == "vllm":
+        return request.getfixturevalue("vllm_engine")
+    return TransformersEngine(make_policy(), SAMPLING, max_num_seqs=8)
+
+
+@pytest.fixture
+def version(request):
+    """A version that no test has used: the vLLM engine is shared."""
+    counter = request.config.stash.setdefault(VERSION, [0])
+
+    def following() -> int:
+        counter[0] += 1
+        return counter[0]
+
+    return following
+
+
+VERSION = pytest.StashKey[list[int]]()
+
+
+def gap(policy, groups):
+    """|rollout_logprobs - the trainer's|, of all tokens."""
+    completions = [c for group in groups for c in group]
+    batch = collate(completions, 0, policy.device)
+    with torch.no_grad():
+        logprobs = policy.statistics(batch).logprobs
+    rollout_logprobs = pad_rows([torch.tensor(c.rollout_logprobs) for c in completions])
+    return (rollout_logprobs - logprobs).abs()[batch.completion_mask]
+
+
+def test_groups_follow_the_protocol(engine, make_policy, version):
+    now = version()
+    engine.publish(make_policy(), now)
+    groups = engine.generate(PROMPTS, seed=0)
+    assert [len(group) for group in groups] == [SAMPLING.num_generations] * len(PROMPTS)
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        for completion in group:
+            assert completion.prompt is prompt
+            assert completion.adapter_version == now
+            assert len(completion.rollout_logprobs) == len(completion.token_ids)
+            assert 1 <= len(completion.token_ids) <= SAMPLING.max_completion_length
+            stops = [t for t, token in enumerate(completion.token_ids) if token in SAMPLING.stop_token_ids]
+            assert stops == ([] if completion.truncated else [len(completion.token_ids) - 1])
+    assert any(c.truncated for group in groups for c in group)
+    assert len({tuple(c.token_ids) for group in groups for c in group}) > len(PROMPTS)
+
+
+def test_draws_follow_from_the_seed(engine, make_policy, version):
+    def draw(seed):
+        engine.publish(make_policy(), version())
+        return [[c.token_ids for c in group] for group in engine.generate(PROMPTS, seed=seed)]
+
+    first = draw(3)
+    assert draw(3) == first
+    assert draw(4) != first
+
+
+def test_log_probabilities_agree_with_the_trainer(engine, make_policy, version):
+    policy = make_policy()
+    engine.publish(policy, version())
+    assert gap(policy, engine.generate(PROMPTS, seed=0)).max() < 1e-4
+
+
+def test_completions_come_from_the_tempered_distribution(engine, make_policy, version):
+    """The first token's frequencies against the trainer's probabilities: nothing is cut off or sharpened."""
+    policy = make_policy()
+    engine.publish(policy, version())
+    groups = engine.generate([PROMPTS[0]] * 256, seed=0)
+    first = torch.tensor([c.token_ids[0] for group in groups for c in group])
+    ids = torch.tensor([PROMPTS[0].token_ids])
+    with torch.no_grad():
+        p = torch.softmax(policy.model(input_ids=ids).logits[0, -1] / SAMPLING.temperature, -1)
+    counts = torch.bincount(first, minlength=len(p)).float()
+    common = p > 0.01
+    deviation = (counts - len(first) * p) / (len(first) * p * (1 - p)).sqrt()
+    assert deviation[common].abs().max() < 4.5
+    tail = p[~common].sum()
+    assert abs(counts[~common].sum() - len(first) * tail) < 4.5 * (len(first) * tail * (1 - tail)).sqrt()
+
+
+@pytest.mark.parametrize("projection", PROJECTIONS)
+def test_every_target_module_reaches_vllm(vllm_engine, make_policy, version, projection):
+    """An adapter in one projection alone has the same effect in vLLM as in the trainer, and has one."""
+    policy = make_policy()
+    randomise_adapter(policy, seed=3, scale=0.5, only=projection)
+    vllm_engine.publish(policy, version())
+    groups = vllm_engine.generate(PROMPTS, seed=0)
+    assert gap(policy, groups).max() < 1e-4
+    randomise_adapter(policy, seed=3, scale=0.0)
+    assert gap(policy, groups).max() > 1e-2
+
+
+def test_a_new_version_does_not_see_the_cache_of_the_one_before(vllm_engine, make_policy, version):
+    first, second = make_policy(adapter_seed=1), make_policy(adapter_seed=2)
+    for policy, other in ((first, second), (second, first), (first, second)):
+        vllm_engine.publish(policy, version())
+        groups = vllm_engine.generate(LONG, seed=0)
+        assert gap(policy, groups).max() < 1e-4
+        assert gap(other, groups).mean() > 1e-2
+
+
+def test_old_versions_leave_no_files(vllm_engine, make_policy, version):
+    for _ in range(3):
+        vllm_engine.publish(make_policy(), version())
+    assert len(list(vllm_engine._folder.iterdir())) == 1
+
+
+def test_publishing_never_touches_the_base(vllm_engine, make_policy, version):
+    """With an adapter that is zero, vLLM serves the base bit for bit as before any adapter."""
+
+    def serve():
+        vllm_engine.publish(make_policy(scale=0.0), version())
+        return [c.rollout_logprobs for group in vllm_engine.generate(PROMPTS, seed=0) for c in group]
+
+    before = serve()
+    vllm_engine.publish(make_policy(), version())
+    vllm_engine.generate(PROMPTS, seed=0)
+    assert serve() == before
+
+
+def test_bfloat16_agrees_loosely(tiny_model, make_policy):
+    engine, policy = make_vllm(tiny_model, "bfloat16"), make_policy("bfloat16")
+    try:
+        engine.publish(policy, 1)
+        groups = engine.generate(PROMPTS, seed=0)
+        assert gap(policy, groups).mean() < 0.1
+        assert gap(policy, groups).max() < 1.0
+        other = make_policy("bfloat16", adapter_seed=2)
+        assert gap(other, groups).mean() > 3 * gap(policy, groups).mean()
+    finally:
+        engine.close()
+
+
+def test_auto_is_vllm_where_it_is_installed(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert resolve_engine("auto") == "transformers"
+    assert resolve_engine("vllm") == "vllm"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert resolve_engine("auto") == "vllm"
