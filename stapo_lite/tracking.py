@@ -1,0 +1,130 @@
+"""What a person sees of a run: the metrics file, one line per step, samples, accelerate's trackers."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from stapo_lite.types import Completion
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class Tally:
+    """Sums and maxima of a step, kept on the device and reduced over the processes once.
+
+    Args:
+        sums, maxima: their names. Every process has all of them, whatever work it got; a maximum
+            without a value is NaN.
+    """
+
+    def __init__(self, sums: Sequence[str], maxima: Sequence[str], device: torch.device):
+        self._sums = {name: torch.zeros((), dtype=torch.float32, device=device) for name in sums}
+        self._maxima = {name: torch.full((), -math.inf, dtype=torch.float32, device=device) for name in maxima}
+
+    def add(self, **values: Tensor | float) -> None:
+        for name, value in values.items():
+            self._sums[name] = self._sums[name] + value
+
+    def raise_to(self, **values: Tensor) -> None:
+        for name, value in values.items():
+            self._maxima[name] = torch.maximum(self._maxima[name], value)
+
+    def reduce(self, accelerator: Accelerator) -> dict[str, float]:
+        """Over all processes."""
+        sums = accelerator.reduce(torch.stack(list(self._sums.values())), "sum")
+        result = dict(zip(self._sums, sums.tolist(), strict=True))
+        if self._maxima:
+            maxima = accelerator.gather(torch.stack(list(self._maxima.values()))[None]).amax(0)
+            maxima = torch.where(maxima == -math.inf, math.nan, maxima)
+            result |= dict(zip(self._maxima, maxima.tolist(), strict=True))
+        return result
+
+
+def gather_values(values: Tensor, accelerator: Accelerator) -> Tensor:
+    """Concatenate 1-D tensors of different lengths over the processes."""
+    if accelerator.num_processes == 1:
+        return values
+    padded = accelerator.pad_across_processes(values, pad_index=math.nan)
+    gathered = accelerator.gather(padded)
+    return gathered[~gathered.isnan()]
+
+
+class RunLog:
+    """Writes a run's metrics. Only the main process has one that does anything.
+
+    Args:
+        start_step: on a resumed run, later lines of an existing metrics file are dropped.
+    """
+
+    def __init__(self, folder: Path, max_steps: int, start_step: int, accelerator: Accelerator):
+        self._accelerator = accelerator
+        self._max_steps = max_steps
+        self._path = folder / METRICS_FILE
+        if accelerator.is_main_process:
+            kept = [line for line in read_metrics(folder) if line["step"] <= start_step] if start_step else []
+            self._path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+
+    def step(self, metrics: dict[str, float | int | None]) -> None:
+        """Append one line to the file, print the compact one, and tell the trackers."""
+        if not self._accelerator.is_main_process:
+            return
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(metrics) + "\n")
+        tqdm.write(step_line(metrics, self._max_steps))
+        self._accelerator.log({k: v for k, v in metrics.items() if v is not None and k != "step"}, step=metrics["step"])
+
+    def samples(self, step: int, groups: Sequence[Sequence[Completion]]) -> None:
+        """Print the best and the worst completion of the first prompt."""
+        if not self._accelerator.is_main_process:
+            return
+        group = sorted(groups[0], key=lambda c: -math.inf if c.reward is None else c.reward)
+        lines = [f"  samples of step {step} | prompt: {_shorten(_last_text(group[0].prompt.prompt))}"]
+        for completion in (group[-1], group[0]):
+            lines.append(f"    reward {_number(completion.reward)} | {_shorten(completion.text)}")
+        tqdm.write("\n".join(lines))
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics file; none where it has no file."""
+    path = folder / METRICS_FILE
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def step_line(metrics: dict[str, Any], max_steps: int) -> str:
+    """One compact line for a person."""
+    m = metrics
+    parts = [
+        f"step {m['step']:>{len(str(max_steps))}}/{max_steps}",
+        f"reward {_number(m['reward'])}",
+        f"entropy {_number(m['entropy'])}",
+        f"silenced {_number(m['silenced_share'], percent=True)}",
+        f"length {_number(m['completion_length'], digits=1)}",
+        f"grad {_number(m['grad_norm'])}" if m["updates"] else "no update: all advantages are 0",
+        f"{m['tokens_per_second']:.0f} tok/s",
+        f"rollout {m['seconds_rollout']:.1f} s, update {m['seconds_update']:.1f} s",
+    ]
+    return " | ".join(parts)
+
+
+def _number(value: float | None, digits: int = 3, percent: bool = False) -> str:
+    if value is None:
+        return "-"
+    return f"{100 * value:.3f} %" if percent else f"{value:.{digits}f}"
+
+
+def _last_text(prompt: str | list[dict[str, str]]) -> str:
+    return prompt if isinstance(prompt, str) else " / ".join(message["content"] for message in prompt)
+
+
+def _shorten(text: str, limit: int = 300) -> str:
+    text = text.strip().replace("\n", "\\n")
+    return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"

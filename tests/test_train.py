@@ -1,0 +1,262 @@
+"""Whole runs: in the process on the tiny model, and through the real command with a real model and vLLM."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from stapo_lite import train as train_module
+from stapo_lite.config import load_config
+from stapo_lite.tracking import read_metrics
+
+ROOT = Path(__file__).parent.parent
+TIMES = {"tokens_per_second", "seconds_rollout", "seconds_reward", "seconds_update", "seconds_step"}
+
+
+@pytest.fixture
+def write_config(tiny_model, tmp_path, monkeypatch):
+    """A small run of the tiny model, rewarded by a user's function for each token with an even id."""
+    (tmp_path / "parity.py").write_text(
+        "def even(completion_ids, **columns): return [float(sum(i % 2 == 0 for i in ids)) for ids in completion_ids]\n",
+        encoding="utf-8",
+    )
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(
+            json.dumps({"prompt": f"say {word}", "answer": "a"}) + "\n" for word in ("one", "two", "three", "four")
+        ),
+        encoding="utf-8",
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write(**changes) -> Path:
+        tree = {
+            "model": str(tiny_model),
+            "output_dir": str(tmp_path / "run"),
+            "dtype": "float32",
+            "lora": {"r": 8},
+            "data": {"source": str(tmp_path / "prompts.jsonl"), "max_prompt_length": 64},
+            "reward": {"functions": ["parity:even"]},
+            "rollout": {"engine": "transformers", "num_generations": 4, "max_completion_length": 8},
+            "objective": {"s2t": {"tau_p": 0.01}},
+            "train": {
+                "max_steps": 4,
+                "batch_size": 4,
+                "mini_batch_size": 2,
+                "max_tokens_per_microbatch": 256,
+                "learning_rate": 0.01,
+                "gradient_checkpointing": False,
+            },
+            "log": {"save_steps": 2, "log_completions_steps": 2},
+        }
+        for key, value in changes.items():
+            section, _, name = key.partition("__")
+            (tree[section] if name else tree)[name or section] = value
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump(tree), encoding="utf-8")
+        return path
+
+    return write
+
+
+def run(config, resume=False):
+    return list(train_module.train(load_config(config), resume))
+
+
+def command(monkeypatch, *arguments):
+    """Run the command in this process; its exit status."""
+    monkeypatch.setattr(sys, "argv", ["train", *map(str, arguments)])
+    try:
+        train_module.main()
+    except SystemExit as exit_:
+        return exit_.code
+    return 0
+
+
+def test_a_run_leaves_everything_behind(write_config, tmp_path, capsys):
+    metrics = run(write_config())
+    folder = tmp_path / "run"
+    assert read_metrics(folder) == metrics
+    assert [m["step"] for m in metrics] == [1, 2, 3, 4]
+    assert load_config(folder / "config.yaml").train.max_steps == 4
+    assert {p.name for p in folder.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
+    final = load_file(folder / "adapter" / "adapter_model.safetensors")
+    saved = load_file(folder / "checkpoint-4" / "adapter_model.safetensors")
+    assert final.keys() == saved.keys()
+    assert all(torch.equal(final[name], saved[name]) for name in final)
+    assert (folder / "reward.png").read_bytes().startswith(b"\x89PNG")
+    output = capsys.readouterr().out
+    assert len(re.findall(r"^step \d/4 \| reward ", output, re.MULTILINE)) == 4
+    assert len(re.findall(r"samples of step", output)) == 2
+    assert "first 5" in output
+    assert "silenced share" in output
+
+
+def test_every_metric_is_in_the_glossary(write_config):
+    (metrics, *_) = run(write_config(train__max_steps=1))
+    defined = re.findall(r"^\| `(\w+)`", (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(defined) == sorted(metrics)
+
+
+def test_metrics_by_hand_on_a_step(write_config, monkeypatch):
+    """Counts that can be recomputed from the completions of the first step."""
+    steps = []
+    count = train_module.count_rollouts
+    monkeypatch.setattr(
+        train_module, "count_rollouts", lambda tally, groups: steps.append(groups) or count(tally, groups)
+    )
+    metrics = run(write_config(train__max_steps=1))[0]
+    groups = steps[0]
+    completions = [c for group in groups for c in group]
+    tokens = [len(c.token_ids) for c in completions]
+    assert metrics["completion_length"] == pytest.approx(sum(tokens) / len(tokens))
+    assert metrics["reward"] == pytest.approx(
+        sum(i % 2 == 0 for c in completions for i in c.token_ids) / len(completions)
+    )
+    assert metrics["truncated_share"] == pytest.approx(
+        sum(n == 8 and c.token_ids[-1] not in (1, 2) for n, c in zip(tokens, completions, strict=True)) / len(tokens)
+    )
+    flat = sum(len({c.reward for c in group}) == 1 for group in groups) / len(groups)
+    assert metrics["zero_variance_groups"] == flat
+    nll = -sum(sum(c.rollout_logprobs) for c in completions) / sum(tokens)
+    assert metrics["sampled_nll"] == pytest.approx(nll, rel=1e-5)
+    assert metrics["sampler_gap_max"] < 1e-4
+    assert metrics["learning_rate"] == pytest.approx(0.01 * 2 / 10)  # the second of ten warm-up updates
+
+
+def test_the_reward_rises(write_config):
+    metrics = run(write_config(train__max_steps=30, log__save_steps=0, log__log_completions_steps=0))
+    first, last = (sum(m["reward"] for m in part) / 5 for part in (metrics[:5], metrics[-5:]))
+    assert last > first + 1.5  # of at most 8
+
+
+def test_resuming_gives_the_same_run_bit_for_bit(write_config, tmp_path):
+    whole = run(write_config(output_dir=str(tmp_path / "whole")))
+    run(write_config(output_dir=str(tmp_path / "cut"), train__max_steps=2))
+    run(write_config(output_dir=str(tmp_path / "cut")), resume=True)
+    resumed = read_metrics(tmp_path / "cut")
+    for expected, actual in zip(whole, resumed, strict=True):
+        assert {k: v for k, v in actual.items() if k not in TIMES} == {
+            k: v for k, v in expected.items() if k not in TIMES
+        }
+    for name in ("adapter_model.safetensors", "optimizer.safetensors"):
+        expected, actual = (load_file(tmp_path / run_ / "checkpoint-4" / name) for run_ in ("whole", "cut"))
+        assert expected.keys() == actual.keys()
+        assert all(torch.equal(expected[key], actual[key]) for key in expected)
+
+
+def test_only_the_newest_checkpoints_are_kept(write_config, tmp_path):
+    run(write_config(log__save_steps=1, log__save_total_limit=2))
+    assert sorted(p.name for p in (tmp_path / "run").glob("*checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]
+
+
+def test_a_step_without_any_advantage_changes_nothing_and_says_so(write_config, tmp_path, capsys):
+    (tmp_path / "parity.py").write_text("def even(completions, **columns): return [1.0 for c in completions]\n")
+    sys.modules.pop("parity", None)
+    metrics = run(write_config(train__max_steps=2))
+    assert [m["updates"] for m in metrics] == [0, 0]
+    assert metrics[0]["zero_variance_groups"] == 1.0
+    assert metrics[0]["loss"] is None
+    assert "no update: all advantages are 0" in capsys.readouterr().out
+    saved = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
+    assert not any(value.any() for name, value in saved.items() if "lora_B" in name)
+
+
+def test_one_update_a_step_needs_no_old_pass(write_config, monkeypatch):
+    measured = []
+    measure = train_module.measure
+    monkeypatch.setattr(
+        train_module, "measure", lambda policy, rows, n: measured.append(len(rows)) or measure(policy, rows, n)
+    )
+    run(write_config(train__max_steps=1, train__mini_batch_size=4, objective={"s2t": {"enabled": False}}))
+    assert not measured
+
+
+def test_dry_run_prints_the_config_and_stops(write_config, tmp_path, monkeypatch, capsys):
+    assert command(monkeypatch, write_config(), "train.max_steps=9", "--dry-run") == 0
+    output = capsys.readouterr().out
+    assert "max_steps: 9" in output
+    assert "4 prompts x 4 completions = 16 rollouts a step, 2 update(s) of 8 completions" in output
+    assert not (tmp_path / "run").exists()
+
+
+BAD_RUNS = {
+    "unknown key": (["train.lr=1"], "unknown key 'train.lr'"),
+    "missing file": (["data.source=nowhere.jsonl"], "data.source=nowhere.jsonl: no such file"),
+    "missing column": (["data.answer_column=gold"], "data.answer_column=gold: "),
+    "no model": (["model=/nowhere/at/all"], "model=/nowhere/at/all: "),
+    "long prompt": (["data.max_prompt_length=20"], "row 1: the prompt has"),
+    "context": (["rollout.max_completion_length=500", "train.max_tokens_per_microbatch=999"], "holds 512 tokens"),
+    "reward": (["reward.functions=[parity:odd]"], "reward.functions=parity:odd: cannot be imported"),
+    "nothing to resume": (["--resume"], "holds no checkpoint; leave --resume out"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_RUNS)
+def test_bad_input_is_one_line_and_status_2_before_the_model_loads(write_config, monkeypatch, capsys, case):
+    monkeypatch.setattr(train_module, "load_policy", lambda *_, **__: pytest.fail("the model was loaded"))
+    overrides, message = BAD_RUNS[case]
+    assert command(monkeypatch, write_config(), *overrides) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert message in errors[0]
+
+
+def test_a_finished_run_is_not_overwritten(write_config, tmp_path, monkeypatch, capsys):
+    run(write_config(train__max_steps=1))
+    before = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8")
+    assert command(monkeypatch, write_config()) == 2
+    assert "holds a run: continue it with --resume" in capsys.readouterr().err
+    assert (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8") == before
+
+
+def launch(*arguments, timeout):
+    flags = ["--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    executable = str(Path(sys.executable).with_name("accelerate"))
+    return subprocess.run(
+        [executable, "launch", *flags, "-m", "stapo_lite.train", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+        cwd=ROOT,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+    )
+
+
+def test_the_command_trains_a_real_model_with_vllm(smollm2, tmp_path):
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    folder = tmp_path / "run"
+    overrides = [f"model={smollm2}", f"output_dir={folder}", "rollout.engine=vllm", "train.max_steps=2"]
+    done = launch("configs/quickstart.yaml", *overrides, "log.report_to=[tensorboard]", timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    metrics = read_metrics(folder)
+    assert len(metrics) == 2
+    assert metrics[0]["updates"] == 2
+    assert 0.05 <= metrics[0]["reward"] <= 0.6  # the untrained model gets some sums right
+    assert metrics[0]["sampler_gap_mean"] < 0.1  # bf16 in vLLM and in the trainer
+    assert all(math.isfinite(m["grad_norm"]) for m in metrics)
+    assert "adapter: " in done.stdout
+    assert list(folder.rglob("events.out.tfevents*"))
+
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(smollm2), folder / "adapter")
+    assert any(p.any() for name, p in model.named_parameters() if "lora_B" in name)
+
+
+@pytest.mark.slow
+def test_the_quickstart_learns_to_add(smollm2, tmp_path):
+    done = launch("configs/quickstart.yaml", f"model={smollm2}", f"output_dir={tmp_path / 'run'}", timeout=1500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rewards = [m["reward"] for m in read_metrics(tmp_path / "run")]
+    assert 0.05 < rewards[0] < 0.5
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
