@@ -1,11 +1,11 @@
-"""Checkpoints: everything a run needs to continue exactly, without pickle.
+"""Checkpoints: everything a run needs to continue exactly; nothing in them can run code when loaded.
 
 Every random draw of a run follows from the seed and the step, so there is no generator state to keep.
 
     checkpoint-20/
         adapter_model.safetensors, adapter_config.json   the adapter in PEFT's format
-        optimizer.safetensors                            tensors of the optimiser's state
-        state.json                                       step, counters, the optimiser's numbers, config, versions
+        optimizer.pt                                     the optimiser's state, read with weights_only
+        state.json                                       step, counters, config, versions
 """
 
 import json
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from stapo_lite.config import InputError
 from stapo_lite.policy import Policy
@@ -32,7 +31,7 @@ class Progress:
     step: int = 0
     """Steps done."""
     updates: int = 0
-    """Optimiser updates done; the learning-rate schedule and the adapter version follow from it."""
+    """Optimiser updates done; the learning-rate schedule follows from it."""
     prompts_drawn: int = 0
     """Position in the prompt order."""
 
@@ -45,19 +44,9 @@ def save_checkpoint(
     partial = run_folder / f".{final.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     policy.save_adapter(partial)
-    tensors: dict[str, torch.Tensor] = {}
-    numbers: dict[str, dict[str, Any]] = {}
-    state = optimizer.state_dict()["state"]
-    for index, name in enumerate(policy.parameters):
-        for key, value in state.get(index, {}).items():
-            if isinstance(value, torch.Tensor):
-                tensors[f"{name}/{key}"] = value.contiguous()
-            else:
-                numbers.setdefault(name, {})[key] = value
-    save_file(tensors, partial / "optimizer.safetensors")
+    torch.save(optimizer.state_dict(), partial / "optimizer.pt")
     document = {
         "progress": asdict(progress),
-        "optimizer": numbers,
         "config": config,
         "versions": {name: version(name) for name in ("torch", "transformers", "peft")},
     }
@@ -71,17 +60,39 @@ def save_checkpoint(
 
 def load_checkpoint(folder: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> Progress:
     """Restore adapter and optimiser; return where the run stood."""
-    document = json.loads((folder / "state.json").read_text(encoding="utf-8"))
     policy.load_adapter(folder)
-    tensors = load_file(folder / "optimizer.safetensors")
-    state: dict[int, dict[str, Any]] = {}
-    for index, name in enumerate(policy.parameters):
-        entries = {key.rpartition("/")[2]: value for key, value in tensors.items() if key.rpartition("/")[0] == name}
-        entries |= document["optimizer"].get(name, {})
-        if entries:
-            state[index] = entries
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-    return Progress(**document["progress"])
+    optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True))
+    return Progress(**read_state(folder)["progress"])
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The checkpoint's `state.json`."""
+    return json.loads((folder / "state.json").read_text(encoding="utf-8"))
+
+
+def check_same_config(folder: Path, config: dict[str, Any]) -> None:
+    """Whether a run with this config can continue the checkpoint exactly.
+
+    Raises:
+        InputError: a key differs that decides what the run computes; the number of steps, the folder
+            and logging do not.
+    """
+    before, now = (flatten(tree) for tree in (read_state(folder)["config"], config))
+    free = {"output_dir", "train.max_steps"}
+    for key in sorted(before.keys() | now.keys()):
+        if before.get(key) != now.get(key) and key not in free and not key.startswith("log."):
+            raise InputError(
+                f"--resume: {key}={now.get(key)}, but {folder} was written with {before.get(key)}: set it back, "
+                "or start a new run in another output_dir"
+            )
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}"""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
 
 
 def list_checkpoints(run_folder: Path) -> list[Path]:
@@ -100,5 +111,5 @@ def latest_checkpoint(run_folder: Path) -> Path:
     """
     checkpoints = list_checkpoints(run_folder)
     if not checkpoints:
-        raise InputError(f"--resume: output_dir={run_folder} holds no checkpoint; leave --resume out to start the run")
+        raise InputError(f"--resume: output_dir={run_folder} holds no checkpoint; delete it and leave --resume out")
     return checkpoints[-1]

@@ -10,12 +10,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+UserPath = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
 PROJECTIONS: list[Projection] = list(get_args(Projection))
 
 
@@ -26,19 +27,19 @@ class InputError(Exception):
 
 @contextmanager
 def exit_on_input_error() -> Iterator[None]:
-    """Print an InputError as one line, on the first process only, and exit with status 2."""
+    """Print an InputError as one line and exit with status 2."""
     try:
         yield
     except InputError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr)
+        rank = int(os.environ.get("RANK", "0"))
+        print(f"error{f' (process {rank})' if rank else ''}: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
 class Section(BaseModel):
     """Base of all sections: unknown keys are errors, fields are documented by their docstrings."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class Lora(Section):
@@ -55,7 +56,7 @@ class Lora(Section):
 class Data(Section):
     """Prompts."""
 
-    source: str = "arithmetic"
+    source: UserPath = "arithmetic"
     """`arithmetic` (generated sums), a `.jsonl` or `.parquet` file, or a dataset name on the Hub."""
     subset: str | None = None
     """Configuration name of a Hub dataset."""
@@ -64,7 +65,7 @@ class Data(Section):
     prompt_column: str = "prompt"
     """Column with the prompt: a string, or a list of `{role, content}` messages."""
     answer_column: str = "answer"
-    """Column with the reference answer; the built-in rewards compare with it."""
+    """Column with the reference answer, which the built-in rewards need."""
     system_prompt: str | None = None
     """System message put before each prompt (with the chat template only)."""
     prompt_suffix: str = ""
@@ -126,7 +127,7 @@ class Rollout(Section):
     kv_cache_gb: float = Field(1.0, gt=0)
     """vLLM on a CPU: size of the KV cache in GiB."""
     max_num_seqs: int = Field(128, ge=1)
-    """Completions sampled at the same time."""
+    """Completions sampled at the same time, at least `num_generations`."""
     quantization: str | None = None
     """vLLM's `quantization` for the base model it serves, such as `bitsandbytes` next to a 4-bit
     trainer."""
@@ -206,9 +207,9 @@ class Log(Section):
 class Config(Section):
     """A whole run."""
 
-    model: str
+    model: UserPath
     """Base model: a folder, or a name on the Hub."""
-    output_dir: str
+    output_dir: UserPath
     """Run folder: resolved config, metrics, checkpoints, adapter."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Data type of the base weights and of the forward pass; the adapter is kept in float32."""
@@ -225,13 +226,20 @@ class Config(Section):
     log: Log = Log()
 
     @model_validator(mode="after")
-    def _batch_arithmetic(self):
+    def _values_fit_together(self):
         train, longest = self.train, self.data.max_prompt_length + self.rollout.max_completion_length
         if train.batch_size % train.mini_batch_size:
             raise ValueError(
                 f"train.batch_size={train.batch_size} is not divisible by "
                 f"train.mini_batch_size={train.mini_batch_size}: choose a divisor"
             )
+        if self.rollout.max_num_seqs < self.rollout.num_generations:
+            raise ValueError(
+                f"rollout.max_num_seqs={self.rollout.max_num_seqs} is less than one group, "
+                f"rollout.num_generations={self.rollout.num_generations}: raise it"
+            )
+        if self.data.system_prompt is not None and not self.data.apply_chat_template:
+            raise ValueError("data.system_prompt needs data.apply_chat_template=true: put it into the prompts instead")
         if train.max_tokens_per_microbatch < longest:
             raise ValueError(
                 f"train.max_tokens_per_microbatch={train.max_tokens_per_microbatch} is less than one "

@@ -1,5 +1,6 @@
 """Prompts: read, rendered with the chat template, checked, and drawn in a seeded order."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,39 +12,65 @@ from stapo_lite.types import Prompt
 
 
 def load_rows(
-    source: str, *, subset: str | None, split: str, prompt_column: str, answer_column: str, max_operand: int
+    source: str, *, subset: str | None, split: str, prompt_column: str, answer_column: str | None, max_operand: int
 ) -> list[dict[str, Any]]:
-    """Rows of the data set, checked to have the two columns.
+    """Rows of the data set, checked to have the columns.
+
+    Args:
+        answer_column: None where no reward needs it.
 
     Raises:
         InputError: no such file or Hub dataset, no rows, or a column is missing.
     """
     if source == "arithmetic":
-        return arithmetic(max_operand, prompt_column, answer_column)
-    suffix = Path(source).suffix
-    if suffix in (".jsonl", ".parquet"):
-        if not Path(source).is_file():
-            raise InputError(f"data.source={source}: no such file")
-        loader: dict[str, Any] = {"path": {".jsonl": "json", ".parquet": "parquet"}[suffix], "data_files": source}
-        split = "train"
-    else:
-        loader = {"path": source, "name": subset}
-    import datasets
-
+        return arithmetic(max_operand, prompt_column, answer_column or "answer")
+    path = Path(source)
+    if path.suffix.lower() in (".jsonl", ".parquet") and not path.is_file():
+        raise InputError(f"data.source={source}: no such file")
     try:
-        rows = datasets.load_dataset(**loader, split=split)
+        rows = read_jsonl(path) if path.suffix.lower() == ".jsonl" else read_dataset(source, path, subset, split)
+    except InputError:
+        raise
     except Exception as error:  # the readers and the Hub raise a dozen kinds
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
         raise InputError(
-            f"data.source={source}: not `arithmetic`, and cannot be read as a .jsonl or .parquet file or a dataset "
-            f"on the Hub ({reason})"
+            f"data.source={source}: neither `arithmetic` nor a readable .jsonl or .parquet file or dataset on the Hub "
+            f"({reason})"
         ) from None
-    if len(rows) == 0:
+    if not rows:
         raise InputError(f"data.source={source}: no rows")
     for key, column in (("prompt_column", prompt_column), ("answer_column", answer_column)):
-        if column not in rows.column_names:
-            raise InputError(f"data.{key}={column}: {source} has only the columns {', '.join(rows.column_names)}")
-    return list(rows)
+        if column is not None and column not in rows[0]:
+            raise InputError(f"data.{key}={column}: {source} has only the columns {', '.join(rows[0])}")
+    return rows
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """One JSON object per line, values as they are (the `datasets` reader turns text into dates).
+
+    Raises:
+        InputError: a line is not a JSON object.
+    """
+    rows = []
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                row = json.loads(line) if line.strip() else None
+            except ValueError as error:
+                raise InputError(f"data.source={path}, line {number}: not JSON ({error})") from None
+            if not isinstance(row, dict | None):
+                raise InputError(f"data.source={path}, line {number}: must be a JSON object, got {type(row).__name__}")
+            rows += [] if row is None else [row]
+    return rows
+
+
+def read_dataset(source: str, path: Path, subset: str | None, split: str) -> list[dict[str, Any]]:
+    """Rows of a Parquet file, or of a dataset on the Hub."""
+    import datasets
+
+    if path.suffix.lower() == ".parquet":
+        return list(datasets.load_dataset("parquet", data_files=str(path), split="train"))
+    return list(datasets.load_dataset(source, subset, split=split))
 
 
 def arithmetic(max_operand: int, prompt_column: str, answer_column: str) -> list[dict[str, Any]]:
@@ -68,7 +95,7 @@ def render_prompts(
     *,
     source: str,
     prompt_column: str,
-    answer_column: str,
+    answer_column: str | None,
     apply_chat_template: bool,
     chat_template_kwargs: dict[str, Any],
     system_prompt: str | None,
@@ -83,8 +110,9 @@ def render_prompts(
         source: named in errors.
 
     Raises:
-        InputError: a prompt is of the wrong type, or longer than `max_prompt_length` tokens (unless
-            those are filtered); nothing is left; the tokenizer has no chat template.
+        InputError: a prompt is of the wrong type, empty, refused by the chat template, or longer than
+            `max_prompt_length` tokens (unless those are filtered); an answer is missing; nothing is left;
+            the tokenizer has no chat template.
     """
     if apply_chat_template and not tokenizer.chat_template:
         raise InputError(
@@ -93,7 +121,7 @@ def render_prompts(
         )
     prompts = []
     for number, row in enumerate(rows, start=1):
-        prompt = row[prompt_column]
+        prompt: Any = row.get(prompt_column)
         where = f"data.source={source}, row {number}"
         if isinstance(prompt, str):
             messages = [{"role": "user", "content": prompt}]
@@ -102,23 +130,32 @@ def render_prompts(
         else:
             expected = "text or a list of {role, content} messages" if apply_chat_template else "text"
             raise InputError(f"{where}: the prompt must be {expected}, got {type(prompt).__name__}")
-        if system_prompt is not None:
+        answer = row.get(answer_column) if answer_column else None
+        if answer_column and (answer is None or not str(answer).strip()):
+            raise InputError(f"{where}: data.answer_column={answer_column} is empty; drop the row or give its answer")
+        if system_prompt is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": system_prompt})
         last_user = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=None)
         if last_user is not None:
             messages[last_user]["content"] += prompt_suffix
         if apply_chat_template:
             continues = messages[-1]["role"] == "assistant"
-            text = tokenizer.apply_chat_template(
-                messages,
-                tokenize=False,
-                add_generation_prompt=not continues,
-                continue_final_message=continues,
-                **chat_template_kwargs,
-            )
+            try:
+                text = tokenizer.apply_chat_template(
+                    messages,
+                    tokenize=False,
+                    add_generation_prompt=not continues,
+                    continue_final_message=continues,
+                    **chat_template_kwargs,
+                )
+            except Exception as error:  # templates raise what they like
+                reason = " ".join(str(error).split())
+                raise InputError(f"{where}: the model's chat template refuses the prompt ({reason})") from None
         else:
             text = messages[-1]["content"]
         token_ids = tokenizer(text, add_special_tokens=not apply_chat_template).input_ids
+        if not token_ids:
+            raise InputError(f"{where}: the prompt is empty")
         if len(token_ids) > max_prompt_length:
             if filter_overlong_prompts:
                 continue
@@ -127,7 +164,7 @@ def render_prompts(
                 "raise it, or set data.filter_overlong_prompts=true to drop such rows"
             )
         columns = {name: value for name, value in row.items() if name != prompt_column}
-        prompts.append(Prompt(prompt, token_ids, row[answer_column], columns))
+        prompts.append(Prompt(prompt, token_ids, answer, columns))
     if not prompts:
         raise InputError(
             f"data.source={source}: every prompt is longer than data.max_prompt_length={max_prompt_length}"
@@ -135,13 +172,11 @@ def render_prompts(
     return prompts
 
 
-def stop_token_ids(
-    tokenizer: Any, generation_eos: int | list[int] | None, apply_chat_template: bool
-) -> tuple[int, ...]:
+def stop_token_ids(tokenizer: Any, model_eos: int | list[int] | None, apply_chat_template: bool) -> tuple[int, ...]:
     """Tokens that end a completion: the tokenizer's and the model's end of text, and the chat template's
     end of an assistant turn, which base models with a chat template do not declare."""
     ids = {tokenizer.eos_token_id}
-    ids.update([generation_eos] if isinstance(generation_eos, int) else generation_eos or [])
+    ids.update([model_eos] if isinstance(model_eos, int) else model_eos or [])
     if apply_chat_template:
         turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
         text = tokenizer.apply_chat_template(turns, tokenize=False)

@@ -11,8 +11,6 @@ class TokenLoss(NamedTuple):
 
     loss: Tensor
     """-min(rho A, clip(rho) A), with gradient"""
-    ratio: Tensor
-    """rho = pi / pi_old, detached"""
     clipped_low: Tensor
     """bool: A < 0 and rho < 1 - epsilon, so no gradient"""
     clipped_high: Tensor
@@ -33,10 +31,8 @@ def clipped_token_loss(
     ratio = torch.exp(logprobs - old_logprobs)
     clipped = ratio.clamp(1 - epsilon, 1 + epsilon_high)
     loss = -torch.minimum(ratio * advantages, clipped * advantages)
-    ratio = ratio.detach()
     return TokenLoss(
         loss,
-        ratio,
         clipped_low=(advantages < 0) & (ratio < 1 - epsilon),
         clipped_high=(advantages > 0) & (ratio > 1 + epsilon_high),
     )

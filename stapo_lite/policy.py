@@ -12,32 +12,41 @@ from stapo_lite.lm_head import token_statistics
 from stapo_lite.types import MicroBatch, TokenStatistics
 
 
-def load_model_config(model: str, longest_sequence: int) -> Any:
-    """Read and check the base model's config before its weights are loaded.
+def load_tokenizer(model: str, longest_sequence: int, target_modules: list[str]) -> tuple[Any, int | list[int] | None]:
+    """The tokenizer and the model's end-of-text tokens, after checking the model before its weights are loaded.
 
     Raises:
-        InputError: there is no such model, its head does more than one linear layer, or its context
-            is shorter than `longest_sequence` tokens.
+        InputError: there is no such causal language model or tokenizer; its head does more than one
+            linear layer; its context is shorter than `longest_sequence` tokens; it lacks one of the
+            `target_modules`.
     """
-    from transformers import AutoConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     try:
         config = AutoConfig.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise InputError(f"model={model}: not a folder with a model, nor reachable on the Hub ({reason})") from None
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        with torch.device("meta"):  # shapes only
+            modules = {name.rpartition(".")[2] for name, _ in AutoModelForCausalLM.from_config(config).named_modules()}
+    except Exception as error:  # transformers raises a dozen kinds
+        reason = str(error).strip().partition("\n")[0]
+        raise InputError(f"model={model}: not a causal language model in a folder or on the Hub ({reason})") from None
     for key in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(config, key, None) not in (None, 1, 1.0):
-            raise InputError(
-                f"model={model}: its logits are transformed after the head ({key}), which is not supported"
-            )
+            raise InputError(f"model={model}: its logits are transformed after the head ({key}): choose another model")
     context = getattr(config, "max_position_embeddings", longest_sequence)
     if longest_sequence > context:
         raise InputError(
             f"model={model} holds {context} tokens, but data.max_prompt_length + rollout.max_completion_length = "
             f"{longest_sequence}: shorten one"
         )
-    return config
+    missing = set(target_modules) - modules
+    if missing:
+        raise InputError(f"lora.target_modules: model={model} has no {', '.join(sorted(missing))}: leave them out")
+    try:
+        model_eos = GenerationConfig.from_pretrained(model).eos_token_id
+    except OSError:
+        model_eos = config.eos_token_id
+    return tokenizer, model_eos
 
 
 def load_policy(
@@ -84,6 +93,11 @@ def load_policy(
     torch.manual_seed(seed)
     lora = LoraConfig(r=lora_r, lora_alpha=lora_alpha, target_modules=list(target_modules), task_type="CAUSAL_LM")
     peft_model = get_peft_model(base, lora, autocast_adapter_dtype=True)
+    if dtype == torch.bfloat16:  # autocast does it, without an fp32 copy of every input
+        module: Any
+        for module in peft_model.modules():
+            if hasattr(module, "cast_input_dtype_enabled"):
+                module.cast_input_dtype_enabled = False
     peft_model.train()  # without dropout this only switches gradient checkpointing on
     return Policy(peft_model, dtype, temperature, pad_token_id, lm_head_memory_bytes)
 

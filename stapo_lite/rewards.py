@@ -18,6 +18,8 @@ from stapo_lite.types import Completion
 
 RewardFunction = Callable[[Sequence[Completion]], list[float | None]]
 
+BUILT_IN = ("math", "arithmetic")
+OWN_ARGUMENTS = ("prompts", "completions", "completion_ids")  # as in TRL, columns of these names stay out
 WORKER_MEMORY_BYTES = 4 << 30  # address space; a runaway answer fails there instead of taking the machine
 
 
@@ -68,16 +70,19 @@ class RewardModel:
         """
         totals: list[float | None] = [None] * len(completions)
         for name, function, weight in self._weighted:
-            values = function(completions)
-            if not isinstance(values, list) or len(values) != len(completions):
-                got = f"{len(values)} values" if isinstance(values, list) else f"a {type(values).__name__}"
-                raise InputError(f"reward.functions={name}: returned {got}; return a list of {len(completions)}")
+            values = list(function(completions))
+            if len(values) != len(completions):
+                raise InputError(f"reward.functions={name}: returned {len(values)} values, not {len(completions)}")
             for index, value in enumerate(values):
                 if value is None:
                     continue
-                if not isinstance(value, int | float) or not math.isfinite(value):
+                try:
+                    number = float(value)  # numpy's and torch's scalars too
+                except (TypeError, ValueError):
+                    number = math.nan
+                if not math.isfinite(number):
                     raise InputError(f"reward.functions={name}: returned {value!r}; return finite numbers or None")
-                totals[index] = (totals[index] or 0.0) + weight * value
+                totals[index] = (totals[index] or 0.0) + weight * number
         for completion, total in zip(completions, totals, strict=True):
             completion.reward = total
 
@@ -89,8 +94,8 @@ def import_reward(path: str) -> RewardFunction:
     """The user's function at `package.module:function`, which is called as TRL calls it.
 
     It gets lists by keyword: `prompts`, `completions` (text, or messages where the prompt is messages),
-    `completion_ids`, and every column of the data set; and returns a list of numbers, or None for a
-    completion that it does not judge.
+    `completion_ids`, and every other column of the data set; and returns a list of numbers, or None for
+    a completion that it does not judge.
 
     Raises:
         InputError: the path is not of that form, or nothing callable is there.
@@ -100,8 +105,8 @@ def import_reward(path: str) -> RewardFunction:
         raise InputError(f"reward.functions={path}: use math, arithmetic or package.module:function")
     try:
         function = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise InputError(f"reward.functions={path}: cannot be imported ({error})") from None
+    except Exception as error:  # the module is the user's
+        raise InputError(f"reward.functions={path}: cannot be imported ({type(error).__name__}: {error})") from None
     if not callable(function):
         raise InputError(f"reward.functions={path}: is a {type(function).__name__}, not a function")
 
@@ -114,16 +119,17 @@ def import_reward(path: str) -> RewardFunction:
                 for c in completions
             ],
             completion_ids=[c.token_ids for c in completions],
-            **{name: [p.columns[name] for p in prompts] for name in prompts[0].columns},
+            **{name: [p.columns[name] for p in prompts] for name in prompts[0].columns if name not in OWN_ARGUMENTS},
         )
 
     return call
 
 
 def last_integer_equals(text: str, answer: Any) -> bool:
-    """Whether the last integer in `text` is exactly `answer`."""
+    """Whether the last integer in `text` is exactly `answer`; leading zeros do not count."""
     integers = re.findall(r"-?\d+", text)
-    return bool(integers) and int(integers[-1]) == int(answer)
+    normal = [re.sub(r"^(-?)0+(?=\d)", r"\1", number) for number in (*integers[-1:], str(answer).strip())]
+    return len(normal) == 2 and normal[0] == normal[1]
 
 
 class MathGrader:

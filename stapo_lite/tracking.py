@@ -21,7 +21,7 @@ class Tally:
 
     Args:
         sums, maxima: their names. Every process has all of them, whatever work it got; a maximum
-            without a value is NaN.
+            without a value is None.
     """
 
     def __init__(self, sums: Sequence[str], maxima: Sequence[str], device: torch.device):
@@ -36,14 +36,13 @@ class Tally:
         for name, value in values.items():
             self._maxima[name] = torch.maximum(self._maxima[name], value)
 
-    def reduce(self, accelerator: Accelerator) -> dict[str, float]:
+    def reduce(self, accelerator: Accelerator) -> dict[str, Any]:
         """Over all processes."""
         sums = accelerator.reduce(torch.stack(list(self._sums.values())), "sum")
-        result = dict(zip(self._sums, sums.tolist(), strict=True))
+        result: dict[str, Any] = dict(zip(self._sums, sums.tolist(), strict=True))
         if self._maxima:
-            maxima = accelerator.gather(torch.stack(list(self._maxima.values()))[None]).amax(0)
-            maxima = torch.where(maxima == -math.inf, math.nan, maxima)
-            result |= dict(zip(self._maxima, maxima.tolist(), strict=True))
+            maxima = accelerator.gather(torch.stack(list(self._maxima.values()))[None]).amax(0).tolist()
+            result |= {n: None if v == -math.inf else v for n, v in zip(self._maxima, maxima, strict=True)}
         return result
 
 
@@ -57,18 +56,18 @@ def gather_values(values: Tensor, accelerator: Accelerator) -> Tensor:
 
 
 class RunLog:
-    """Writes a run's metrics. Only the main process has one that does anything.
+    """Writes a run's metrics, on the main process only.
 
     Args:
-        start_step: on a resumed run, later lines of an existing metrics file are dropped.
+        start_step: of a resumed run; later lines of its metrics file are dropped. 0 for a new one.
     """
 
     def __init__(self, folder: Path, max_steps: int, start_step: int, accelerator: Accelerator):
         self._accelerator = accelerator
         self._max_steps = max_steps
         self._path = folder / METRICS_FILE
-        if accelerator.is_main_process:
-            kept = [line for line in read_metrics(folder) if line["step"] <= start_step] if start_step else []
+        if accelerator.is_main_process and start_step:
+            kept = [line for line in read_metrics(folder) if line["step"] <= start_step]
             self._path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
 
     def step(self, metrics: dict[str, float | int | None]) -> None:
@@ -92,11 +91,10 @@ class RunLog:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics file; none where it has no file."""
+    """The complete lines of a run's metrics file; none where it has no file."""
     path = folder / METRICS_FILE
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def step_line(metrics: dict[str, Any], max_steps: int) -> str:

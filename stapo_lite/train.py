@@ -7,6 +7,7 @@ recipe is that a LoRA adapter trains instead of the whole model.
 """
 
 import argparse
+import importlib.util
 import math
 import os
 import time
@@ -22,6 +23,7 @@ from tqdm.auto import tqdm
 from stapo_lite import checkpoint, data
 from stapo_lite.advantages import group_advantages
 from stapo_lite.batching import collate, pad_rows, split_by_tokens
+from stapo_lite.checkpoint import flatten
 from stapo_lite.config import (
     S2T,
     Config,
@@ -34,12 +36,12 @@ from stapo_lite.config import (
     to_yaml,
 )
 from stapo_lite.objective import clipped_token_loss
-from stapo_lite.policy import Policy, load_model_config, load_policy, make_optimizer, sum_gradients
+from stapo_lite.policy import Policy, load_policy, load_tokenizer, make_optimizer, sum_gradients
 from stapo_lite.report import write_report
-from stapo_lite.rewards import RewardModel
+from stapo_lite.rewards import BUILT_IN, RewardModel
 from stapo_lite.rollout import RolloutEngine, Sampling, resolve_engine
 from stapo_lite.s2t import candidate_mask, entropy_threshold, spurious_mask
-from stapo_lite.tracking import METRICS_FILE, RunLog, Tally, gather_values
+from stapo_lite.tracking import RunLog, Tally, gather_values, read_metrics
 from stapo_lite.types import Completion, Prompt, TokenStatistics
 
 Statistics = dict[Completion, TokenStatistics]
@@ -62,23 +64,21 @@ def train(config: Config, resume: bool = False) -> Iterator[dict[str, Any]]:
         InputError: something in the config, the data or the model cannot be used; found before any
             weights are loaded, where it can be.
     """
-    accelerator = Accelerator(
-        log_with=list(config.log.report_to) or None,
-        project_config=ProjectConfiguration(logging_dir=config.output_dir),
-    )
+    accelerator = make_accelerator(config)
     rank, processes, is_main = accelerator.process_index, accelerator.num_processes, accelerator.is_main_process
     check_processes(config, processes)
+    engine_name = resolve_engine(config.rollout.engine)
     run_folder = open_run_folder(config, resume, accelerator)
     prompts, tokenizer, stop_tokens = load_prompts(config)
+    accelerator.print(f"{len(prompts)} prompts; {batch_arithmetic(config, processes)}")
     rewards = make_rewards(config)
     policy = make_policy(config, tokenizer, accelerator.device)
     optimizer = make_optimizer(policy, config.train.optim, config.train.learning_rate, config.train.weight_decay)
     progress = checkpoint.Progress()
     if resume:
         progress = checkpoint.load_checkpoint(checkpoint.latest_checkpoint(run_folder), policy, optimizer)
-    engine = make_engine(config, policy, stop_tokens)
-    if config.log.report_to:
-        accelerator.init_trackers(config.log.project, config=_flatten(config.model_dump()))
+    engine = make_engine(engine_name, config, stop_tokens)
+    accelerator.init_trackers(config.log.project, config={k: str(v) for k, v in flatten(config.model_dump()).items()})
     log = RunLog(run_folder, config.train.max_steps, progress.step, accelerator)
 
     while progress.step < config.train.max_steps:
@@ -96,7 +96,7 @@ def train(config: Config, resume: bool = False) -> Iterator[dict[str, Any]]:
         groups = engine.generate(mine, seed, progress=is_main)
         engine.sleep()
         completions = [completion for group in groups for completion in group]
-        assert all(completion.adapter_version == step for completion in completions)
+        assert all(completion.adapter_version == step for completion in completions), "the engine lost the adapter"
         clock.append(time.perf_counter())
 
         # 3. Rewards and group advantages.
@@ -223,7 +223,7 @@ def update(
         silenced, tau_h = silence(inputs, statistics, objective.s2t, accelerator, tally, policy.device)
     active = [completion for completion in mini_batch if completion.advantage != 0]
     tokens = sum(len(completion.token_ids) for completion in mini_batch)
-    masked = sum(int(mask.sum()) for mask in silenced.values())
+    masked = int(torch.cat(list(silenced.values())).sum()) if silenced else 0
     active_tokens = sum(len(completion.token_ids) for completion in active)
     counts = torch.tensor([tokens - masked, active_tokens - masked], device=policy.device)
     denominator, trained = accelerator.reduce(counts, "sum").tolist()
@@ -254,12 +254,12 @@ def update(
             gap = (rollout_logprobs - now.logprobs.detach()).abs()
             tally.add(gap=gap.sum(), gap_tokens=batch.completion_mask.sum())
             tally.raise_to(gap_max=gap.max())
-        on_tokens(int(batch.completion_mask.sum()))
+        on_tokens(sum(len(completion.token_ids) for completion in rows))
 
     # One clip, one step, the same on every process.
     if accelerator.num_processes > 1:
         sum_gradients(policy, lambda gradient: accelerator.reduce(gradient, "sum"))
-    grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters.values(), max_grad_norm)
+    grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters.values(), max_grad_norm, error_if_nonfinite=True)
     optimizer.step()
     optimizer.zero_grad()
     return Update(float(grad_norm), tau_h)
@@ -331,7 +331,7 @@ def count_rollouts(tally: Tally, groups: Sequence[Sequence[Completion]]) -> None
 
 
 def step_metrics(
-    step: int, t: dict[str, float], updates: Sequence[Update], rate: float, clock: Sequence[float]
+    step: int, t: dict[str, Any], updates: Sequence[Update], rate: float, clock: Sequence[float]
 ) -> dict[str, Any]:
     """The step's metrics as docs/metrics.md defines them; None where one has no value."""
 
@@ -339,8 +339,7 @@ def step_metrics(
         return numerator / denominator if denominator else None
 
     thresholds = [u.tau_h for u in updates if u.tau_h is not None]
-    on_gpu = torch.cuda.is_available()
-    metrics = {
+    return {
         "step": step,
         "updates": len(updates),
         "reward": ratio(t["reward"], t["scored"]),
@@ -364,9 +363,27 @@ def step_metrics(
         "seconds_reward": clock[2] - clock[1],
         "seconds_update": clock[3] - clock[2],
         "seconds_step": clock[3] - clock[0],
-        "peak_memory_gb": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
+        "peak_memory_gb": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None,
     }
-    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in metrics.items()}
+
+
+def make_accelerator(config: Config) -> Accelerator:
+    """Accelerate's view of the processes.
+
+    Raises:
+        InputError: a tracker is not installed, or accelerate runs fewer processes than were launched;
+            it would pass over either in silence.
+    """
+    for name in config.log.report_to:
+        if importlib.util.find_spec(name) is None:
+            raise InputError(f"log.report_to: {name} is not installed; pip install {name}")
+    project = ProjectConfiguration(logging_dir=config.output_dir)
+    on_cpu = not torch.accelerator.is_available()  # several processes on a CPU need to be told so
+    accelerator = Accelerator(cpu=on_cpu, log_with=list(config.log.report_to) or None, project_config=project)
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if accelerator.num_processes != launched:
+        raise InputError(f"{launched} processes were launched, but accelerate runs {accelerator.num_processes}")
+    return accelerator
 
 
 def open_run_folder(config: Config, resume: bool, accelerator: Accelerator) -> Path:
@@ -375,11 +392,12 @@ def open_run_folder(config: Config, resume: bool, accelerator: Accelerator) -> P
     Raises:
         InputError: it holds a run already, or none to resume.
     """
-    folder = Path(config.output_dir).expanduser()
+    folder = Path(config.output_dir)
     if resume:
-        checkpoint.latest_checkpoint(folder)
-    elif (folder / METRICS_FILE).exists():
-        raise InputError(f"output_dir={folder} holds a run: continue it with --resume, or choose another folder")
+        checkpoint.check_same_config(checkpoint.latest_checkpoint(folder), config.model_dump())
+    elif read_metrics(folder):
+        fix = "continue it with --resume" if checkpoint.list_checkpoints(folder) else "delete it"
+        raise InputError(f"output_dir={folder} holds a run: {fix}, or choose another folder")
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         try:
@@ -392,25 +410,24 @@ def open_run_folder(config: Config, resume: bool, accelerator: Accelerator) -> P
 
 def load_prompts(config: Config) -> tuple[list[Prompt], Any, tuple[int, ...]]:
     """The rendered prompts, the tokenizer and the tokens that end a completion."""
-    from transformers import AutoTokenizer
-
     d = config.data
+    answer_column = d.answer_column if set(config.reward.functions) & set(BUILT_IN) else None
     rows = data.load_rows(
         d.source,
         subset=d.subset,
         split=d.split,
         prompt_column=d.prompt_column,
-        answer_column=d.answer_column,
+        answer_column=answer_column,
         max_operand=d.arithmetic_max_operand,
     )
-    model_config = load_model_config(model_path(config), d.max_prompt_length + config.rollout.max_completion_length)
-    tokenizer = AutoTokenizer.from_pretrained(model_path(config))
+    longest = d.max_prompt_length + config.rollout.max_completion_length
+    tokenizer, model_eos = load_tokenizer(config.model, longest, list(config.lora.target_modules))
     prompts = data.render_prompts(
         rows,
         tokenizer,
         source=d.source,
         prompt_column=d.prompt_column,
-        answer_column=d.answer_column,
+        answer_column=answer_column,
         apply_chat_template=d.apply_chat_template,
         chat_template_kwargs=dict(d.chat_template_kwargs),
         system_prompt=d.system_prompt,
@@ -418,7 +435,7 @@ def load_prompts(config: Config) -> tuple[list[Prompt], Any, tuple[int, ...]]:
         max_prompt_length=d.max_prompt_length,
         filter_overlong_prompts=d.filter_overlong_prompts,
     )
-    return prompts, tokenizer, data.stop_token_ids(tokenizer, model_config.eos_token_id, d.apply_chat_template)
+    return prompts, tokenizer, data.stop_token_ids(tokenizer, model_eos, d.apply_chat_template)
 
 
 def make_rewards(config: Config) -> RewardModel:
@@ -430,7 +447,7 @@ def make_rewards(config: Config) -> RewardModel:
 def make_policy(config: Config, tokenizer: Any, device: torch.device) -> Policy:
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     return load_policy(
-        model_path(config),
+        config.model,
         dtype=getattr(torch, config.dtype),
         quantization=config.quantization,
         lora_r=config.lora.r,
@@ -445,17 +462,17 @@ def make_policy(config: Config, tokenizer: Any, device: torch.device) -> Policy:
     )
 
 
-def make_engine(config: Config, policy: Policy, stop_tokens: tuple[int, ...]) -> RolloutEngine:
+def make_engine(name: str, config: Config, stop_tokens: tuple[int, ...]) -> RolloutEngine:
     r = config.rollout
     sampling = Sampling(r.num_generations, r.max_completion_length, r.temperature, stop_tokens)
-    if resolve_engine(r.engine) == "transformers":
+    if name == "transformers":
         from stapo_lite.rollout.transformers_engine import TransformersEngine
 
-        return TransformersEngine(policy, sampling, r.max_num_seqs)
+        return TransformersEngine(sampling, r.max_num_seqs)
     from stapo_lite.rollout.vllm_engine import VLLMEngine
 
     return VLLMEngine(
-        model_path(config),
+        config.model,
         sampling,
         dtype=config.dtype,
         max_model_len=config.data.max_prompt_length + r.max_completion_length,
@@ -467,22 +484,6 @@ def make_engine(config: Config, policy: Policy, stop_tokens: tuple[int, ...]) ->
         quantization=r.quantization,
         sleep=r.sleep,
     )
-
-
-def model_path(config: Config) -> str:
-    """The model's name, with `~` expanded where it is a folder."""
-    return os.path.expanduser(config.model)
-
-
-def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}, with what trackers do not take as text."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            flat |= _flatten(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value if isinstance(value, int | float | str | bool) else str(value)
-    return flat
 
 
 def main() -> None:
@@ -499,7 +500,8 @@ def main() -> None:
         processes = int(os.environ.get("WORLD_SIZE", "1"))
         check_processes(config, processes)
         if arguments.dry_run:
-            print(f"{to_yaml(config)}\n{batch_arithmetic(config, processes)}")
+            if os.environ.get("RANK", "0") == "0":
+                print(f"{to_yaml(config)}\n{batch_arithmetic(config, processes)}")
             return
         for _ in train(config, arguments.resume):
             pass

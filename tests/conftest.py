@@ -1,5 +1,10 @@
 """Shared models and engines: each is made once per run of the suite."""
 
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before the Hub's client is imported: no test asks the network
+
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -60,26 +65,29 @@ def smollm2() -> Path:
 
 @pytest.fixture
 def make_policy(tiny_model):
-    """Policies over the tiny model: fp32, with an adapter that does something."""
+    """Policies over the tiny model."""
+    return partial(adapted_policy, tiny_model)
 
-    def make(dtype: str = "float32", *, adapter_seed: int = 1, scale: float = 0.1, **changes) -> Policy:
-        arguments = {
-            "quantization": None,
-            "lora_r": 8,
-            "lora_alpha": 16,
-            "target_modules": PROJECTIONS,
-            "gradient_checkpointing": False,
-            "temperature": SAMPLING.temperature,
-            "pad_token_id": 0,
-            "lm_head_memory_bytes": 1 << 20,
-            "device": torch.device("cpu"),
-            "seed": 0,
-        }
-        policy = load_policy(str(tiny_model), dtype=getattr(torch, dtype), **arguments | changes)
-        randomise_adapter(policy, adapter_seed, scale)
-        return policy
 
-    return make
+def adapted_policy(
+    model: Path, dtype: str = "float32", *, adapter_seed: int = 1, scale: float = 0.1, **changes
+) -> Policy:
+    """On the CPU, with an adapter that does something."""
+    arguments = {
+        "quantization": None,
+        "lora_r": 8,
+        "lora_alpha": 16,
+        "target_modules": PROJECTIONS,
+        "gradient_checkpointing": False,
+        "temperature": SAMPLING.temperature,
+        "pad_token_id": 0,
+        "lm_head_memory_bytes": 1 << 20,
+        "device": torch.device("cpu"),
+        "seed": 0,
+    }
+    policy = load_policy(str(model), dtype=getattr(torch, dtype), **arguments | changes)
+    randomise_adapter(policy, adapter_seed, scale)
+    return policy
 
 
 def randomise_adapter(policy: Policy, seed: int, scale: float = 0.1, only: str = "") -> None:

@@ -93,16 +93,48 @@ def test_bad_sources(tmp_path):
     with pytest.raises(InputError, match=r"a.jsonl: no such file"):
         load(path)
     path.write_text("", encoding="utf-8")
-    with pytest.raises(InputError, match=r"a.jsonl: (no rows|.*cannot be read)"):
+    with pytest.raises(InputError, match=r"a.jsonl: no rows"):
         load(path)
     path.write_text('{"question": "p", "answer": "1"}\n', encoding="utf-8")
     with pytest.raises(InputError, match="data.prompt_column=prompt: .* has only the columns question, answer"):
         load(path)
     with pytest.raises(InputError, match="data.answer_column=gold: .* has only the columns question, answer"):
         load(path, prompt_column="question", answer_column="gold")
-    path.write_text('{"prompt": \n', encoding="utf-8")
-    with pytest.raises(InputError, match="cannot be read"):
-        load(path)
+    for text, message in (('{"prompt": \n', "line 1: not JSON"), ("[1]\n", "line 1: must be a JSON object, got list")):
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(InputError, match=message):
+            load(path)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 not really")
+    for name in ("a.parquet", "a.csv", "no-user/no-data-set"):
+        with pytest.raises(InputError, match="neither `arithmetic` nor a readable") as error:
+            load(tmp_path / name)
+        assert "\n" not in str(error.value)
+
+
+def test_text_that_looks_like_a_date_stays_text(tmp_path):
+    path = tmp_path / "a.JSONL"
+    path.write_text('{"prompt": "when?", "answer": "2024-01-01"}\n\n', encoding="utf-8")
+    assert load(path) == [{"prompt": "when?", "answer": "2024-01-01"}]
+
+
+@pytest.mark.parametrize("answer", [None, "", "  "])
+def test_a_missing_answer_names_its_row_where_one_is_needed(tokenizer, answer):
+    rows = [{"prompt": "p", "answer": "1"}, {"prompt": "q", "answer": answer}]
+    with pytest.raises(InputError, match="row 2: data.answer_column=answer is empty"):
+        data.render_prompts(rows, tokenizer, **SETTINGS)
+    assert [p.answer for p in data.render_prompts(rows, tokenizer, **SETTINGS | {"answer_column": None})] == [
+        None,
+        None,
+    ]
+
+
+def test_a_template_that_refuses_and_an_empty_prompt(tiny_model):
+    strict = AutoTokenizer.from_pretrained(tiny_model)
+    strict.chat_template = "{{ raise_exception('only\\nusers') }}"
+    with pytest.raises(InputError, match="row 1: the model's chat template refuses the prompt .only users."):
+        render(strict, "2+2?")
+    with pytest.raises(InputError, match="row 1: the prompt is empty"):
+        render(strict, "", apply_chat_template=False)
 
 
 def test_arithmetic_is_every_sum():

@@ -3,8 +3,8 @@ import torch
 from conftest import SAMPLING, fake_completions, randomise_adapter
 
 from stapo_lite.batching import collate
-from stapo_lite.config import InputError
-from stapo_lite.policy import load_model_config, sum_gradients
+from stapo_lite.config import PROJECTIONS, InputError
+from stapo_lite.policy import load_tokenizer, sum_gradients
 
 
 def dense_statistics(policy, completion, temperature=SAMPLING.temperature):
@@ -81,8 +81,14 @@ def test_gradients_of_all_processes_in_one_collective(make_policy):
 
 
 def test_model_checks(tiny_model, tmp_path):
-    assert load_model_config(str(tiny_model), 512).vocab_size == 260
+    tokenizer, model_eos = load_tokenizer(str(tiny_model), 512, PROJECTIONS)
+    assert (len(tokenizer), model_eos) == (260, 1)
     with pytest.raises(InputError, match="holds 512 tokens"):
-        load_model_config(str(tiny_model), 513)
-    with pytest.raises(InputError, match="not a folder with a model"):
-        load_model_config(str(tmp_path / "nowhere"), 10)
+        load_tokenizer(str(tiny_model), 513, PROJECTIONS)
+    with pytest.raises(InputError, match="lora.target_modules: .* has no qkv_proj: leave them out"):
+        load_tokenizer(str(tiny_model), 512, ["q_proj", "qkv_proj"])
+    (tmp_path / "config.json").write_text('{"model_type": "t5"}', encoding="utf-8")
+    for folder in (tmp_path / "nowhere", tmp_path):
+        with pytest.raises(InputError, match="not a causal language model") as error:
+            load_tokenizer(str(folder), 10, PROJECTIONS)
+        assert "\n" not in str(error.value)

@@ -120,7 +120,16 @@ def test_last_boxed(text, expected):
 
 @pytest.mark.parametrize(
     ("text", "correct"),
-    [(" 22", True), ("17 + 5 = 22.", True), ("22 or 23", False), ("-22", False), ("no", False), ("2 2", False)],
+    [
+        (" 22", True),
+        ("17 + 5 = 22.", True),
+        ("22 or 23", False),
+        ("-22", False),
+        ("no", False),
+        ("2 2", False),
+        ("022", True),
+        ("9" * 5000, False),
+    ],
 )
 def test_arithmetic_is_the_last_integer(text, correct):
     assert last_integer_equals(text, "22") == correct
@@ -143,6 +152,9 @@ def test_a_user_function_is_called_as_trl_calls_it(tmp_path, monkeypatch):
         "    return [len(c[0]['content']) for c in completions if c[0]['role'] == 'assistant']\n"
         "def short(**columns): return [1.0]\n"
         "def nan(**columns): return [float('nan')] * 2\n"
+        "def numpy(**columns):\n"
+        "    import numpy\n"
+        "    return numpy.array([1.0, 2.0], dtype=numpy.float32)\n"
         "value = 3\n",
         encoding="utf-8",
     )
@@ -153,8 +165,9 @@ def test_a_user_function_is_called_as_trl_calls_it(tmp_path, monkeypatch):
         4.0,
         0.0,
     ]
-    pair = [completion("a"), completion("b")]
-    with pytest.raises(InputError, match=r"my_rewards:short: returned 1 values; return a list of 2"):
+    pair = [completion("a", completions="a column of the data"), completion("b", completions="")]
+    assert score(["my_rewards:numpy"], pair) == [1.0, 2.0]
+    with pytest.raises(InputError, match=r"my_rewards:short: returned 1 values, not 2"):
         score(["my_rewards:short"], pair)
     with pytest.raises(InputError, match="my_rewards:nan: returned nan; return finite numbers or None"):
         score(["my_rewards:nan"], pair)

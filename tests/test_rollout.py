@@ -1,11 +1,13 @@
 """The engines against the trainer: vLLM for real (its CPU build), in float32 and bfloat16."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from conftest import SAMPLING, randomise_adapter
 
 from stapo_lite.batching import collate, pad_rows
-from stapo_lite.config import PROJECTIONS
+from stapo_lite.config import PROJECTIONS, InputError
 from stapo_lite.rollout import resolve_engine
 from stapo_lite.rollout.transformers_engine import TransformersEngine
 from stapo_lite.types import Prompt
@@ -41,10 +43,10 @@ def vllm_engine(tiny_model):
 
 
 @pytest.fixture(params=["vllm", "transformers"])
-def engine(request, make_policy):
+def engine(request):
     if request.param == "vllm":
         return request.getfixturevalue("vllm_engine")
-    return TransformersEngine(make_policy(), SAMPLING, max_num_seqs=8)
+    return TransformersEngine(SAMPLING, max_num_seqs=8)
 
 
 @pytest.fixture
@@ -146,7 +148,7 @@ def test_a_new_version_does_not_see_the_cache_of_the_one_before(vllm_engine, mak
 def test_old_versions_leave_no_files(vllm_engine, make_policy, version):
     for _ in range(3):
         vllm_engine.publish(make_policy(), version())
-    assert len(list(vllm_engine._folder.iterdir())) == 1
+    assert len(list(Path(vllm_engine._folder.name).iterdir())) == 1
 
 
 def test_publishing_never_touches_the_base(vllm_engine, make_policy, version):
@@ -178,6 +180,8 @@ def test_bfloat16_agrees_loosely(tiny_model, make_policy):
 def test_auto_is_vllm_where_it_is_installed(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert resolve_engine("auto") == "transformers"
-    assert resolve_engine("vllm") == "vllm"
+    with pytest.raises(InputError, match="rollout.engine=vllm: vLLM is not installed"):
+        resolve_engine("vllm")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    assert resolve_engine("auto") == "vllm"
+    assert (resolve_engine("auto"), resolve_engine("vllm")) == ("vllm", "vllm")
+    assert resolve_engine("transformers") == "transformers"

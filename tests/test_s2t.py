@@ -26,6 +26,12 @@ def test_inequalities_are_strict():
     assert spurious_mask(candidates, torch.tensor([1.0, 0.5]), tau_h=1.0).tolist() == [False, True]
 
 
+def test_the_threshold_is_not_rounded_to_an_entropy():
+    entropy = torch.tensor([1.0, 1.0 + 2**-23])  # neighbours in float32; the median lies between them
+    tau_h = entropy_threshold(entropy, quantile=0.5)
+    assert spurious_mask(torch.tensor([True, True]), entropy, tau_h).tolist() == [True, False]
+
+
 def test_no_candidates_silence_nothing():
     tau_h = entropy_threshold(torch.tensor([]), quantile=0.75)
     assert tau_h == -math.inf

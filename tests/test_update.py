@@ -149,9 +149,10 @@ def test_gradient_is_clipped_once_by_its_global_norm(make_policy):
 
 
 def test_two_processes_make_the_same_update_as_one(make_policy, tiny_model, tmp_path):
-    """Split unevenly, one process with nothing to train: same gradient, mask and metrics."""
+    """Same gradient, mask and metrics, also where one process has nothing to train."""
     completions = fake_completions(3, ADVANTAGES)
     expected, metrics, _ = run_update(make_policy(), completions, objective())
+    assert metrics["silenced"] > 0
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     script = Path(__file__).with_name("two_processes.py")
     done = subprocess.run(
@@ -163,8 +164,8 @@ def test_two_processes_make_the_same_update_as_one(make_policy, tiny_model, tmp_
     )
     assert done.returncode == 0, done.stderr[-3000:]
     for rank in (0, 1):
-        actual = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
-        assert actual["world_size"] == 2
-        assert relative(actual["gradient"], expected) < 1e-5
-        for name, value in metrics.items():
-            assert actual["metrics"][name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+        for split, actual in torch.load(tmp_path / f"{rank}.pt", weights_only=True).items():
+            assert actual["world_size"] == 2
+            assert relative(actual["gradient"], expected) < 1e-5, split
+            for name, value in metrics.items():
+                assert actual["metrics"][name] == pytest.approx(value, rel=1e-5, abs=1e-6), (split, name)

@@ -1,4 +1,4 @@
-"""Run by test_update.py in two processes: rank 1 holds only completions of zero advantage."""
+"""Run by test_update.py in two processes: the update of one mini-batch, split between them in two ways."""
 
 import os
 import sys
@@ -10,24 +10,19 @@ import torch
 from accelerate import Accelerator
 
 sys.path.insert(0, str(Path(__file__).parent))
-from conftest import SAMPLING, fake_completions, randomise_adapter
+from conftest import adapted_policy, fake_completions
 from test_update import ADVANTAGES, objective, run_update
 
-from stapo_lite.config import PROJECTIONS
-from stapo_lite.policy import load_policy
-
-tiny_model, out = sys.argv[1], Path(sys.argv[2])
+model, out = Path(sys.argv[1]), Path(sys.argv[2])
 accelerator = Accelerator(cpu=True)
-policy = load_policy(
-    tiny_model, dtype=torch.float32, quantization=None, lora_r=8, lora_alpha=16, target_modules=PROJECTIONS,
-    gradient_checkpointing=False, temperature=SAMPLING.temperature, pad_token_id=0, lm_head_memory_bytes=1 << 20,
-    device=accelerator.device, seed=0,
-)  # fmt: skip
-randomise_adapter(policy, seed=1)
+rank = accelerator.process_index
 completions = fake_completions(3, ADVANTAGES)
-mine = [c for c in completions if (c.advantage == 0) == (accelerator.process_index == 1)]
-gradient, metrics, _ = run_update(policy, mine, objective())
-torch.save(
-    {"gradient": gradient, "metrics": metrics, "world_size": accelerator.num_processes},
-    out / f"{accelerator.process_index}.pt",
-)
+splits = {
+    "alternating": completions[rank::2],
+    "one has nothing to train": [c for c in completions if (c.advantage == 0) == (rank == 1)],
+}
+results = {}
+for name, mine in splits.items():
+    gradient, metrics, _ = run_update(adapted_policy(model), mine, objective())
+    results[name] = {"gradient": gradient, "metrics": metrics, "world_size": accelerator.num_processes}
+torch.save(results, out / f"{rank}.pt")

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from stapo_lite.config import InputError
 from stapo_lite.policy import Policy
 from stapo_lite.types import Completion, Prompt
 
@@ -36,7 +37,12 @@ class RolloutEngine(Protocol):
 
 
 def resolve_engine(name: str) -> str:
-    """`auto` -> `vllm` where it is installed, else `transformers`."""
-    if name != "auto":
-        return name
-    return "vllm" if importlib.util.find_spec("vllm") else "transformers"
+    """`auto` -> `vllm` where it is installed, else `transformers`.
+
+    Raises:
+        InputError: vLLM is asked for and not installed.
+    """
+    installed = importlib.util.find_spec("vllm") is not None
+    if name == "vllm" and not installed:
+        raise InputError("rollout.engine=vllm: vLLM is not installed; install it, or set rollout.engine=transformers")
+    return "vllm" if installed and name != "transformers" else "transformers"

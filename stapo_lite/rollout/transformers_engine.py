@@ -14,11 +14,12 @@ from stapo_lite.types import Completion, Prompt
 class TransformersEngine:
     """Samples from the live adapter: publishing only records its version."""
 
-    def __init__(self, policy: Policy, sampling: Sampling, max_num_seqs: int):
-        self._policy = policy
+    _policy: Policy
+    _version: int
+
+    def __init__(self, sampling: Sampling, max_num_seqs: int):
         self._sampling = sampling
-        self._prompts_per_batch = max(1, max_num_seqs // sampling.num_generations)
-        self._version = -1
+        self._prompts_per_batch = max_num_seqs // sampling.num_generations
 
     def publish(self, policy: Policy, version: int) -> None:
         self._policy, self._version = policy, version

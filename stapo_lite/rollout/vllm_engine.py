@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import set_seed
 from tqdm.auto import tqdm
 
 from stapo_lite.policy import Policy
@@ -55,7 +56,7 @@ class VLLMEngine:
         from vllm.platforms import current_platform
 
         self._on_cpu = current_platform.is_cpu()
-        self._sleeps = sleep and not self._on_cpu
+        self._sleeps, self._asleep = sleep and not self._on_cpu, False
         placement: dict[str, Any] = {"gpu_memory_utilization": gpu_memory_utilization}
         if self._on_cpu:
             from stapo_lite.rollout import vllm_cpu_lora
@@ -64,6 +65,8 @@ class VLLMEngine:
             # Compiling the sampler costs the first call ten seconds and gains nothing here.
             torch._dynamo.config.disable = True
             placement = {"kv_cache_memory_bytes": int(kv_cache_gb * 2**30), "enforce_eager": True}
+        elif int(os.environ.get("WORLD_SIZE", "1")) > 1:  # an engine per process, each on its process's card
+            placement["distributed_executor_backend"] = "external_launcher"
         make_llm: Any = LLM  # its signature lists every data type and quantisation by name
         self._llm = make_llm(
             model,
@@ -90,26 +93,26 @@ class VLLMEngine:
             logprobs=0,  # the sampled token's only
             detokenize=False,
         )
-        memory_backed = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-        self._folder = Path(tempfile.mkdtemp(prefix="stapo_lite-adapters-", dir=memory_backed))
-        self._version = -1
+        memory = Path("/dev/shm")  # 64 MB in a default container: too little for an adapter
+        roomy = os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 2 << 30
+        self._folder = tempfile.TemporaryDirectory(prefix="stapo_lite-adapters-", dir=memory if roomy else None)
         self._request: Any = None
 
     def publish(self, policy: Policy, version: int) -> None:
         """Hot-load the adapter as `version`, which must be new, and drop the one before."""
         from vllm.lora.request import LoRARequest
 
-        folder = self._folder / f"v{version}"
+        folder = Path(self._folder.name) / f"v{version}"
         policy.save_adapter(folder)
         request = LoRARequest(f"adapter-v{version}", version + 1, str(folder))  # ids begin at 1
         # Loaded before it is generated from: a bad adapter raises here, but would hang `generate`.
         self._llm.llm_engine.add_lora(request)
         if self._request is not None:
             shutil.rmtree(self._request.lora_path)
-        self._request, self._version = request, version
+        self._request = request
 
     def generate(self, prompts: Sequence[Prompt], seed: int, progress: bool = False) -> list[list[Completion]]:
-        torch.manual_seed(seed)  # vLLM samples from the process's generator; a seed per request costs a fifth
+        set_seed(seed)  # vLLM samples from the process's generators; a seed per request costs a fifth
         outputs = self._llm.generate(
             [{"prompt_token_ids": prompt.token_ids} for prompt in prompts],
             self._parameters,
@@ -117,24 +120,26 @@ class VLLMEngine:
             use_tqdm=partial(tqdm, leave=False) if progress and sys.stderr.isatty() else False,
         )
         return [
-            [self._completion(prompt, sample) for sample in output.outputs]
+            [completion(prompt, sample, output.lora_request.lora_int_id - 1) for sample in output.outputs]
             for prompt, output in zip(prompts, outputs, strict=True)
         ]
-
-    def _completion(self, prompt: Prompt, sample: Any) -> Completion:
-        token_ids = list(sample.token_ids)
-        logprobs = [step[token].logprob for token, step in zip(token_ids, sample.logprobs, strict=True)]
-        return Completion(
-            prompt, token_ids, logprobs, truncated=sample.finish_reason == "length", adapter_version=self._version
-        )
 
     def sleep(self) -> None:
         if self._sleeps:
             self._llm.sleep(level=1)
+            self._asleep = True
 
     def wake(self) -> None:
-        if self._sleeps:
+        if self._asleep:
             self._llm.wake_up()
+            self._asleep = False
 
     def close(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.cleanup()
+
+
+def completion(prompt: Prompt, sample: Any, version: int) -> Completion:
+    """One of vLLM's `CompletionOutput`s, of the adapter version that its request named."""
+    token_ids = list(sample.token_ids)
+    logprobs = [step[token].logprob for token, step in zip(token_ids, sample.logprobs, strict=True)]
+    return Completion(prompt, token_ids, logprobs, sample.finish_reason == "length", version)
