@@ -5,6 +5,7 @@ import json
 import math
 import re
 import selectors
+import signal
 import subprocess
 import sys
 import time
@@ -159,7 +160,7 @@ class MathGrader:
         worker = self._idle.get()
         try:
             if worker is None:
-                worker = _Worker()
+                worker = _Worker(self._timeout)
             verdict = worker.ask({"gold": str(pair[0]), "response": pair[1]}, self._timeout)
             if verdict is None:  # overran or died
                 worker.kill()
@@ -180,16 +181,21 @@ class MathGrader:
 class _Worker:
     """One grading process."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout: float) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "stapo_lite.rewards"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+            [sys.executable, "-m", "stapo_lite.rewards", str(timeout)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
         )
         self._selector = selectors.DefaultSelector()
         assert self._process.stdout is not None
         self._selector.register(self._process.stdout, selectors.EVENT_READ)
         if self._read_line(timeout=120) is None:
             self.kill()
-            raise RuntimeError("the math-verify worker did not start; `python -m stapo_lite.rewards` should print true")
+            raise RuntimeError(
+                "the math-verify worker did not start; `python -m stapo_lite.rewards 5` should print true"
+            )
 
     def ask(self, question: dict[str, str], timeout: float) -> bool | None:
         """The verdict, or None where the worker died or took longer than `timeout` seconds."""
@@ -245,7 +251,7 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
-def _serve() -> None:
+def _serve(timeout: float) -> None:
     """Answer questions on stdin, one JSON line each, until it closes."""
     import logging
     import resource
@@ -256,12 +262,14 @@ def _serve() -> None:
     print("true", flush=True)
     for line in sys.stdin:
         question = json.loads(line)
+        signal.alarm(math.ceil(timeout) + 1)  # not handled, so it ends the process even in C code: no orphan lives on
         try:
             verdict = is_equivalent(question["gold"], question["response"])
         except Exception:  # whatever sympy raises on a hostile answer, the answer is wrong
             verdict = False
+        signal.alarm(0)
         print(json.dumps(verdict), flush=True)
 
 
 if __name__ == "__main__":
-    _serve()
+    _serve(float(sys.argv[1]))

@@ -69,8 +69,8 @@ def train(config: Config, resume: bool = False) -> Iterator[dict[str, Any]]:
     check_processes(config, processes)
     engine_name = resolve_engine(config.rollout.engine)
     run_folder = open_run_folder(config, resume, accelerator)
-    prompts, tokenizer, stop_tokens = load_prompts(config)
-    accelerator.print(f"{len(prompts)} prompts; {batch_arithmetic(config, processes)}")
+    prompts, tokenizer, stop_tokens = load_prompts(config, accelerator.print)
+    accelerator.print(batch_arithmetic(config, processes))
     rewards = make_rewards(config)
     policy = make_policy(config, tokenizer, accelerator.device)
     optimizer = make_optimizer(policy, config.train.optim, config.train.learning_rate, config.train.weight_decay)
@@ -104,10 +104,9 @@ def train(config: Config, resume: bool = False) -> Iterator[dict[str, Any]]:
         for completion, text in zip(completions, texts, strict=True):
             completion.text = text
         rewards.score(completions)
-        scores = torch.tensor(
-            [[math.nan if c.reward is None else c.reward for c in group] for group in groups]
-        ).double()
-        for completion, advantage in zip(completions, group_advantages(scores).flatten().tolist(), strict=True):
+        scores = [[math.nan if c.reward is None else c.reward for c in group] for group in groups]
+        advantages = group_advantages(torch.tensor(scores, dtype=torch.float64))
+        for completion, advantage in zip(completions, advantages.flatten().tolist(), strict=True):
             completion.advantage = advantage
         clock.append(time.perf_counter())
 
@@ -408,7 +407,7 @@ def open_run_folder(config: Config, resume: bool, accelerator: Accelerator) -> P
     return folder
 
 
-def load_prompts(config: Config) -> tuple[list[Prompt], Any, tuple[int, ...]]:
+def load_prompts(config: Config, show: Callable[[str], None]) -> tuple[list[Prompt], Any, tuple[int, ...]]:
     """The rendered prompts, the tokenizer and the tokens that end a completion."""
     d = config.data
     answer_column = d.answer_column if set(config.reward.functions) & set(BUILT_IN) else None
@@ -435,6 +434,9 @@ def load_prompts(config: Config) -> tuple[list[Prompt], Any, tuple[int, ...]]:
         max_prompt_length=d.max_prompt_length,
         filter_overlong_prompts=d.filter_overlong_prompts,
     )
+    dropped = len(rows) - len(prompts)
+    note = f"; {dropped} longer than {d.max_prompt_length} tokens left out" if dropped else ""
+    show(f"{len(prompts)} prompts from {d.source}{note}")
     return prompts, tokenizer, data.stop_token_ids(tokenizer, model_eos, d.apply_chat_template)
 
 

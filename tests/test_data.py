@@ -86,6 +86,12 @@ def test_files_of_both_formats(tmp_path):
     assert load(lines) == rows
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
     assert load(tmp_path / "a.parquet") == rows
+    hub_like = tmp_path / "data-set"
+    hub_like.mkdir()
+    datasets.Dataset.from_list(rows).to_parquet(hub_like / "test.parquet")
+    assert load(hub_like, split="test") == rows
+    with pytest.raises(InputError, match="neither `arithmetic`"):
+        load(hub_like, split="train")
 
 
 def test_bad_sources(tmp_path):

@@ -1,6 +1,7 @@
 import pytest
 import torch
-from conftest import SAMPLING, fake_completions, randomise_adapter
+from conftest import SAMPLING, adapted_policy, fake_completions, randomise_adapter
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from stapo_lite.batching import collate
 from stapo_lite.config import PROJECTIONS, InputError
@@ -16,9 +17,21 @@ def dense_statistics(policy, completion, temperature=SAMPLING.temperature):
     return chosen, -(log_p.exp() * log_p).sum(-1), log_p.exp().square().sum(-1)
 
 
+@pytest.fixture
+def tied_model(tiny_model, tmp_path):
+    """A model of the same shape whose embedding is its head."""
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(tiny_model, tie_word_embeddings=True)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    return tmp_path
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_statistics_and_gradient_match_the_full_logits(make_policy, checkpointing):
-    policy = make_policy(gradient_checkpointing=checkpointing)
+@pytest.mark.parametrize("model", ["tiny_model", "tied_model"])
+def test_statistics_and_gradient_match_the_full_logits(request, model, checkpointing):
+    policy = adapted_policy(request.getfixturevalue(model), gradient_checkpointing=checkpointing)
+    embedding, head = policy.model.get_input_embeddings().weight, policy.model.get_output_embeddings().weight
+    assert (embedding is head) == (model == "tied_model")
     completions = fake_completions(0, [1.0] * 5)
     statistics = policy.statistics(collate(completions, 0, policy.device))
     assert not statistics.logprobs[~collate(completions, 0, "cpu").completion_mask].any()

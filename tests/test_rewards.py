@@ -1,6 +1,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -84,6 +86,18 @@ def test_a_worker_that_dies_is_replaced():
         assert grader.grade([("4", r"\boxed{4}")] * 3) == [False, True, True]
     finally:
         grader.close()
+
+
+def test_a_worker_without_its_parent_ends_itself():
+    """The run was killed while its worker hung."""
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "stapo_lite.rewards", "0.5"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert worker.stdout.readline() == "true\n"
+    worker.stdin.write(json.dumps({"gold": "4", "response": r"\boxed{9^{9^{9^{9}}}}"}) + "\n")
+    worker.stdin.close()
+    assert worker.wait(timeout=10) == -signal.SIGALRM
+    worker.stdout.close()
 
 
 def test_many_answers_in_order(grader):

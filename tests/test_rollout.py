@@ -136,6 +136,12 @@ def test_every_target_module_reaches_vllm(vllm_engine, make_policy, version, pro
     assert gap(policy, groups).max() > 1e-2
 
 
+def test_a_rank_between_those_that_vllm_allows(vllm_engine, make_policy, version):
+    policy = make_policy(lora_r=5, scale=0.5)
+    vllm_engine.publish(policy, version())
+    assert gap(policy, vllm_engine.generate(PROMPTS, seed=0)).max() < 1e-4
+
+
 def test_a_new_version_does_not_see_the_cache_of_the_one_before(vllm_engine, make_policy, version):
     first, second = make_policy(adapter_seed=1), make_policy(adapter_seed=2)
     for policy, other in ((first, second), (second, first), (first, second)):

@@ -99,6 +99,12 @@ def test_a_run_leaves_everything_behind(write_config, tmp_path, capsys):
     assert "silenced share" in output
 
 
+def test_dropped_prompts_are_counted(write_config, capsys):
+    run(write_config(train__max_steps=1, data__max_prompt_length=26, data__filter_overlong_prompts=True))
+    output = capsys.readouterr().out
+    assert re.search(r"^2 prompts from .*prompts.jsonl; 2 longer than 26 tokens left out$", output, re.MULTILINE)
+
+
 def test_every_metric_is_in_the_glossary(write_config):
     (metrics, *_) = run(write_config(train__max_steps=1))
     defined = re.findall(r"^\| `(\w+)`", (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8"), re.MULTILINE)
