@@ -48,8 +48,9 @@ Statistics = dict[Completion, TokenStatistics]
 """Of each completion, [length] fp32, without gradient."""
 
 SUMS = (
-    "completions", "truncated", "scored", "reward", "groups", "zero_variance_groups", "tokens", "sampled_nll",
-    "trained_tokens", "entropy", "candidates", "silenced", "clipped_low", "clipped_high", "loss", "gap_tokens", "gap",
+    "groups", "zero_variance_groups", "completions", "truncated", "scored", "reward", "tokens", "sampled_nll",
+    "active_tokens", "trained_tokens", "entropy", "candidates", "silenced", "clipped_low", "clipped_high", "loss",
+    "gap_tokens", "gap",
 )  # fmt: skip
 MAXIMA = ("gap_max",)
 
@@ -243,6 +244,7 @@ def update(
         loss.backward()
         tally.add(
             loss=loss.detach(),
+            active_tokens=batch.completion_mask.sum(),
             trained_tokens=keep_mask.sum(),
             entropy=now.entropy.sum(),
             clipped_low=(token.clipped_low & keep_mask).sum(),
@@ -346,7 +348,7 @@ def step_metrics(
         "completion_length": ratio(t["tokens"], t["completions"]),
         "truncated_share": ratio(t["truncated"], t["completions"]),
         "sampled_nll": ratio(t["sampled_nll"], t["tokens"]),
-        "entropy": ratio(t["entropy"], t["trained_tokens"] + t["silenced"]),
+        "entropy": ratio(t["entropy"], t["active_tokens"]),
         "candidate_share": ratio(t["candidates"], t["tokens"]),
         "silenced_share": ratio(t["silenced"], t["tokens"]),
         "tau_h": ratio(sum(thresholds), len(thresholds)),

@@ -1,7 +1,7 @@
 import pytest
 import torch
 from conftest import SAMPLING, adapted_policy, fake_completions, randomise_adapter
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PhiConfig, PhiForCausalLM
 
 from stapo_lite.batching import collate
 from stapo_lite.config import PROJECTIONS, InputError
@@ -24,6 +24,19 @@ def tied_model(tiny_model, tmp_path):
     config = AutoConfig.from_pretrained(tiny_model, tie_word_embeddings=True)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     return tmp_path
+
+
+def test_a_head_with_bias(tmp_path):
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = PhiForCausalLM(PhiConfig(vocab_size=260, **shape))
+    torch.nn.init.normal_(model.lm_head.bias)
+    model.save_pretrained(tmp_path)
+    policy = adapted_policy(tmp_path, target_modules=["q_proj", "v_proj"])
+    (completion,) = fake_completions(0, [1.0])
+    expected = dense_statistics(policy, completion)
+    for got, want in zip(policy.statistics(collate([completion], 0, "cpu")), expected, strict=True):
+        assert (got[0] - want).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
