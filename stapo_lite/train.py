@@ -381,6 +381,9 @@ def make_accelerator(config: Config) -> Accelerator:
     project = ProjectConfiguration(logging_dir=config.output_dir)
     on_cpu = not torch.accelerator.is_available()  # several processes on a CPU need to be told so
     accelerator = Accelerator(cpu=on_cpu, log_with=list(config.log.report_to) or None, project_config=project)
+    cores = os.cpu_count() or 1
+    if on_cpu and accelerator.num_processes == 1 and torch.get_num_threads() == 1 < cores:
+        print(f"running on 1 of {cores} cores: accelerate launch --num_cpu_threads_per_process {cores} uses all")
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != launched:
         raise InputError(f"{launched} processes were launched, but accelerate runs {accelerator.num_processes}")

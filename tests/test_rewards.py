@@ -13,13 +13,13 @@ from stapo_lite.rewards import MathGrader, RewardModel, last_boxed, last_integer
 from stapo_lite.types import Completion, Prompt
 
 DATA = Path(__file__).parent.parent.parent / "shared" / "data"
-LIMIT = 2.0
+GENEROUS = 20.0  # seconds: a loaded machine must not fail an honest answer
+SHORT = 2.0
 
 
 @pytest.fixture(scope="module")
 def grader():
-    grader = MathGrader(timeout=LIMIT, num_workers=2)
-    grader.grade([("1", "1")] * 2)  # started
+    grader = MathGrader(timeout=GENEROUS, num_workers=2)
     yield grader
     grader.close()
 
@@ -35,7 +35,7 @@ def score(functions, completions, **changes):
         "weights": [1.0] * len(functions),
         "correct": 1.0,
         "incorrect": -1.0,
-        "timeout": LIMIT,
+        "timeout": GENEROUS,
         "num_workers": 1,
     }
     model = RewardModel(functions, **arguments | changes)
@@ -68,15 +68,20 @@ def test_math_on_the_final_answer(grader, gold, response, correct):
 
 
 @pytest.mark.parametrize("answer", ["9^{9^{9^{9}}}", "10^{10^{10}}!", "\\int_0^1 x^{x^{x^{x}}} dx"])
-def test_a_pathological_answer_costs_at_most_the_limit_and_is_wrong(grader, answer):
-    started = time.monotonic()
-    assert grader.grade([("4", f"\\boxed{{{answer}}}")]) == [False]
-    assert time.monotonic() - started < LIMIT + 1.0
-    assert grader.grade([("4", r"\boxed{4}")] * 4) == [True] * 4  # and the run goes on
+def test_a_pathological_answer_costs_at_most_the_limit_and_is_wrong(answer):
+    impatient = MathGrader(timeout=SHORT, num_workers=1)
+    try:
+        assert impatient.grade([("4", r"\boxed{4}")]) == [True]  # started
+        started = time.monotonic()
+        assert impatient.grade([("4", f"\\boxed{{{answer}}}")]) == [False]
+        assert SHORT <= time.monotonic() - started < SHORT + 1.0
+        assert impatient.grade([("4", r"\boxed{4}")] * 4) == [True] * 4  # and the run goes on
+    finally:
+        impatient.close()
 
 
 def test_a_worker_that_dies_is_replaced():
-    grader = MathGrader(timeout=LIMIT, num_workers=1)
+    grader = MathGrader(timeout=GENEROUS, num_workers=1)
     try:
         assert grader.grade([("4", r"\boxed{4}")]) == [True]
         worker = grader._idle.get()

@@ -221,7 +221,6 @@ BAD_RUNS = {
     "reward": (["reward.functions=[parity:odd]"], "reward.functions=parity:odd: cannot be imported"),
     "nothing to resume": (["--resume"], "holds no checkpoint; delete it and leave --resume out"),
     "module": (["lora.target_modules=[q_proj]", "model=/dev"], "not a causal language model"),
-    "tracker": (["log.report_to=[wandb]"], "log.report_to: wandb is not installed; pip install wandb"),
     "folder": (["output_dir=/proc/run"], "output_dir=/proc/run: cannot be written"),
 }
 
@@ -236,11 +235,18 @@ def test_bad_input_is_one_line_and_status_2_before_the_model_loads(write_config,
     assert message in errors[0]
 
 
-def test_vllm_that_is_not_installed(write_config, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rollout.engine=vllm", "rollout.engine=vllm: vLLM is not installed"),
+        ("log.report_to=[trackio]", "log.report_to: trackio is not installed; pip install trackio"),
+    ],
+)
+def test_packages_that_are_not_installed(write_config, monkeypatch, capsys, override, message):
     monkeypatch.setattr(train_module, "load_policy", lambda *_, **__: pytest.fail("the model was loaded"))
-    monkeypatch.setattr("stapo_lite.rollout.importlib.util.find_spec", lambda name: None)
-    assert command(monkeypatch, write_config(), "rollout.engine=vllm") == 2
-    assert "rollout.engine=vllm: vLLM is not installed" in capsys.readouterr().err
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert command(monkeypatch, write_config(), override) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_a_run_that_died_before_its_first_checkpoint_can_be_started_again(write_config, monkeypatch, capsys):
@@ -282,6 +288,7 @@ def test_two_processes_train_together(write_config, tmp_path):
 
 def launch(*arguments, timeout):
     flags = ["--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    flags += ["--num_cpu_threads_per_process", str(os.cpu_count())]
     executable = str(Path(sys.executable).with_name("accelerate"))
     return subprocess.run(
         [executable, "launch", *flags, "-m", "stapo_lite.train", *map(str, arguments)],
