@@ -101,8 +101,11 @@ def test_a_worker_without_its_parent_ends_itself():
     assert worker.stdout.readline() == "true\n"
     worker.stdin.write(json.dumps({"gold": "4", "response": r"\boxed{9^{9^{9^{9}}}}"}) + "\n")
     worker.stdin.close()
-    assert worker.wait(timeout=10) == -signal.SIGALRM
-    worker.stdout.close()
+    try:
+        assert worker.wait(timeout=10) == -signal.SIGALRM
+    finally:
+        worker.kill()
+        worker.stdout.close()
 
 
 def test_many_answers_in_order(grader):
