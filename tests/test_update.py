@@ -70,7 +70,11 @@ def test_first_update_matches_the_oracle(make_policy, s2t):
     expected, loss, silenced = oracle_gradient(policy, completions, **settings)
     if s2t.get("enabled", True):
         assert silenced > 0, "the case tests nothing"
+    exact = oracle.statistics(policy.model, completions, SAMPLING.temperature)
+    active = [c for c in completions if c.advantage != 0]
+    entropy = sum(sum(exact[c][1]) for c in active) / sum(len(c.token_ids) for c in active)
     actual, metrics, result = run_update(policy, completions, objective(**s2t), max_tokens=40)
+    assert metrics["entropy"] / metrics["active_tokens"] == pytest.approx(entropy, rel=1e-5)
     assert relative(actual, expected) < 2e-4
     assert metrics["silenced"] == silenced
     assert metrics["loss"] == pytest.approx(loss, rel=1e-4, abs=1e-6)
