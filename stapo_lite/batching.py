@@ -31,20 +31,16 @@ def collate(completions: Sequence[Completion], pad_token_id: int, device: torch.
 
     Padding on the right needs no attention mask in a causal model: no real token sees it.
     """
-    rows = len(completions)
     prompt_lengths = torch.tensor([len(c.prompt.token_ids) for c in completions])
     completion_lengths = torch.tensor([len(c.token_ids) for c in completions])
-    input_ids = torch.full((rows, max(map(sequence_length, completions))), pad_token_id)
-    completion_ids = torch.full((rows, int(completion_lengths.max())), pad_token_id)
-    for row, completion in enumerate(completions):
-        input_ids[row, : sequence_length(completion)] = torch.tensor(completion.prompt.token_ids + completion.token_ids)
-        completion_ids[row, : len(completion.token_ids)] = torch.tensor(completion.token_ids)
+    input_ids = pad_rows([torch.tensor(c.prompt.token_ids + c.token_ids) for c in completions], pad_token_id)
+    completion_ids = pad_rows([torch.tensor(c.token_ids) for c in completions], pad_token_id)
     completion_mask = torch.arange(completion_ids.shape[1]) < completion_lengths[:, None]
     advantages = torch.tensor([c.advantage for c in completions], dtype=torch.float32)
     fields = (input_ids, completion_ids, completion_mask, prompt_lengths, advantages)
     return MicroBatch(*(tensor.to(device, non_blocking=True) for tensor in fields))
 
 
-def pad_rows(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Per-token values of several completions, each [length], as [B, C] with zeros (False) behind."""
-    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+def pad_rows(rows: Sequence[torch.Tensor], value: int = 0) -> torch.Tensor:
+    """Per-token values of several completions, each [length], as [B, C] with `value` (0, False) behind."""
+    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value)

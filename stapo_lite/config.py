@@ -261,7 +261,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     except FileNotFoundError:
         raise InputError(f"{path}: no such config file") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InputError(f"{path}: cannot be read as YAML: {_one_line(error)}") from None
+        raise InputError(f"{path}: cannot be read as YAML: {one_line(error)}") from None
     if not isinstance(tree, dict):
         raise InputError(f"{path}: must be a YAML mapping of keys, as in configs/quickstart.yaml")
     for override in overrides or []:
@@ -304,7 +304,7 @@ def _apply_override(tree: dict, override: str) -> None:
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise InputError(f"override {override!r}: the value is not YAML: {_one_line(error)}") from None
+        raise InputError(f"override {override!r}: the value is not YAML: {one_line(error)}") from None
     *parents, last = key.split(".")
     node = tree
     for parent in parents:
@@ -339,7 +339,8 @@ def _section(path: list) -> type[BaseModel]:
     return section
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
+    """An error's text, for an InputError to quote."""
     return " ".join(str(error).split())
 
 

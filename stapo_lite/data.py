@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from stapo_lite.config import InputError
+from stapo_lite.config import InputError, one_line
 from stapo_lite.types import Prompt
 
 
@@ -32,7 +32,7 @@ def load_rows(
     except InputError:
         raise
     except Exception as error:  # the readers and the Hub raise a dozen kinds
-        reason = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
+        reason = one_line(error.__cause__ or error) or type(error).__name__
         raise InputError(
             f"data.source={source}: neither `arithmetic` nor a readable .jsonl or .parquet file or dataset on the Hub "
             f"({reason})"
@@ -149,8 +149,7 @@ def render_prompts(
                     **chat_template_kwargs,
                 )
             except Exception as error:  # templates raise what they like
-                reason = " ".join(str(error).split())
-                raise InputError(f"{where}: the model's chat template refuses the prompt ({reason})") from None
+                raise InputError(f"{where}: the model's chat template refuses the prompt ({one_line(error)})") from None
         else:
             text = messages[-1]["content"]
         token_ids = tokenizer(text, add_special_tokens=not apply_chat_template).input_ids

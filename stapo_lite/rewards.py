@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any
 
-from stapo_lite.config import InputError
+from stapo_lite.config import InputError, one_line
 from stapo_lite.types import Completion
 
 RewardFunction = Callable[[Sequence[Completion]], list[float | None]]
@@ -107,7 +107,9 @@ def import_reward(path: str) -> RewardFunction:
     try:
         function = getattr(importlib.import_module(module_name), attribute)
     except Exception as error:  # the module is the user's
-        raise InputError(f"reward.functions={path}: cannot be imported ({type(error).__name__}: {error})") from None
+        raise InputError(
+            f"reward.functions={path}: cannot be imported ({type(error).__name__}: {one_line(error)})"
+        ) from None
     if not callable(function):
         raise InputError(f"reward.functions={path}: is a {type(function).__name__}, not a function")
 

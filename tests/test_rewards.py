@@ -193,7 +193,9 @@ def test_a_user_function_is_called_as_trl_calls_it(tmp_path, monkeypatch):
         score(["my_rewards:short"], pair)
     with pytest.raises(InputError, match="my_rewards:nan: returned nan; return finite numbers or None"):
         score(["my_rewards:nan"], pair)
+    (tmp_path / "broken_rewards.py").write_text("raise ValueError('two\\nlines')\n", encoding="utf-8")
     for path, message in [
+        ("broken_rewards:f", r"cannot be imported \(ValueError: two lines\)"),
         ("my_rewards:nothing", "cannot be imported"),
         ("no_such_module:f", "cannot be imported"),
         ("my_rewards:value", "is a int, not a function"),

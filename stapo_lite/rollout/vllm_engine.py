@@ -57,10 +57,10 @@ class VLLMEngine:
         from vllm import LLM, SamplingParams
         from vllm.platforms import current_platform
 
-        self._on_cpu = current_platform.is_cpu()
-        self._sleeps, self._asleep = sleep and not self._on_cpu, False
+        on_cpu = current_platform.is_cpu()
+        self._sleeps, self._asleep = sleep and not on_cpu, False
         placement: dict[str, Any] = {"gpu_memory_utilization": gpu_memory_utilization}
-        if self._on_cpu:
+        if on_cpu:
             from stapo_lite.rollout import vllm_cpu_lora
 
             vllm_cpu_lora.install()
