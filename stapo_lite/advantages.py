@@ -4,12 +4,13 @@ import torch
 from torch import Tensor
 
 
-def group_advantages(rewards: Tensor, eps: float = 1e-6) -> Tensor:
+def group_advantages(rewards: Tensor, scale: bool = True, eps: float = 1e-6) -> Tensor:
     """A_i = (R_i - mean(R)) / (std(R) + eps) within each group (STAPO sec. 2; verl's GRPO estimator).
 
     Args:
         rewards: [groups, G] float; NaN marks a completion without a verdict, which gets advantage 0
             and does not count for its siblings.
+        scale: divide by the standard deviation; without it this is Dr. GRPO's advantage (arXiv 2503.20783).
         eps: keeps rewards that differ by rounding only from being blown up, as in verl.
 
     Returns:
@@ -24,4 +25,4 @@ def group_advantages(rewards: Tensor, eps: float = 1e-6) -> Tensor:
     std = (deviation.square().sum(-1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
     lowest = rewards.nan_to_num(torch.inf).amin(-1, keepdim=True)
     highest = rewards.nan_to_num(-torch.inf).amax(-1, keepdim=True)
-    return torch.where(highest > lowest, deviation / (std + eps), torch.zeros_like(rewards))
+    return torch.where(highest > lowest, deviation / (std + eps) if scale else deviation, torch.zeros_like(rewards))

@@ -34,6 +34,8 @@ class Progress:
     """Optimiser updates done; the learning-rate schedule follows from it."""
     prompts_drawn: int = 0
     """Position in the prompt order."""
+    tau_p: float = 0.0
+    """S2T's probability threshold, which `adaptive` moves."""
 
 
 def save_checkpoint(

@@ -4,6 +4,7 @@ Every field carries its own docstring; `docs/config.md` is generated from them
 (`python -m stapo_lite.config > docs/config.md`). Names are TRL's and PEFT's where they have one.
 """
 
+import copy
 import difflib
 import os
 import sys
@@ -95,6 +96,10 @@ class Reward(Section):
     """Value the built-in rewards give a right answer."""
     incorrect: float = -1.0
     """Value the built-in rewards give a wrong one: -1 as in DAPO, or 0."""
+    overlong_penalty: float = Field(0.0, ge=0)
+    """Soft overlong punishment (DAPO): taken off the reward of a completion of full length; 0 for none."""
+    overlong_buffer: float = Field(0.2, gt=0, le=1)
+    """The penalty grows linearly over this last share of `max_completion_length` (DAPO: 4,096 of 20,480)."""
     timeout: float = Field(5.0, gt=0)
     """Seconds of wall-clock time after which `math` kills the worker and scores the answer wrong."""
     num_workers: int = Field(2, ge=1)
@@ -122,6 +127,10 @@ class Rollout(Section):
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature; training uses the distribution at this temperature too. There is no
     top-p, top-k or repetition penalty: each would bias the sampled log-probabilities."""
+    dynamic_sampling: bool = False
+    """Drop groups whose rewards are all equal and draw further prompts until the batch is full (DAPO)."""
+    max_sampling_rounds: int = Field(10, ge=1)
+    """`dynamic_sampling` only: after this many rounds the step goes on with the groups it has."""
     gpu_memory_utilization: float = Field(0.45, gt=0, lt=1)
     """vLLM on a GPU: share of the card's memory it may take."""
     kv_cache_gb: float = Field(1.0, gt=0)
@@ -138,8 +147,11 @@ class Rollout(Section):
 class S2T(Section):
     """Silencing Spurious Tokens, the keep-mask of STAPO."""
 
+    preset: Literal["paper", "paper-v1", "article", "full", "high-entropy", "random"] = "paper"
+    """Sets the fields below: the revised paper, its first version, the authors' article (which also sets
+    `objective.entropy_coef`), or an ablation: silence all candidates, the high-entropy ones, a random share."""
     enabled: bool = True
-    """Off: every token trains, which is the objective of JustRL."""
+    """Off: no token is silenced. The share of spurious tokens and of their gradient is still logged."""
     tau_p: float = Field(0.002, gt=0, le=1)
     """Candidates are tokens of positive advantage with a probability below this."""
     quantile: float = Field(0.75, ge=0, le=1)
@@ -147,18 +159,60 @@ class S2T(Section):
     population: Literal["candidates", "all"] = "candidates"
     """Tokens whose entropies the quantile is taken of: the candidates (revised paper) or all
     completion tokens of the mini-batch (first version)."""
-    statistics: Literal["current", "old"] = "current"
-    """Policy that supplies probability and entropy: the current one (Algorithm 1 of the paper), or
-    the one before the first update of the step."""
+    silence: Literal["low-entropy", "high-entropy", "random", "all"] = "low-entropy"
+    """Candidates to silence: those below tau_h; the same share from the top of the entropies; the same
+    share at random; all."""
+    statistics: Literal["current", "old"] = "old"
+    """Policy that supplies probability and entropy to the keep-mask: the one before the first update of the
+    step, or the current one (Algorithm 1 of the paper) at the price of a pass; see docs/results.md."""
+    adaptive: bool = False
+    """Experimental: move `tau_p` after each step so that the silenced share stays near `target_share`."""
+    target_share: float = Field(1e-4, gt=0, lt=1)
+    """`adaptive` only: silenced tokens as a share of all completion tokens."""
+    tau_p_min: float = Field(2e-4, gt=0, le=1)
+    """`adaptive` only: lower bound of `tau_p`."""
+    tau_p_max: float = Field(2e-2, gt=0, le=1)
+    """`adaptive` only: upper bound of `tau_p`."""
+
+    @model_validator(mode="after")
+    def _adaptive_values_fit_together(self):
+        if self.adaptive and not self.tau_p_min <= self.tau_p <= self.tau_p_max:
+            raise ValueError(
+                f"objective.s2t.tau_p={self.tau_p} is not between tau_p_min={self.tau_p_min} and "
+                f"tau_p_max={self.tau_p_max}: move one"
+            )
+        if self.adaptive and not self.enabled:
+            raise ValueError("objective.s2t.adaptive needs objective.s2t.enabled=true: switch one")
+        return self
 
 
 class Objective(Section):
-    """Token loss."""
+    """Advantages, token loss and which tokens it is summed over."""
 
+    scale_rewards: Literal["group", "none"] = "group"
+    """Divide advantages by the group's standard deviation, or not (Dr. GRPO)."""
+    aggregation: Literal["token-mean", "sequence-mean", "constant"] = "token-mean"
+    """Mean over the kept tokens of the mini-batch (DAPO); mean over each sequence, then over sequences
+    (GRPO); sum over completions x `max_completion_length` (Dr. GRPO)."""
     epsilon: float = Field(0.2, ge=0, lt=1)
     """Lower clip: the ratio is not rewarded for falling below 1 - epsilon."""
     epsilon_high: float = Field(0.28, ge=0)
     """Upper clip: the ratio is not rewarded for rising above 1 + epsilon_high."""
+    beta: float = Field(0.0, ge=0)
+    """Coefficient of the KL divergence (k3 estimator) from the reference: the base without the adapter."""
+    entropy_coef: float = Field(0.0, ge=0)
+    """Coefficient of the entropy bonus. Its gradient takes the slower, recomputing LM head."""
+    top_entropy_quantile: float = Field(1.0, gt=0, le=1)
+    """Train on this share of the mini-batch's tokens, those of highest entropy (20-Entropy: 0.2)."""
+    old_logprobs: Literal["trainer", "rollout"] = "trainer"
+    """Denominator of the ratio: the trainer's log-probabilities before the step's first update, or the
+    engine's, which saves a forward pass over all mini-batches but the first."""
+    sampler_correction: Literal["token-truncate", "sequence-mask", "off"] = "token-truncate"
+    """For the difference between trainer and engine, with `old_logprobs=trainer`: weight each token by
+    min(old / rollout, `sampler_cap`); or each sequence by its product of old / rollout, and by 0 where
+    that is above the cap; or nothing."""
+    sampler_cap: float = Field(2.0, gt=0)
+    """Largest weight of `sampler_correction`."""
     s2t: S2T = S2T()
 
 
@@ -204,9 +258,38 @@ class Log(Section):
     """Checkpoints kept, newest first."""
 
 
+_NO_S2T = {"objective.s2t.enabled": False}
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "stapo": {},  # the defaults
+    "justrl": _NO_S2T,
+    "20-entropy": _NO_S2T | {"objective.top_entropy_quantile": 0.2},
+    "dapo": _NO_S2T | {"rollout.dynamic_sampling": True, "reward.overlong_penalty": 1.0},
+    "grpo": _NO_S2T | {"objective.aggregation": "sequence-mean", "objective.epsilon_high": 0.2, "objective.beta": 0.04},
+    "dr-grpo": _NO_S2T
+    | {"objective.aggregation": "constant", "objective.epsilon_high": 0.2, "objective.scale_rewards": "none"},
+}
+"""What `algorithm` sets; see docs/deviations.md for the sources."""
+S2T_PRESETS: dict[str, dict[str, Any]] = {
+    "paper": {},  # the defaults
+    "paper-v1": {"objective.s2t.quantile": 0.8, "objective.s2t.population": "all"},
+    "article": {
+        "objective.s2t.tau_p": 0.01,
+        "objective.s2t.quantile": 0.05,
+        "objective.s2t.population": "all",
+        "objective.entropy_coef": 0.001,
+    },
+    "full": {"objective.s2t.silence": "all"},
+    "high-entropy": {"objective.s2t.silence": "high-entropy"},
+    "random": {"objective.s2t.silence": "random"},
+}
+"""What `objective.s2t.preset` sets."""
+
+
 class Config(Section):
     """A whole run."""
 
+    algorithm: Literal["stapo", "grpo", "dr-grpo", "dapo", "justrl", "20-entropy"] = "stapo"
+    """Sets fields of `objective`, `rollout` and `reward`; a field that is given explicitly stays as given."""
     model: UserPath
     """Base model: a folder, or a name on the Hub."""
     output_dir: UserPath
@@ -224,6 +307,16 @@ class Config(Section):
     objective: Objective = Objective()
     train: Train = Train()
     log: Log = Log()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _presets_fill_what_is_left_open(cls, tree: Any) -> Any:
+        resolved = copy.deepcopy(tree)
+        for table, key in ((S2T_PRESETS, "objective.s2t.preset"), (ALGORITHMS, "algorithm")):
+            name = _lookup(resolved, key)
+            for path, value in (table.get(name, {}) if isinstance(name, str) else {}).items():
+                _fill(resolved, path, value)
+        return resolved
 
     @model_validator(mode="after")
     def _values_fit_together(self):
@@ -314,6 +407,23 @@ def _apply_override(tree: dict, override: str) -> None:
         if not isinstance(node, dict):
             raise InputError(f"override {override!r}: {parent} is a value, not a section")
     node[last] = value
+
+
+def _lookup(tree: Any, key: str) -> Any:
+    for part in key.split("."):
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree
+
+
+def _fill(tree: Any, key: str, value: Any) -> None:
+    """Set a value of the tree unless it has one; leave what is no tree to the validation."""
+    *parents, last = key.split(".")
+    for parent in parents:
+        if not isinstance(tree, dict):
+            return
+        tree = tree.setdefault(parent, {})
+    if isinstance(tree, dict):
+        tree.setdefault(last, value)
 
 
 def _explain(error: Any) -> str:

@@ -1,4 +1,8 @@
-"""The token loss. Sums only: the one denominator belongs to the whole mini-batch, see `train.py`."""
+"""The token loss of every preset, from the same few functions. Sums and weights only, never means: the
+denominators belong to the whole mini-batch, across micro-batches and processes, see `update.py`.
+
+    loss = sum over kept tokens of  weight * (correction * clipped loss + beta * k3 - entropy_coef * H)
+"""
 
 from typing import NamedTuple
 
@@ -11,6 +15,8 @@ class TokenLoss(NamedTuple):
 
     loss: Tensor
     """-min(rho A, clip(rho) A), with gradient"""
+    gradient: Tensor
+    """w = rho A, 0 where clipped: minus the derivative of `loss` by the log-probability"""
     clipped_low: Tensor
     """bool: A < 0 and rho < 1 - epsilon, so no gradient"""
     clipped_high: Tensor
@@ -31,8 +37,85 @@ def clipped_token_loss(
     ratio = torch.exp(logprobs - old_logprobs)
     clipped = ratio.clamp(1 - epsilon, 1 + epsilon_high)
     loss = -torch.minimum(ratio * advantages, clipped * advantages)
-    return TokenLoss(
-        loss,
-        clipped_low=(advantages < 0) & (ratio < 1 - epsilon),
-        clipped_high=(advantages > 0) & (ratio > 1 + epsilon_high),
-    )
+    clipped_low = (advantages < 0) & (ratio < 1 - epsilon)
+    clipped_high = (advantages > 0) & (ratio > 1 + epsilon_high)
+    gradient = (ratio.detach() * advantages).masked_fill(clipped_low | clipped_high, 0.0)
+    return TokenLoss(loss, gradient, clipped_low, clipped_high)
+
+
+def k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
+    """q/p - 1 - ln(q/p) >= 0 of tokens sampled from p: an unbiased estimate of KL(p || q) with little variance
+    (J. Schulman, "Approximating KL divergence"; eq. 4 of DeepSeekMath).
+
+    Args:
+        logprobs: log p of the tokens, any shape.
+        other_logprobs: log q, the same shape.
+    """
+    log_ratio = other_logprobs - logprobs
+    return log_ratio.exp() - log_ratio - 1
+
+
+def sampler_correction(old_logprobs: Tensor, rollout_logprobs: Tensor, mode: str, cap: float) -> tuple[Tensor, Tensor]:
+    """Importance weights for tokens that the engine sampled and the trainer scores a little differently.
+
+    Args:
+        old_logprobs, rollout_logprobs: [B, C] fp32, equal (0) at padding.
+        mode: `token-truncate`: min(pi_old / pi_rollout, cap) of each token (truncated importance sampling,
+            TRL's `token_truncate`); `sequence-mask`: the product of the ratios of a sequence, 0 where it is
+            above the cap (TRL's `sequence_mask`); `off`: 1.
+        cap: the largest weight.
+
+    Returns:
+        weights [B, C] fp32, and where the cap took effect, [B, C] bool.
+    """
+    log_ratio = old_logprobs - rollout_logprobs
+    if mode == "off":
+        return torch.ones_like(log_ratio), torch.zeros_like(log_ratio, dtype=torch.bool)
+    if mode == "sequence-mask":
+        log_ratio = log_ratio.sum(-1, keepdim=True).expand_as(log_ratio)
+    ratio = log_ratio.exp()
+    capped = ratio > cap
+    return (ratio.clamp(max=cap) if mode == "token-truncate" else ratio.masked_fill(capped, 0.0)), capped
+
+
+class Totals(NamedTuple):
+    """Counts over a whole mini-batch, on all processes."""
+
+    kept_tokens: int
+    kept_sequences: int
+    """Sequences that keep at least one token."""
+    sequences: int
+
+
+def sequence_weights(kept: Tensor, totals: Totals, aggregation: str, max_completion_length: int) -> Tensor:
+    """The factor of each kept token of a sequence, from which the mini-batch's loss is a plain sum.
+
+    Args:
+        kept: [B] int64, the number of kept tokens of each sequence.
+        aggregation: `token-mean` (DAPO, eq. 8), `sequence-mean` (GRPO), `constant` (Dr. GRPO: completions x
+            `max_completion_length`).
+
+    Returns:
+        [B] fp32.
+    """
+    if aggregation == "sequence-mean":
+        return 1 / (kept.clamp(min=1) * totals.kept_sequences)
+    denominator = totals.kept_tokens if aggregation == "token-mean" else totals.sequences * max_completion_length
+    return torch.full_like(kept, 1 / denominator, dtype=torch.float32)
+
+
+def logit_gradient_norm(gradient: Tensor, logprobs: Tensor, collision: Tensor) -> Tensor:
+    """||dJ/da|| of each token with respect to its logits a (STAPO's gradient-norm identity):
+
+        ||dJ/da||^2 = w^2 (1 - 2 pi(y) + sum_v pi(v)^2)
+
+    Exact, without logits: the collision probability comes with the entropy. Any shape.
+
+    Args:
+        gradient: w, the derivative of J by the token's log-probability.
+        logprobs: log pi(y).
+        collision: sum_v pi(v)^2.
+    """
+    pi, rest = logprobs.exp(), torch.expm1(logprobs).square()  # rest: (1 - pi)^2, exact where pi is near 1
+    others = torch.minimum((collision - pi.square()).clamp(min=0.0), rest)  # at most (1 - pi)^2, but for rounding
+    return gradient.abs() * (rest + others).sqrt()

@@ -125,8 +125,11 @@ class Policy:
     def device(self) -> torch.device:
         return self.model.device
 
-    def statistics(self, batch: MicroBatch) -> TokenStatistics:
+    def statistics(self, batch: MicroBatch, differentiable_entropy: bool = False) -> TokenStatistics:
         """Log-probability (with gradient), entropy and collision probability of every completion token.
+
+        Args:
+            differentiable_entropy: give entropy a gradient too, by the recomputing LM head.
 
         Returns:
             TokenStatistics of [B, C] fp32, 0 where `completion_mask` is False.
@@ -144,9 +147,16 @@ class Policy:
             bias=head.bias,
             temperature=self._temperature,
             memory_bytes=self._memory_bytes,
+            differentiable_entropy=differentiable_entropy,
         )
         blank = torch.zeros(batch.completion_ids.shape, device=hidden.device)
         return TokenStatistics(*(blank.masked_scatter(batch.completion_mask, values) for values in flat))
+
+    @torch.no_grad()
+    def reference_logprobs(self, batch: MicroBatch) -> Tensor:
+        """Log-probabilities of the base model, [B, C] fp32: the reference of the KL term is the adapter, disabled."""
+        with self.model.disable_adapter():
+            return self.statistics(batch).logprobs
 
     def autocast(self) -> torch.autocast:
         """The fp32 adapter computes in the base model's dtype, as it does in vLLM."""

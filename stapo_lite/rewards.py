@@ -135,6 +135,17 @@ def last_integer_equals(text: str, answer: Any) -> bool:
     return len(normal) == 2 and normal[0] == normal[1]
 
 
+def overlong_share(length: int, max_completion_length: int, buffer: float) -> float:
+    """How much of DAPO's soft overlong punishment (eq. 13) a completion earns, from 0 to 1.
+
+    Args:
+        length: tokens of the completion, at most `max_completion_length`.
+        buffer: share of `max_completion_length`, at its end, over which the punishment grows linearly.
+    """
+    width = buffer * max_completion_length
+    return max(0.0, length - (max_completion_length - width)) / width
+
+
 class MathGrader:
     """Grades answers with math-verify in worker processes that are killed when they overrun.
 

@@ -8,8 +8,12 @@ optimisation mini-batch, across micro-batches and processes. Nothing here depend
 laid out: the functions are elementwise, but for the one quantile.
 """
 
+import array
 import math
+import zlib
+from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 
@@ -27,37 +31,75 @@ def candidate_mask(logprobs: Tensor, advantages: Tensor, tau_p: float) -> Tensor
     return (advantages > 0) & (logprobs < math.log(tau_p))
 
 
-def entropy_threshold(entropies: Tensor, quantile: float) -> float:
-    """tau_h: the quantile of the mini-batch's entropies, linear between order statistics.
+def linear_quantile(values: Tensor, quantile: float) -> float | None:
+    """The quantile of the values, linear between order statistics; tau_h where they are entropies.
 
     The same as `torch.quantile`, which refuses more than 2**24 elements.
 
     Args:
-        entropies: [M] fp32, of the quantile's population in the whole mini-batch.
+        values: [M] fp32.
         quantile: in [0, 1].
 
     Returns:
-        Nats; -inf, below which no entropy lies, where the population is empty.
+        None where there are no values.
     """
-    if entropies.numel() == 0:
-        return -math.inf
-    ordered = entropies.double().sort().values
+    if values.numel() == 0:
+        return None
+    ordered = values.double().sort().values
     position = quantile * (len(ordered) - 1)
     low = ordered[math.floor(position)].item()
     high = ordered[math.ceil(position)].item()
     return low + (high - low) * (position - math.floor(position))
 
 
-def spurious_mask(candidates: Tensor, entropy: Tensor, tau_h: float) -> Tensor:
-    """Candidates with H < tau_h: the tokens to silence, where I = 0.
+def spurious_mask(candidates: Tensor, score: Tensor, threshold: float | None) -> Tensor:
+    """Candidates whose score is below the threshold: the tokens to silence, where I = 0.
 
     Args:
         candidates: bool, from `candidate_mask`.
-        entropy: fp32 nats, the same shape.
-        tau_h: nats, from `entropy_threshold`.
+        score: fp32, the same shape: the entropy, or for the paper's ablations its negative
+            (`high-entropy`) or `random_scores`.
+        threshold: quantile of the score from `linear_quantile`: tau_h where the score is the entropy.
+            None silences nothing.
 
     Returns:
         bool, the same shape.
     """
-    # In float64, as tau_h is: rounded to float32 it could rise above an entropy it equals.
-    return candidates & (entropy.double() < tau_h)
+    # In float64, as the threshold is: rounded to float32 it could rise above a score it equals.
+    return candidates & (score.double() < (-math.inf if threshold is None else threshold))
+
+
+def top_entropy_mask(entropy: Tensor, threshold: float | None) -> Tensor:
+    """20-Entropy's keep-mask (arXiv 2506.01939, eq. 5): tokens with H >= the threshold.
+
+    Args:
+        entropy: fp32 nats, any shape.
+        threshold: the 1 - rho quantile of the mini-batch's entropies. None keeps everything.
+
+    Returns:
+        bool, the same shape.
+    """
+    return entropy.double() >= (-math.inf if threshold is None else threshold)
+
+
+def random_scores(token_ids: Sequence[int], salt: int) -> Tensor:
+    """Uniform in [0, 1), [len(token_ids)] fp32: a function of the tokens and the salt alone, so that the
+    `random` ablation depends neither on the order of completions nor on the process that holds them."""
+    generator = torch.Generator().manual_seed(zlib.crc32(array.array("q", [salt, *token_ids]).tobytes()))
+    return torch.rand(len(token_ids), generator=generator)
+
+
+def next_tau_p(tau_p: float, silenced_share: float, target: float, low: float, high: float) -> float:
+    """Adaptive tau_p (experimental; the paper names adaptive thresholds as future work).
+
+    Integral control of log tau_p: a step that silences nothing raises tau_p by a tenth, one at the target
+    leaves it, and one far above lowers it by at most a factor of e. Linear in the share, so that the mean
+    share comes to the target even where single steps silence either nothing or too much.
+
+    Args:
+        silenced_share: of the step's completion tokens.
+        target: the share to stay near.
+        low, high: bounds of tau_p.
+    """
+    change = 0.1 * max(-10.0, 1 - silenced_share / target)
+    return min(high, max(low, tau_p * math.exp(change)))

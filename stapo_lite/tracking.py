@@ -17,16 +17,17 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class Tally:
-    """Sums and maxima of a step, kept on the device and reduced over the processes once.
+    """Sums, maxima and collected values of a step, kept on the device and reduced over the processes once.
 
     Args:
-        sums, maxima: their names. Every process has all of them, whatever work it got; a maximum
-            without a value is None.
+        sums, maxima, values: their names. Every process has all of them, whatever work it got; a maximum
+            without a value is None, collected values are a 1-D tensor.
     """
 
-    def __init__(self, sums: Sequence[str], maxima: Sequence[str], device: torch.device):
-        self._sums = {name: torch.zeros((), dtype=torch.float32, device=device) for name in sums}
+    def __init__(self, sums: Sequence[str], maxima: Sequence[str], values: Sequence[str], device: torch.device):
+        self._sums = {name: torch.zeros((), dtype=torch.float64, device=device) for name in sums}
         self._maxima = {name: torch.full((), -math.inf, dtype=torch.float32, device=device) for name in maxima}
+        self._values = {name: [torch.zeros(0, device=device)] for name in values}
 
     def add(self, **values: Tensor | float) -> None:
         for name, value in values.items():
@@ -36,6 +37,10 @@ class Tally:
         for name, value in values.items():
             self._maxima[name] = torch.maximum(self._maxima[name], value)
 
+    def collect(self, **values: Tensor) -> None:
+        for name, value in values.items():
+            self._values[name].append(value)
+
     def reduce(self, accelerator: Accelerator) -> dict[str, Any]:
         """Over all processes."""
         sums = accelerator.reduce(torch.stack(list(self._sums.values())), "sum")
@@ -43,7 +48,7 @@ class Tally:
         if self._maxima:
             maxima = accelerator.gather(torch.stack(list(self._maxima.values()))[None]).amax(0).tolist()
             result |= {n: None if v == -math.inf else v for n, v in zip(self._maxima, maxima, strict=True)}
-        return result
+        return result | {n: gather_values(torch.cat(parts), accelerator) for n, parts in self._values.items()}
 
 
 def gather_values(values: Tensor, accelerator: Accelerator) -> Tensor:
@@ -110,6 +115,8 @@ def step_line(metrics: dict[str, Any], max_steps: int) -> str:
         f"{m['tokens_per_second']:.0f} tok/s",
         f"rollout {m['seconds_rollout']:.1f} s, update {m['seconds_update']:.1f} s",
     ]
+    if m["sampling_rounds"] > 1:
+        parts.insert(1, f"{m['sampling_rounds']} rounds for {m['batch_groups']} groups")
     return " | ".join(parts)
 
 

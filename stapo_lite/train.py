@@ -2,8 +2,8 @@
 
     accelerate launch -m stapo_lite.train configs/quickstart.yaml [key.sub=value ...] [--dry-run] [--resume]
 
-Read `train` from top to bottom, then `update`: they are the method. The one departure from the paper's
-recipe is that a LoRA adapter trains instead of the whole model.
+Read `train` from top to bottom, then `update.py`: they are the method. docs/deviations.md lists where it
+departs from the paper; first of all, a LoRA adapter trains instead of the whole model.
 """
 
 import argparse
@@ -13,19 +13,17 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration
+from accelerate.utils import ProjectConfiguration, gather_object
 from tqdm.auto import tqdm
 
 from stapo_lite import checkpoint, data
 from stapo_lite.advantages import group_advantages
-from stapo_lite.batching import collate, pad_rows, split_by_tokens
 from stapo_lite.checkpoint import flatten
 from stapo_lite.config import (
-    S2T,
     Config,
     InputError,
     Objective,
@@ -35,24 +33,19 @@ from stapo_lite.config import (
     load_config,
     to_yaml,
 )
-from stapo_lite.objective import clipped_token_loss
-from stapo_lite.policy import Policy, load_policy, load_tokenizer, make_optimizer, sum_gradients
+from stapo_lite.policy import Policy, load_policy, load_tokenizer, make_optimizer
 from stapo_lite.report import write_report
-from stapo_lite.rewards import BUILT_IN, RewardModel
+from stapo_lite.rewards import BUILT_IN, RewardModel, overlong_share
 from stapo_lite.rollout import RolloutEngine, Sampling, resolve_engine
-from stapo_lite.s2t import candidate_mask, entropy_threshold, spurious_mask
-from stapo_lite.tracking import RunLog, Tally, gather_values, read_metrics
-from stapo_lite.types import Completion, Prompt, TokenStatistics
+from stapo_lite.s2t import linear_quantile, next_tau_p
+from stapo_lite.tracking import RunLog, Tally, read_metrics
+from stapo_lite.types import Completion, Prompt
+from stapo_lite.update import MAXIMA, SUMS, VALUES, Statistics, Update, mask_inputs, measure, update, with_gradient
 
-Statistics = dict[Completion, TokenStatistics]
-"""Of each completion, [length] fp32, without gradient."""
-
-SUMS = (
+ROLLOUT_SUMS = (
     "groups", "zero_variance_groups", "completions", "truncated", "scored", "reward", "tokens", "sampled_nll",
-    "active_tokens", "trained_tokens", "entropy", "candidates", "silenced", "clipped_low", "clipped_high", "loss",
-    "gap_tokens", "gap",
+    "batch_completions", "overlong_penalty",
 )  # fmt: skip
-MAXIMA = ("gap_max",)
 
 
 def train(config: Config, resume: bool = False) -> Iterator[dict[str, Any]]:
@@ -75,60 +68,88 @@ def train(config: Config, resume: bool = False) -> Iterator[dict[str, Any]]:
     rewards = make_rewards(config)
     policy = make_policy(config, tokenizer, accelerator.device)
     optimizer = make_optimizer(policy, config.train.optim, config.train.learning_rate, config.train.weight_decay)
-    progress = checkpoint.Progress()
+    progress = checkpoint.Progress(tau_p=config.objective.s2t.tau_p)
     if resume:
         progress = checkpoint.load_checkpoint(checkpoint.latest_checkpoint(run_folder), policy, optimizer)
     engine = make_engine(engine_name, config, stop_tokens)
     accelerator.init_trackers(config.log.project, config={k: str(v) for k, v in flatten(config.model_dump()).items()})
     log = RunLog(run_folder, config.train.max_steps, progress.step, accelerator)
+    dynamic = config.rollout.dynamic_sampling
+    max_rounds = config.rollout.max_sampling_rounds if dynamic else 1
 
     while progress.step < config.train.max_steps:
         step = progress.step + 1
-        clock = [time.perf_counter()]
+        clock = time.perf_counter()
+        seconds = dict.fromkeys(("rollout", "reward", "update"), 0.0)
+        objective = with_tau_p(config.objective, progress.tau_p)
 
-        # 1. The prompts of this step: the same order for any number of processes, and our share of it.
-        order = data.prompt_order(len(prompts), config.seed, progress.prompts_drawn, config.train.batch_size)
-        mine = [prompts[i] for i in order[rank::processes]]
-
-        # 2. Groups of completions from the adapter as it is now.
+        # 1. Groups of completions from the adapter as it is now: one round, or with dynamic sampling as many
+        #    as it takes to fill the batch with groups that have variance.
         engine.wake()
         engine.publish(policy, version=step)
-        seed = (config.seed * 1_000_003 + step * processes + rank) % 2**31
-        groups = engine.generate(mine, seed, progress=is_main)
-        engine.sleep()
-        completions = [completion for group in groups for completion in group]
-        assert all(completion.adapter_version == step for completion in completions), "the engine lost the adapter"
-        clock.append(time.perf_counter())
+        sampled: list[list[Completion]] = []
+        batch: dict[int, list[Completion]] = {}  # this process's groups by their place in the whole batch
+        filled = rounds = drawn = 0
+        while filled < config.train.batch_size and rounds < max_rounds:
+            # The same order for any number of processes, and our share of it.
+            count = prompts_wanted(filled, config.train.batch_size, drawn)
+            order = data.prompt_order(len(prompts), config.seed, progress.prompts_drawn, count)
+            mine = range(rank, count, processes)
+            seed = (config.seed * 1_000_003 + progress.prompts_drawn + rank) % 2**31
+            groups = engine.generate([prompts[order[i]] for i in mine], seed, progress=is_main)
+            assert all(c.adapter_version == step for group in groups for c in group), "the engine lost the adapter"
+            sampled += groups
+            progress.prompts_drawn += count
+            drawn += count
+            rounds += 1
+            clock = lap(seconds, "rollout", clock)
 
-        # 3. Rewards and group advantages.
-        texts = tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
-        for completion, text in zip(completions, texts, strict=True):
-            completion.text = text
-        rewards.score(completions)
-        scores = [[math.nan if c.reward is None else c.reward for c in group] for group in groups]
-        advantages = group_advantages(torch.tensor(scores, dtype=torch.float64))
-        for completion, advantage in zip(completions, advantages.flatten().tolist(), strict=True):
-            completion.advantage = advantage
-        clock.append(time.perf_counter())
+            # 2. Rewards, and the groups that go into the batch.
+            completions = [completion for group in groups for completion in group]
+            texts = tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
+            for completion, text in zip(completions, texts, strict=True):
+                completion.text = text
+            rewards.score(completions)
+            usable = [(i, not dynamic or has_variance(group)) for i, group in zip(mine, groups, strict=True)]
+            places = fill_places(sorted(gather_object(usable)), filled, config.train.batch_size)
+            batch |= {places[i]: group for i, group in zip(mine, groups, strict=True) if i in places}
+            filled += len(places)
+            clock = lap(seconds, "reward", clock)
+        engine.sleep()
+        tally = Tally(ROLLOUT_SUMS + SUMS, MAXIMA, VALUES, policy.device)
+        count_rollouts(tally, sampled)
+
+        # 3. Group advantages, of the rewards less the soft overlong punishment.
+        for group in batch.values():
+            penalties = [
+                config.reward.overlong_penalty
+                * overlong_share(len(c.token_ids), config.rollout.max_completion_length, config.reward.overlong_buffer)
+                for c in group
+            ]
+            scores = [math.nan if c.reward is None else c.reward - p for c, p in zip(group, penalties, strict=True)]
+            advantages = group_advantages(torch.tensor(scores, dtype=torch.float64), objective.scale_rewards == "group")
+            for completion, advantage in zip(group, advantages.tolist(), strict=True):
+                completion.advantage = advantage
+            tally.add(batch_completions=len(group), overlong_penalty=sum(penalties))
 
         # 4. What later mini-batches need of the policy as it was before the step's first update.
-        share = config.train.mini_batch_size // processes
+        size = config.train.mini_batch_size
         mini_batches = [
-            [completion for group in groups[start : start + share] for completion in group]
-            for start in range(0, len(groups), share)
+            [completion for place in sorted(batch) if place // size == index for completion in batch[place]]
+            for index in range(math.ceil(filled / size))
         ]
         old: Statistics = {}
         for mini_batch in mini_batches[1:]:
-            needed = {c: None for c in mini_batch if c.advantage != 0}
-            if config.objective.s2t.statistics == "old":
-                needed |= dict.fromkeys(mask_inputs(mini_batch, config.objective.s2t))
-            old |= measure(policy, list(needed), config.train.max_tokens_per_microbatch)
+            needed: list[Completion] = []
+            if objective.old_logprobs == "trainer":
+                needed += with_gradient(mini_batch, objective)
+            if objective.s2t.statistics == "old":
+                needed += mask_inputs(mini_batch, objective)
+            old |= measure(policy, list(dict.fromkeys(needed)), config.train.max_tokens_per_microbatch)
 
         # 5. One update for each mini-batch.
-        tally = Tally(SUMS, MAXIMA, policy.device)
-        count_rollouts(tally, groups)
         updates = []
-        work = sum(len(c.token_ids) for c in completions if c.advantage != 0)
+        work = sum(len(c.token_ids) for mini_batch in mini_batches for c in with_gradient(mini_batch, objective))
         with tqdm(total=work, desc="update", unit="tok", leave=False, disable=None if is_main else True) as bar:
             for index, mini_batch in enumerate(mini_batches):
                 rate = learning_rate(config.train.learning_rate, config.train.warmup_steps, progress.updates)
@@ -139,7 +160,8 @@ def train(config: Config, resume: bool = False) -> Iterator[dict[str, Any]]:
                     optimizer,
                     mini_batch,
                     old if index > 0 else None,
-                    config.objective,
+                    objective,
+                    max_completion_length=config.rollout.max_completion_length,
                     max_tokens=config.train.max_tokens_per_microbatch,
                     max_grad_norm=config.train.max_grad_norm,
                     accelerator=accelerator,
@@ -150,14 +172,28 @@ def train(config: Config, resume: bool = False) -> Iterator[dict[str, Any]]:
                     updates.append(done)
                     progress.updates += 1
         progress.step = step
-        progress.prompts_drawn += config.train.batch_size
-        clock.append(time.perf_counter())
+        lap(seconds, "update", clock)
 
         # 6. Log, show, save.
-        metrics = step_metrics(step, tally.reduce(accelerator), updates, rate, clock)
+        totals = tally.reduce(accelerator)
+        metrics = step_metrics(
+            step,
+            totals,
+            updates,
+            seconds,
+            sampling_rounds=rounds,
+            batch_groups=filled,
+            tau_p=progress.tau_p,
+            learning_rate=optimizer.param_groups[0]["lr"],
+        )
+        if objective.s2t.adaptive and metrics["silenced_share"] is not None:
+            s2t = objective.s2t
+            progress.tau_p = next_tau_p(
+                s2t.tau_p, metrics["silenced_share"], s2t.target_share, s2t.tau_p_min, s2t.tau_p_max
+            )
         log.step(metrics)
         if config.log.log_completions_steps and step % config.log.log_completions_steps == 0:
-            log.samples(step, groups)
+            log.samples(step, sampled)
         last = step == config.train.max_steps
         if is_main and (last or (config.log.save_steps and step % config.log.save_steps == 0)):
             checkpoint.save_checkpoint(
@@ -174,146 +210,41 @@ def train(config: Config, resume: bool = False) -> Iterator[dict[str, Any]]:
     rewards.close()
 
 
-class Update(NamedTuple):
-    """The same on every process."""
-
-    grad_norm: float
-    """Before clipping."""
-    tau_h: float | None
-    """None without candidates, or without S2T."""
-
-
-def update(
-    policy: Policy,
-    optimizer: torch.optim.Optimizer,
-    mini_batch: Sequence[Completion],
-    old: Statistics | None,
-    objective: Objective,
-    *,
-    max_tokens: int,
-    max_grad_norm: float,
-    accelerator: Accelerator,
-    tally: Tally,
-    on_tokens: Callable[[int], Any] = lambda tokens: None,
-) -> Update | None:
-    """One optimiser update on this process's share of a mini-batch.
-
-    J = sum I min(rho A, clip(rho) A) / sum I, over the tokens of the mini-batch on all processes. A
-    completion of zero advantage adds nothing to the numerator, so it is not run; its tokens count in
-    the denominator.
-
-    Args:
-        old: statistics of the policy before the step's first update; None where it is this one, so
-            that the ratio is 1 and its gradient that of the log-probability.
-        max_tokens: of a micro-batch.
-        on_tokens: told of the completion tokens done.
-
-    Returns:
-        None, with nothing changed, where no token of the mini-batch has an advantage and is kept.
-    """
-    # The keep-mask and the denominator, from the whole mini-batch before any gradient.
-    silenced: dict[Completion, torch.Tensor] = {}
-    tau_h = None
-    if objective.s2t.enabled:
-        inputs = mask_inputs(mini_batch, objective.s2t)
-        if old is not None and objective.s2t.statistics == "old":
-            statistics = old
-        else:
-            statistics = measure(policy, inputs, max_tokens)
-        silenced, tau_h = silence(inputs, statistics, objective.s2t, accelerator, tally, policy.device)
-    active = [completion for completion in mini_batch if completion.advantage != 0]
-    tokens = sum(len(completion.token_ids) for completion in mini_batch)
-    masked = int(torch.cat(list(silenced.values())).sum()) if silenced else 0
-    active_tokens = sum(len(completion.token_ids) for completion in active)
-    counts = torch.tensor([tokens - masked, active_tokens - masked], device=policy.device)
-    denominator, trained = accelerator.reduce(counts, "sum").tolist()
-    if trained == 0:
-        return None
-
-    # Micro-batches: forward, loss on the sum, backward.
-    for rows in split_by_tokens(active, max_tokens):
-        batch = collate(rows, policy.pad_token_id, policy.device)
-        now = policy.statistics(batch)
-        before = now.logprobs.detach() if old is None else pad_rows([old[c].logprobs for c in rows])
-        token = clipped_token_loss(now.logprobs, before, batch.advantages, objective.epsilon, objective.epsilon_high)
-        keep_mask = batch.completion_mask
-        if silenced:
-            nothing = torch.zeros(1, dtype=torch.bool, device=policy.device)
-            keep_mask = keep_mask & ~pad_rows([silenced.get(c, nothing.expand(len(c.token_ids))) for c in rows])
-        loss = token.loss.where(keep_mask, 0.0).sum() / denominator
-        loss.backward()
-        tally.add(
-            loss=loss.detach(),
-            active_tokens=batch.completion_mask.sum(),
-            trained_tokens=keep_mask.sum(),
-            entropy=now.entropy.sum(),
-            clipped_low=(token.clipped_low & keep_mask).sum(),
-            clipped_high=(token.clipped_high & keep_mask).sum(),
-        )
-        if old is None:  # the engine sampled from this very policy: any difference is numerical
-            rollout_logprobs = pad_rows([torch.tensor(c.rollout_logprobs) for c in rows]).to(policy.device)
-            gap = (rollout_logprobs - now.logprobs.detach()).abs()
-            tally.add(gap=gap.sum(), gap_tokens=batch.completion_mask.sum())
-            tally.raise_to(gap_max=gap.max())
-        on_tokens(sum(len(completion.token_ids) for completion in rows))
-
-    # One clip, one step, the same on every process.
-    if accelerator.num_processes > 1:
-        sum_gradients(policy, lambda gradient: accelerator.reduce(gradient, "sum"))
-    grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters.values(), max_grad_norm, error_if_nonfinite=True)
-    optimizer.step()
-    optimizer.zero_grad()
-    return Update(float(grad_norm), tau_h)
-
-
-@torch.no_grad()
-def measure(policy: Policy, completions: Sequence[Completion], max_tokens: int) -> Statistics:
-    """Statistics of the current policy for each completion."""
-    statistics: Statistics = {}
-    for rows in split_by_tokens(completions, max_tokens):
-        batch = policy.statistics(collate(rows, policy.pad_token_id, policy.device))
-        for row, completion in enumerate(rows):
-            statistics[completion] = TokenStatistics(*(values[row, : len(completion.token_ids)] for values in batch))
-    return statistics
-
-
-def mask_inputs(mini_batch: Sequence[Completion], s2t: S2T) -> list[Completion]:
-    """The completions whose statistics the keep-mask depends on."""
-    if not s2t.enabled:
-        return []
-    return [c for c in mini_batch if c.advantage > 0 or s2t.population == "all"]
-
-
-def silence(
-    inputs: Sequence[Completion],
-    statistics: Statistics,
-    s2t: S2T,
-    accelerator: Accelerator,
-    tally: Tally,
-    device: torch.device,
-) -> tuple[dict[Completion, torch.Tensor], float | None]:
-    """The tokens to silence ([length] bool of each of `inputs`) and tau_h, one for all processes.
-
-    Every process takes part, with whatever it has.
-    """
-    lengths = [len(completion.token_ids) for completion in inputs]
-    none = torch.zeros(0, device=device)
-    logprobs = torch.cat([none] + [statistics[c].logprobs for c in inputs])
-    entropy = torch.cat([none] + [statistics[c].entropy for c in inputs])
-    advantages = torch.tensor([c.advantage for c in inputs], device=device)
-    advantages = advantages.repeat_interleave(torch.tensor(lengths, dtype=torch.long, device=device))
-    candidates = candidate_mask(logprobs, advantages, s2t.tau_p)
-    population = entropy[candidates] if s2t.population == "candidates" else entropy
-    tau_h = entropy_threshold(gather_values(population, accelerator), s2t.quantile)
-    spurious = spurious_mask(candidates, entropy, tau_h)
-    tally.add(candidates=candidates.sum(), silenced=spurious.sum())
-    masks = dict(zip(inputs, spurious.split(lengths), strict=True))
-    return masks, tau_h if math.isfinite(tau_h) else None
-
-
 def learning_rate(peak: float, warmup_steps: int, updates_done: int) -> float:
     """Linear warm-up over `warmup_steps` updates, then constant."""
     return peak * min(1.0, (updates_done + 1) / max(1, warmup_steps))
+
+
+def with_tau_p(objective: Objective, tau_p: float) -> Objective:
+    return objective.model_copy(update={"s2t": objective.s2t.model_copy(update={"tau_p": tau_p})})
+
+
+def prompts_wanted(filled: int, size: int, drawn: int) -> int:
+    """Prompts of the next round: a whole batch, or what fills it if as many groups are usable as so far."""
+    return min(size, math.ceil((size - filled) * drawn / filled)) if filled else size
+
+
+def has_variance(group: Sequence[Completion]) -> bool:
+    """Whether its rewards differ, those that no reward function judged left out."""
+    return len({c.reward for c in group if c.reward is not None}) > 1
+
+
+def fill_places(usable: Sequence[tuple[int, bool]], filled: int, size: int) -> dict[int, int]:
+    """Place in the batch of each prompt of a round that gets one.
+
+    Args:
+        usable: (index in the round, whether its group may go into the batch), in order, of all processes.
+        filled: places taken so far.
+        size: of the batch.
+    """
+    return dict(zip((index for index, use in usable if use), range(filled, size), strict=False))
+
+
+def lap(seconds: dict[str, float], name: str, start: float) -> float:
+    """Add the time since `start` to `seconds[name]`; returns the time now."""
+    now = time.perf_counter()
+    seconds[name] += now - start
+    return now
 
 
 def count_rollouts(tally: Tally, groups: Sequence[Sequence[Completion]]) -> None:
@@ -321,7 +252,7 @@ def count_rollouts(tally: Tally, groups: Sequence[Sequence[Completion]]) -> None
     rewards = [c.reward for c in completions if c.reward is not None]
     tally.add(
         groups=len(groups),
-        zero_variance_groups=sum(all(c.advantage == 0 for c in group) for group in groups),
+        zero_variance_groups=sum(not has_variance(group) for group in groups),
         completions=len(completions),
         truncated=sum(c.truncated for c in completions),
         scored=len(rewards),
@@ -332,7 +263,11 @@ def count_rollouts(tally: Tally, groups: Sequence[Sequence[Completion]]) -> None
 
 
 def step_metrics(
-    step: int, t: dict[str, Any], updates: Sequence[Update], rate: float, clock: Sequence[float]
+    step: int,
+    t: dict[str, Any],
+    updates: Sequence[Update],
+    seconds: dict[str, float],
+    **others: float,
 ) -> dict[str, Any]:
     """The step's metrics as docs/metrics.md defines them; None where one has no value."""
 
@@ -340,30 +275,37 @@ def step_metrics(
         return numerator / denominator if denominator else None
 
     thresholds = [u.tau_h for u in updates if u.tau_h is not None]
+    kinds = ("spurious", "negative_rare", "negative_sure")
+    total_seconds = sum(seconds.values())
     return {
         "step": step,
         "updates": len(updates),
+        **others,
         "reward": ratio(t["reward"], t["scored"]),
+        "overlong_penalty": ratio(t["overlong_penalty"], t["batch_completions"]),
         "zero_variance_groups": ratio(t["zero_variance_groups"], t["groups"]),
         "completion_length": ratio(t["tokens"], t["completions"]),
         "truncated_share": ratio(t["truncated"], t["completions"]),
         "sampled_nll": ratio(t["sampled_nll"], t["tokens"]),
         "entropy": ratio(t["entropy"], t["active_tokens"]),
-        "candidate_share": ratio(t["candidates"], t["tokens"]),
-        "silenced_share": ratio(t["silenced"], t["tokens"]),
+        **{f"entropy_p{p}": linear_quantile(t["entropies"], p / 100) for p in (10, 50, 90)},
+        "collision": ratio(t["collision"], t["active_tokens"]),
         "tau_h": ratio(sum(thresholds), len(thresholds)),
+        **{f"{name}_share": ratio(t[name], t["batch_tokens"]) for name in ("kept", "silenced", "candidate", *kinds)},
+        **{f"{name}_gradient_share": ratio(t[f"{name}_mass"], t["gradient_mass"]) for name in kinds},
         "clip_low_share": ratio(t["clipped_low"], t["trained_tokens"]),
         "clip_high_share": ratio(t["clipped_high"], t["trained_tokens"]),
         "loss": ratio(t["loss"], len(updates)),
+        "kl": ratio(t["kl"], t["kl_tokens"]),
+        "logit_grad_norm": ratio(t["logit_grad_norm"], t["trained_tokens"]),
         "grad_norm": ratio(sum(u.grad_norm for u in updates), len(updates)),
-        "learning_rate": rate,
         "sampler_gap_mean": ratio(t["gap"], t["gap_tokens"]),
+        "sampler_gap_k3": ratio(t["gap_k3"], t["gap_tokens"]),
         "sampler_gap_max": t["gap_max"],
-        "tokens_per_second": t["tokens"] / (clock[3] - clock[0]),
-        "seconds_rollout": clock[1] - clock[0],
-        "seconds_reward": clock[2] - clock[1],
-        "seconds_update": clock[3] - clock[2],
-        "seconds_step": clock[3] - clock[0],
+        "sampler_capped_share": ratio(t["capped"], t["active_tokens"]),
+        "tokens_per_second": t["tokens"] / total_seconds,
+        **{f"seconds_{name}": value for name, value in seconds.items()},
+        "seconds_step": total_seconds,
         "peak_memory_gb": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None,
     }
 

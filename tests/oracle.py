@@ -1,16 +1,45 @@
-"""The objective in plain loops and float64, from the formulas of the paper; shares nothing with the package
-but the model and `Completion`."""
+"""Every objective in plain loops and float64, written from the papers' formulas; shares nothing with the
+package but `Completion`. One sequence at a time, no padding, all logits in memory, gradients by autograd."""
 
+import copy
 import math
+from dataclasses import dataclass, field
 
 import torch
 
 
-def token_logprobs(model, completion, temperature):
+@dataclass
+class Settings:
+    """The formulas' constants; defaults are STAPO's, without sampler correction."""
+
+    tau_p: float = 0.002
+    q: float = 0.75
+    population: str = "candidates"
+    silence: str | None = "low-entropy"
+    top: float = 1.0
+    aggregation: str = "token-mean"
+    max_length: int = 1
+    epsilon: float = 0.2
+    epsilon_high: float = 0.28
+    beta: float = 0.0
+    entropy_coef: float = 0.0
+    old_is_rollout: bool = False
+    correction: str = "off"
+    cap: float = 2.0
+    random: dict = field(default_factory=dict)
+    """completion -> random number of each token"""
+
+
+def double(model):
+    return copy.deepcopy(model).double()
+
+
+def token_logits(model, completion, temperature):
+    """[tokens, V]: row t predicts token t of the completion."""
     ids = torch.tensor([completion.prompt.token_ids + completion.token_ids])
-    logits = model(input_ids=ids, use_cache=False).logits[0].double() / temperature
     start = len(completion.prompt.token_ids) - 1
-    return torch.log_softmax(logits, -1)[start : start + len(completion.token_ids)]
+    logits = model(input_ids=ids, use_cache=False).logits[0] / temperature
+    return logits[start : start + len(completion.token_ids)]
 
 
 def quantile(values, q):
@@ -26,37 +55,127 @@ def statistics(model, completions, temperature):
     """completion -> (log-probability of each token, entropy at each token), as plain numbers."""
     result = {}
     for completion in completions:
-        log_p = token_logprobs(model, completion, temperature).detach()
+        log_p = torch.log_softmax(token_logits(model, completion, temperature).detach().double(), -1)
         chosen = [log_p[t, token].item() for t, token in enumerate(completion.token_ids)]
         result[completion] = (chosen, [-(row.exp() * row).sum().item() for row in log_p])
     return result
 
 
-def stapo_loss(model, completions, temperature, *, old=None, mask_from=None, tau_p=0.002, q=0.75,
-               population="candidates", s2t=True, epsilon=0.2, epsilon_high=0.28):  # fmt: skip
-    """(loss, silenced tokens); `old` and `mask_from` are statistics of another policy than the model's."""
-    current = statistics(model, completions, temperature)
-    mask_from = mask_from or current
-    candidate_entropies, all_entropies = [], []
-    for completion in completions:
-        for logprob, entropy in zip(*mask_from[completion], strict=True):
-            all_entropies.append(entropy)
-            if completion.advantage > 0 and math.exp(logprob) < tau_p:
-                candidate_entropies.append(entropy)
-    tau_h = quantile(candidate_entropies if population == "candidates" else all_entropies, q)
-    total, kept, silenced = 0.0, 0, 0
-    for completion in completions:
-        log_p = token_logprobs(model, completion, temperature)
-        advantage = completion.advantage
-        for t, token in enumerate(completion.token_ids):
-            logprob, entropy = (values[t] for values in mask_from[completion])
-            if s2t and advantage > 0 and math.exp(logprob) < tau_p and entropy < tau_h:
-                silenced += 1
-                continue
-            kept += 1
-            ratio = torch.exp(log_p[t, token] - (old or current)[completion][0][t])
-            clipped = min(max(ratio.item(), 1 - epsilon), 1 + epsilon_high)
-            total = total + (
-                ratio * advantage if ratio.item() * advantage <= clipped * advantage else clipped * advantage
-            )
-    return -total / kept, silenced
+def masks(completions, numbers, s):
+    """(kept, silenced): sets of (completion, t); tau_h."""
+    tokens = [(c, t) for c in completions for t in range(len(c.token_ids))]
+    probability = {(c, t): math.exp(numbers[c][0][t]) for c, t in tokens}
+    entropy = {(c, t): numbers[c][1][t] for c, t in tokens}
+    candidates = [key for key in tokens if key[0].advantage > 0 and probability[key] < s.tau_p]
+    population = candidates if s.population == "candidates" else tokens
+    tau_h = quantile([entropy[key] for key in population], s.q)
+    silenced = set()
+    for key in candidates:
+        if s.silence == "low-entropy" and entropy[key] < tau_h:
+            silenced.add(key)
+        if s.silence == "all":
+            silenced.add(key)
+        if s.silence == "high-entropy" and entropy[key] > quantile([entropy[k] for k in population], 1 - s.q):
+            silenced.add(key)
+        if s.silence == "random":
+            below = quantile([s.random[c][t] for c, t in population], s.q)
+            if s.random[key[0]][key[1]] < below:
+                silenced.add(key)
+    lowest = quantile(list(entropy.values()), 1 - s.top)
+    return {key for key in tokens if key not in silenced and entropy[key] >= lowest}, silenced, tau_h
+
+
+def weight_of_token(completion, completions, kept, s):
+    if s.aggregation == "token-mean":
+        return 1 / len(kept)
+    if s.aggregation == "constant":
+        return 1 / (len(completions) * s.max_length)
+    own = sum(1 for c, _ in kept if c is completion)
+    return 1 / own / len({c for c, _ in kept})
+
+
+def loss_and_metrics(model, completions, temperature, s, *, old=None, mask_from=None, reference=None):
+    """(loss with gradient, metrics); `old` and `mask_from` are statistics of another policy than the model's."""
+    model = double(model)
+    now = statistics(model, completions, temperature)
+    kept, silenced, tau_h = masks(completions, mask_from or now, s)
+    judged = [c for c in completions if c.advantage > 0 or s.population == "all" or s.top < 1]
+    if s.silence is None:
+        tau_h = masks(completions, now, s)[2]
+    total, count = 0.0, dict.fromkeys(("active", "candidate", "spurious", "negative_rare", "negative_sure"), 0)
+    mass = dict.fromkeys(count, 0.0)
+    sums = dict.fromkeys(("entropy", "collision", "trained_norm", "gap", "gap_k3", "kl", "low", "high", "capped"), 0.0)
+    gap_max = 0.0
+    for c in completions:
+        logits = token_logits(model, c, temperature)
+        base = None if reference is None else torch.log_softmax(token_logits(reference, c, temperature), -1).detach()
+        old_logprobs = c.rollout_logprobs if s.old_is_rollout else (old or now)[c][0]
+        gaps = [(old or now)[c][0][t] - c.rollout_logprobs[t] for t in range(len(c.token_ids))]
+        policy_terms = []
+        for t, token in enumerate(c.token_ids):
+            log_p = torch.log_softmax(logits[t], -1)
+            p = log_p.exp()
+            entropy = -(p * log_p).sum()
+            ratio = torch.exp(log_p[token] - old_logprobs[t])
+            clipped = min(max(ratio.item(), 1 - s.epsilon), 1 + s.epsilon_high)
+            term = ratio * c.advantage if ratio.item() * c.advantage <= clipped * c.advantage else clipped * c.advantage
+            importance = {"token-truncate": math.exp(gaps[t]), "sequence-mask": math.exp(sum(gaps)), "off": 1.0}
+            importance, capped = importance[s.correction], importance[s.correction] > s.cap
+            if capped:
+                importance = s.cap if s.correction == "token-truncate" else 0.0
+            policy_terms.append(importance * term)
+            kl = 0.0
+            if base is not None:
+                difference = base[t, token] - log_p[token]
+                kl = difference.exp() - difference - 1
+            if (c, t) in kept:
+                weight = weight_of_token(c, completions, kept, s)
+                total = total - weight * (importance * term - s.beta * kl + s.entropy_coef * entropy)
+                sums["kl"] += kl.item() if base is not None else 0.0
+            if c.advantage != 0:
+                sums["capped"] += capped
+                sums["entropy"] += entropy.item()
+                sums["collision"] += (p * p).sum().item()
+                sums["gap"] += abs(gaps[t])
+                sums["gap_k3"] += math.exp(gaps[t]) - gaps[t] - 1
+                gap_max = max(gap_max, abs(gaps[t]))
+                if (c, t) in kept:
+                    sums["low"] += c.advantage < 0 and ratio.item() < 1 - s.epsilon
+                    sums["high"] += c.advantage > 0 and ratio.item() > 1 + s.epsilon_high
+        if c.advantage == 0:
+            continue
+        surrogate = sum(policy_terms)
+        norms = torch.zeros(len(c.token_ids))
+        if isinstance(surrogate, torch.Tensor):  # else every token is clipped
+            norms = torch.autograd.grad(surrogate, logits, retain_graph=True)[0].norm(dim=-1)
+        for t, norm in enumerate(norms.tolist()):
+            source = now if mask_from is None or s.silence is None or c not in judged else mask_from
+            p, h = math.exp(source[c][0][t]), source[c][1][t]
+            kinds = {
+                "active": True,
+                "candidate": c.advantage > 0 and p < s.tau_p,
+                "spurious": c.advantage > 0 and p < s.tau_p and h < tau_h,
+                "negative_rare": c.advantage < 0 and p < s.tau_p and h < tau_h,
+                "negative_sure": c.advantage < 0 and 1 - p < s.tau_p,
+            }
+            for kind, holds in kinds.items():
+                count[kind] += holds
+                mass[kind] += norm * holds
+            if (c, t) in kept:
+                sums["trained_norm"] += norm
+    metrics = {
+        "loss": total.item(),
+        "kept": len(kept),
+        "silenced": len(silenced),
+        "clipped_low": sums["low"],
+        "clipped_high": sums["high"],
+        "logit_grad_norm": sums["trained_norm"],
+        "gradient_mass": mass["active"],
+        "gap_max": gap_max,
+        "tau_h": None if tau_h == -math.inf else tau_h,
+        **{name: sums[name] for name in ("entropy", "collision", "gap", "gap_k3", "kl", "capped")},
+        **{kind: count[kind] for kind in ("candidate", "spurious", "negative_rare", "negative_sure")},
+        **{f"{kind}_mass": mass[kind] for kind in ("spurious", "negative_rare", "negative_sure")},
+    }
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    return metrics, torch.cat([g.flatten() for g in torch.autograd.grad(total, trainable)])

@@ -35,3 +35,10 @@ def test_a_completion_without_verdict_counts_for_nobody():
     assert group_advantages(rewards, eps=0.0)[0].tolist() == pytest.approx([1.5, 0.0, -0.5, -0.5, -0.5])
     assert group_advantages(torch.full((1, 3), math.nan)).tolist() == [[0.0] * 3]
     assert group_advantages(torch.tensor([[2.0, math.nan]])).tolist() == [[0.0, 0.0]]
+
+
+def test_without_scaling_only_the_mean_is_taken_off():
+    rewards = torch.tensor([[1.0, 0.0, 0.0, math.nan], [2.0, 2.0, 2.0, 2.0]], dtype=torch.float64)
+    first, second = group_advantages(rewards, scale=False).tolist()
+    assert first == pytest.approx([2 / 3, -1 / 3, -1 / 3, 0.0])
+    assert second == [0.0] * 4

@@ -45,6 +45,63 @@ def test_defaults_are_the_papers():
     assert (config.rollout.num_generations, config.rollout.temperature) == (8, 1.0)
 
 
+# What the papers say, per preset; `objective.s2t.enabled` first.
+PAPERS = {
+    "stapo": (True, "token-mean", 0.2, 0.28, 0.0, 1.0, "group", False, 0.0),
+    "grpo": (False, "sequence-mean", 0.2, 0.2, 0.04, 1.0, "group", False, 0.0),
+    "dr-grpo": (False, "constant", 0.2, 0.2, 0.0, 1.0, "none", False, 0.0),
+    "dapo": (False, "token-mean", 0.2, 0.28, 0.0, 1.0, "group", True, 1.0),
+    "justrl": (False, "token-mean", 0.2, 0.28, 0.0, 1.0, "group", False, 0.0),
+    "20-entropy": (False, "token-mean", 0.2, 0.28, 0.0, 0.2, "group", False, 0.0),
+}
+
+
+@pytest.mark.parametrize("algorithm", PAPERS)
+def test_algorithms_are_the_papers(write, algorithm):
+    config = load_config(write(MINIMAL), [f"algorithm={algorithm}"])
+    o = config.objective
+    values = (o.s2t.enabled, o.aggregation, o.epsilon, o.epsilon_high, o.beta, o.top_entropy_quantile, o.scale_rewards)
+    assert (*values, config.rollout.dynamic_sampling, config.reward.overlong_penalty) == PAPERS[algorithm]
+    assert (o.entropy_coef, o.old_logprobs, o.sampler_correction, o.sampler_cap) == (
+        0.0,
+        "trainer",
+        "token-truncate",
+        2.0,
+    )
+
+
+S2T_PAPERS = {
+    "paper": (0.002, 0.75, "candidates", "low-entropy", 0.0),
+    "paper-v1": (0.002, 0.8, "all", "low-entropy", 0.0),
+    "article": (0.01, 0.05, "all", "low-entropy", 0.001),
+    "full": (0.002, 0.75, "candidates", "all", 0.0),
+    "high-entropy": (0.002, 0.75, "candidates", "high-entropy", 0.0),
+    "random": (0.002, 0.75, "candidates", "random", 0.0),
+}
+
+
+@pytest.mark.parametrize("preset", S2T_PAPERS)
+def test_s2t_presets_are_the_papers(write, preset):
+    o = load_config(write(MINIMAL), [f"objective.s2t.preset={preset}"]).objective
+    assert (o.s2t.tau_p, o.s2t.quantile, o.s2t.population, o.s2t.silence, o.entropy_coef) == S2T_PAPERS[preset]
+    assert o.s2t.enabled
+
+
+def test_a_given_field_wins_over_the_preset_wherever_it_stands(write):
+    path = write(MINIMAL | {"objective": {"beta": 0.1}, "algorithm": "grpo"})
+    config = load_config(path, ["objective.epsilon_high=0.3", "objective.s2t.enabled=true"])
+    o = config.objective
+    assert (o.beta, o.epsilon_high, o.s2t.enabled, o.aggregation) == (0.1, 0.3, True, "sequence-mean")
+
+
+@pytest.mark.parametrize("algorithm", PAPERS)
+def test_a_resolved_preset_reads_back_field_by_field(write, algorithm):
+    config = load_config(write(MINIMAL), [f"algorithm={algorithm}", "objective.s2t.preset=article"])
+    assert load_config(write(to_yaml(config))) == config
+    explicit = yaml.safe_load(to_yaml(config)) | {"algorithm": "stapo"}
+    assert load_config(write(explicit)).objective == config.objective
+
+
 def test_overrides_replace_and_add(write):
     path = write(MINIMAL | {"train": {"batch_size": 32}})
     config = load_config(
@@ -63,7 +120,7 @@ def test_the_resolved_config_reads_back(write):
 BAD = [
     ({"train.lerning_rate": 1}, r"unknown key 'train.lerning_rate': did you mean 'learning_rate'\?"),
     ({"trian": {}}, r"unknown key 'trian': did you mean 'train'\?"),
-    ({"objective.s2t.zzz": 1}, "unknown key 'objective.s2t.zzz': allowed are enabled, tau_p, quantile"),
+    ({"objective.s2t.zzz": 1}, "unknown key 'objective.s2t.zzz': allowed are preset, enabled, tau_p, quantile"),
     ({"train.learning_rate": "fast"}, "key 'train.learning_rate': input should be a valid number.*got 'fast'"),
     ({"train.learning_rate": 0}, "key 'train.learning_rate': input should be greater than 0"),
     ({"train.max_steps": 1.5}, "key 'train.max_steps': input should be a valid integer"),

@@ -3,7 +3,13 @@ import math
 import pytest
 import torch
 
-from stapo_lite.objective import clipped_token_loss
+from stapo_lite.objective import (
+    Totals,
+    clipped_token_loss,
+    k3,
+    sampler_correction,
+    sequence_weights,
+)
 
 # ratio, advantage -> loss, gradient with respect to log pi; epsilon 0.2, epsilon_high 0.28
 CASES = [
@@ -26,6 +32,7 @@ def test_clipped_loss_by_hand(ratio, advantage, loss, gradient):
     token.loss.sum().backward()
     assert token.loss.item() == pytest.approx(loss, abs=1e-6)
     assert logprobs.grad.item() == pytest.approx(gradient, abs=1e-6)
+    assert token.gradient.item() == pytest.approx(-gradient, abs=1e-6)
     assert token.clipped_low.item() == (ratio == 0.5 and advantage < 0)
     assert token.clipped_high.item() == (ratio == 1.5 and advantage > 0)
 
@@ -34,3 +41,45 @@ def test_each_row_has_its_advantage():
     logprobs = torch.zeros(2, 3, requires_grad=True)
     token = clipped_token_loss(logprobs, logprobs.detach(), torch.tensor([1.0, -2.0]), 0.2, 0.28)
     assert token.loss.tolist() == [[-1.0] * 3, [2.0] * 3]
+
+
+def test_k3_by_hand_and_its_gradient():
+    logprobs = torch.tensor([math.log(0.5), math.log(0.2)], requires_grad=True)
+    other = torch.tensor([math.log(0.25), math.log(0.2)])
+    kl = k3(logprobs, other)
+    assert kl.tolist() == pytest.approx([0.5 + math.log(2) - 1, 0.0], abs=1e-6)
+    kl.sum().backward()
+    assert logprobs.grad.tolist() == pytest.approx([1 - 0.5, 0.0], abs=1e-6)
+
+
+def test_k3_is_an_unbiased_estimate_of_the_divergence():
+    p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
+    exact = (p * (p / q).log()).sum()
+    assert (p * k3(p.log(), q.log())).sum().item() == pytest.approx(exact.item(), abs=1e-6)
+
+
+RATIOS = [[1.5, 0.5, 4.0], [1.5, 1.2, 1.0]]
+
+
+def test_sampler_correction_by_hand():
+    rollout = torch.full((2, 3), -2.0)
+    old = rollout + torch.tensor(RATIOS).log()
+    weights, capped = sampler_correction(old, rollout, "token-truncate", cap=2.0)
+    torch.testing.assert_close(weights, torch.tensor([[1.5, 0.5, 2.0], [1.5, 1.2, 1.0]]))
+    assert capped.tolist() == [[False, False, True], [False] * 3]
+    weights, capped = sampler_correction(old, rollout, "sequence-mask", cap=2.0)  # products 3.0 and 1.8
+    torch.testing.assert_close(weights, torch.tensor([[0.0] * 3, [1.8] * 3]))
+    assert capped.tolist() == [[True] * 3, [False] * 3]
+    weights, capped = sampler_correction(old, rollout, "off", cap=2.0)
+    assert weights.tolist() == [[1.0] * 3] * 2
+    assert not capped.any()
+
+
+def test_weights_make_the_three_means():
+    """Two sequences of 3 and 1 kept tokens, one of none, with losses 1, 2, 3 and 10."""
+    kept, losses = torch.tensor([3, 1, 0]), torch.tensor([6.0, 10.0, 0.0])
+    totals = Totals(kept_tokens=4, kept_sequences=2, sequences=3)
+    expected = {"token-mean": 16 / 4, "sequence-mean": (6 / 3 + 10) / 2, "constant": 16 / (3 * 20)}
+    for aggregation, mean in expected.items():
+        weights = sequence_weights(kept, totals, aggregation, max_completion_length=20)
+        assert (weights * losses).sum().item() == pytest.approx(mean), aggregation

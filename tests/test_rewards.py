@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stapo_lite.config import InputError
-from stapo_lite.rewards import MathGrader, RewardModel, last_boxed, last_integer_equals
+from stapo_lite.rewards import MathGrader, RewardModel, last_boxed, last_integer_equals, overlong_share
 from stapo_lite.types import Completion, Prompt
 
 DATA = Path(__file__).parent.parent.parent / "shared" / "data"
@@ -203,3 +203,8 @@ def test_a_user_function_is_called_as_trl_calls_it(tmp_path, monkeypatch):
     ]:
         with pytest.raises(InputError, match=message):
             score([path], pair)
+
+
+def test_soft_overlong_punishment_by_hand():
+    shares = [overlong_share(length, max_completion_length=10, buffer=0.4) for length in (1, 6, 7, 8, 10)]
+    assert shares == pytest.approx([0.0, 0.0, 0.25, 0.5, 1.0])

@@ -1,5 +1,6 @@
 """Whole runs: in the process on the tiny model, and through the real command with a real model and vLLM."""
 
+import itertools
 import json
 import math
 import os
@@ -35,6 +36,7 @@ def write_config(tiny_model, tmp_path, monkeypatch):
         encoding="utf-8",
     )
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "parity", raising=False)
 
     def write(**changes) -> Path:
         tree = {
@@ -64,6 +66,17 @@ def write_config(tiny_model, tmp_path, monkeypatch):
         return path
 
     return write
+
+
+@pytest.fixture
+def user_reward(write_config, tmp_path):
+    """Replace the user's reward function."""
+
+    def replace(source):
+        (tmp_path / "parity.py").write_text(source + "\n", encoding="utf-8")
+        sys.modules.pop("parity", None)
+
+    return replace
 
 
 def run(config, resume=False):
@@ -107,7 +120,8 @@ def test_dropped_prompts_are_counted(write_config, capsys):
 
 def test_every_metric_is_in_the_glossary(write_config):
     (metrics, *_) = run(write_config(train__max_steps=1))
-    defined = re.findall(r"^\| `(\w+)`", (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8"), re.MULTILINE)
+    defined = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
     assert sorted(defined) == sorted(metrics)
 
 
@@ -143,10 +157,18 @@ def test_the_reward_rises(write_config):
     assert last > first + 1.5  # of at most 8
 
 
-def test_resuming_gives_the_same_run_bit_for_bit(write_config, tmp_path):
-    whole = run(write_config(output_dir=str(tmp_path / "whole")))
-    run(write_config(output_dir=str(tmp_path / "cut"), train__max_steps=2))
-    run(write_config(output_dir=str(tmp_path / "cut")), resume=True)
+RARELY_RIGHT = (
+    "def even(completion_ids, **columns): return [float(ids[0] % 4 == ids[-1] % 2 == 0) for ids in completion_ids]"
+)
+
+
+@pytest.mark.parametrize("changes", [{}, {"algorithm": "dapo"}, {"objective": {"s2t": {"adaptive": True}}}], ids=str)
+def test_resuming_gives_the_same_run_bit_for_bit(write_config, user_reward, tmp_path, changes):
+    if "algorithm" in changes:
+        user_reward(RARELY_RIGHT)
+    whole = run(write_config(output_dir=str(tmp_path / "whole"), **changes))
+    run(write_config(output_dir=str(tmp_path / "cut"), train__max_steps=2, **changes))
+    run(write_config(output_dir=str(tmp_path / "cut"), **changes), resume=True)
     resumed = read_metrics(tmp_path / "cut")
     for expected, actual in zip(whole, resumed, strict=True):
         assert {k: v for k, v in actual.items() if k not in TIMES} == {
@@ -181,9 +203,8 @@ def test_only_the_newest_checkpoints_are_kept(write_config, tmp_path):
     assert sorted(p.name for p in (tmp_path / "run").glob("*checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]
 
 
-def test_a_step_without_any_advantage_changes_nothing_and_says_so(write_config, tmp_path, capsys):
-    (tmp_path / "parity.py").write_text("def even(completions, **columns): return [1.0 for c in completions]\n")
-    sys.modules.pop("parity", None)
+def test_a_step_without_any_advantage_changes_nothing_and_says_so(write_config, user_reward, tmp_path, capsys):
+    user_reward("def even(completions, **columns): return [1.0 for c in completions]")
     metrics = run(write_config(train__max_steps=2))
     assert [m["updates"] for m in metrics] == [0, 0]
     assert metrics[0]["zero_variance_groups"] == 1.0
@@ -193,14 +214,102 @@ def test_a_step_without_any_advantage_changes_nothing_and_says_so(write_config, 
     assert not any(value.any() for name, value in saved.items() if "lora_B" in name)
 
 
-def test_one_update_a_step_needs_no_old_pass(write_config, monkeypatch):
+@pytest.mark.parametrize(
+    "changes", [{"train__mini_batch_size": 4}, {"objective": {"old_logprobs": "rollout"}}], ids=str
+)
+def test_one_update_a_step_and_rollout_logprobs_need_no_old_pass(write_config, monkeypatch, changes):
     measured = []
     measure = train_module.measure
     monkeypatch.setattr(
-        train_module, "measure", lambda policy, rows, n: measured.append(len(rows)) or measure(policy, rows, n)
+        train_module, "measure", lambda policy, rows, n: measured.extend(rows) or measure(policy, rows, n)
     )
-    run(write_config(train__max_steps=1, train__mini_batch_size=4, objective={"s2t": {"enabled": False}}))
+    metrics = run(write_config(train__max_steps=1, algorithm="justrl", **changes))
     assert not measured
+    assert metrics[0]["sampler_gap_max"] < 1e-4  # of the first mini-batch in any case
+
+
+@pytest.mark.parametrize("algorithm", ["stapo", "grpo", "dr-grpo", "dapo", "justrl", "20-entropy"])
+def test_every_algorithm_trains(write_config, user_reward, algorithm):
+    user_reward(RARELY_RIGHT)
+    metrics = run(write_config(train__max_steps=3, algorithm=algorithm))
+    assert sum(m["updates"] for m in metrics) > 0
+    updated = [m for m in metrics if m["updates"]]
+    assert all(m["grad_norm"] > 0 for m in updated)
+    assert all((m["kl"] is not None) == (algorithm == "grpo") for m in updated)
+    assert updated[-1]["kl"] is None or updated[-1]["kl"] >= 0
+    for m in updated:
+        kept = {"stapo": 1 - m["silenced_share"], "20-entropy": 0.2}.get(algorithm, 1.0)
+        assert m["kept_share"] == pytest.approx(kept, abs=0.03 if algorithm == "20-entropy" else 1e-9)
+        assert m["sampler_capped_share"] == 0
+
+
+def test_dynamic_sampling_fills_the_batch_with_groups_that_vary(write_config, user_reward, monkeypatch):
+    user_reward(RARELY_RIGHT)
+    trained, sampled = [], []
+    update, count = train_module.update, train_module.count_rollouts
+    monkeypatch.setattr(
+        train_module,
+        "update",
+        lambda p, o, mini_batch, *a, **k: trained.append(mini_batch) or update(p, o, mini_batch, *a, **k),
+    )
+    monkeypatch.setattr(train_module, "count_rollouts", lambda t, groups: sampled.append(groups) or count(t, groups))
+    metrics = run(write_config(algorithm="dapo", train__max_steps=3, train__learning_rate=1e-9))
+    assert max(m["sampling_rounds"] for m in metrics) > 1, "the case tests nothing"
+    for step, m in enumerate(metrics):
+        groups = sampled[step]
+        varied = [group for group in groups if len({c.reward for c in group}) == 2]
+        assert m["batch_groups"] == 4
+        assert [c for mini_batch in trained[2 * step : 2 * step + 2] for c in mini_batch] == [
+            c for group in varied[:4] for c in group
+        ]
+        assert m["zero_variance_groups"] == pytest.approx(1 - len(varied) / len(groups))
+        assert m["reward"] == pytest.approx(sum(c.reward for group in groups for c in group) / (4 * len(groups)))
+
+
+@pytest.mark.parametrize("reward", ["1.0", "float('two' in str(p))"])
+def test_dynamic_sampling_is_bounded(write_config, user_reward, reward):
+    user_reward(f"def even(prompts, **columns): return [{reward} for p in prompts]")
+    metrics = run(write_config(algorithm="dapo", train__max_steps=1, rollout__max_sampling_rounds=3))[0]
+    assert metrics["sampling_rounds"] == 3
+    assert metrics["batch_groups"] == 0
+    assert metrics["updates"] == 0
+
+
+def test_dynamic_sampling_goes_on_with_fewer_groups_at_the_bound(write_config, user_reward):
+    user_reward("def even(prompts, **c): return [float(i % 2 == 0 and 'two' in str(p)) for i, p in enumerate(prompts)]")
+    metrics = run(write_config(algorithm="dapo", train__max_steps=1, rollout__max_sampling_rounds=2))[0]
+    assert metrics["batch_groups"] == 2  # one of the four prompts varies, in each of two rounds
+    assert metrics["updates"] == 1
+
+
+def test_places_by_hand():
+    usable = [(0, True), (1, False), (2, True), (3, True), (4, True)]
+    assert train_module.fill_places(usable, filled=0, size=8) == {0: 0, 2: 1, 3: 2, 4: 3}
+    assert train_module.fill_places(usable, filled=6, size=8) == {0: 6, 2: 7}
+    assert train_module.fill_places([], filled=6, size=8) == {}
+    assert train_module.prompts_wanted(filled=0, size=8, drawn=0) == 8
+    assert train_module.prompts_wanted(filled=0, size=8, drawn=16) == 8
+    assert train_module.prompts_wanted(filled=6, size=8, drawn=9) == 3
+    assert train_module.prompts_wanted(filled=1, size=8, drawn=24) == 8
+
+
+def test_soft_overlong_punishment_enters_the_advantage(write_config, user_reward):
+    user_reward("def even(completion_ids, **columns): return [1.0 for ids in completion_ids]")
+    changes = {"rollout__max_completion_length": 64, "reward": {"functions": ["parity:even"], "overlong_penalty": 0.5}}
+    metrics = run(write_config(train__max_steps=1, **changes, train__max_tokens_per_microbatch=512))[0]
+    assert metrics["reward"] == 1.0  # before the punishment
+    assert metrics["zero_variance_groups"] == 1.0
+    assert 0 < metrics["overlong_penalty"] < 0.5
+    assert metrics["updates"] > 0
+
+
+def test_adaptive_tau_p_moves_and_is_logged(write_config):
+    metrics = run(write_config(objective={"s2t": {"adaptive": True, "tau_p": 0.02, "target_share": 1e-4}}))
+    assert metrics[0]["tau_p"] == 0.02
+    for before, after in itertools.pairwise(metrics):
+        factor = math.exp(0.1 * max(-10, 1 - before["silenced_share"] / 1e-4))
+        assert after["tau_p"] == pytest.approx(min(0.02, max(2e-4, before["tau_p"] * factor)))
+    assert metrics[-1]["tau_p"] < 0.02
 
 
 def test_dry_run_prints_the_config_and_stops(write_config, tmp_path, monkeypatch, capsys):
@@ -265,8 +374,9 @@ def test_a_finished_run_is_not_overwritten(write_config, tmp_path, monkeypatch, 
     assert (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8") == before
 
 
-def test_two_processes_train_together(write_config, tmp_path):
-    config = write_config(train__max_steps=2, train__mini_batch_size=2)
+def test_two_processes_train_together(write_config, user_reward, tmp_path):
+    user_reward(RARELY_RIGHT)
+    config = write_config(algorithm="dapo", train__max_steps=2, train__mini_batch_size=2)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     done = subprocess.run(
         [sys.executable, *launcher, "-m", "stapo_lite.train", str(config)],
@@ -281,7 +391,7 @@ def test_two_processes_train_together(write_config, tmp_path):
     assert "on 2 process(es)" in done.stdout
     metrics = read_metrics(tmp_path / "run")
     assert [m["step"] for m in metrics] == [1, 2]
-    assert metrics[0]["updates"] == 2
+    assert all(m["batch_groups"] == 4 and m["updates"] == 2 for m in metrics)
     assert len(re.findall("^step ", done.stdout, re.MULTILINE)) == 2
     assert (tmp_path / "run" / "checkpoint-2" / "state.json").exists()
 

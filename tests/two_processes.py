@@ -1,4 +1,4 @@
-"""Run by test_update.py in two processes: the update of one mini-batch, split between them in two ways."""
+"""Run by test_update.py in two processes: updates of one mini-batch, split between them in two ways."""
 
 import os
 import sys
@@ -11,18 +11,21 @@ from accelerate import Accelerator
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conftest import adapted_policy, fake_completions
-from test_update import ADVANTAGES, objective, run_update
+from test_update import ADVANTAGES, CASES, INVARIANT, LONGEST, objective, run_update
 
 model, out = Path(sys.argv[1]), Path(sys.argv[2])
 accelerator = Accelerator(cpu=True)
 rank = accelerator.process_index
-completions = fake_completions(3, ADVANTAGES)
+completions = fake_completions(3, ADVANTAGES, LONGEST)
 splits = {
     "alternating": completions[rank::2],
     "one has nothing to train": [c for c in completions if (c.advantage == 0) == (rank == 1)],
 }
-results = {}
-for name, mine in splits.items():
-    gradient, metrics, _ = run_update(adapted_policy(model), mine, objective())
-    results[name] = {"gradient": gradient, "metrics": metrics, "world_size": accelerator.num_processes}
+results = {"world_size": accelerator.num_processes}
+for case in INVARIANT:
+    for split, mine in splits.items():
+        policy = adapted_policy(model)
+        policy.model.double()
+        gradient, metrics, result = run_update(policy, mine, objective(**CASES[case][0]))
+        results[case, split] = gradient, metrics, tuple(result)
 torch.save(results, out / f"{rank}.pt")

@@ -1,0 +1,99 @@
+"""S2T's mask from the current policy against the one from the policy before the step: agreement and cost.
+
+    python benchmarks/s2t_statistics.py configs/quickstart.yaml train.mini_batch_size=4 [key.sub=value ...] --out FILE
+
+Runs the training with `objective.s2t.statistics=current`; before each update but the first of a step it makes both
+masks (of a preset whose quantile is over the candidates) and times the pass that only `current` needs. Prints a
+summary; FILE gets it as JSON.
+"""
+
+import argparse
+import json
+import subprocess
+import tempfile
+import time
+from collections import defaultdict
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from stapo_lite import train as train_module
+from stapo_lite import update as update_module
+from stapo_lite.config import exit_on_input_error, load_config
+
+CURRENT = "objective.s2t.statistics=current"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("config")
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_intermixed_args()
+    with exit_on_input_error(), tempfile.TemporaryDirectory() as folder:
+        config = load_config(arguments.config, [*arguments.overrides, f"output_dir={folder}/run", CURRENT])
+        result = compare(config)
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    result |= {"config": arguments.config, "overrides": arguments.overrides, "commit": commit}
+    result["versions"] = {name: version(name) for name in ("torch", "transformers", "peft")}
+    print(json.dumps(result, indent=1))
+    if arguments.out:
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def compare(config) -> dict:
+    """Train, and count for each place of an update in its step what the two masks say."""
+    counts: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    seconds: dict[str, float] = defaultdict(float)
+    place = 0
+    update = train_module.update
+
+    def update_and_compare(policy, optimizer, mini_batch, old, objective, **arguments):
+        nonlocal place
+        place = 0 if old is None else place + 1
+        if old is not None:
+            inputs = update_module.mask_inputs(mini_batch, objective)
+            start = time.perf_counter()
+            current = update_module.measure(policy, inputs, arguments["max_tokens"])
+            seconds["mask pass"] += time.perf_counter() - start
+            masks = {}
+            for name, statistics in (("current", current), ("old", old)):
+                s2t = objective.s2t.model_copy(update={"statistics": "old"})  # use the statistics that are given
+                found = update_module.find_masks(
+                    policy, mini_batch, statistics, objective.model_copy(update={"s2t": s2t}),
+                    arguments["max_tokens"], arguments["accelerator"],
+                )  # fmt: skip
+                masks[name] = torch.cat([torch.zeros(0, dtype=torch.bool), *found.silenced.values()])
+            n = counts[place]
+            n["tokens"] += sum(len(c.token_ids) for c in mini_batch)
+            n["silenced by current"] += int(masks["current"].sum())
+            n["silenced by old"] += int(masks["old"].sum())
+            n["silenced by both"] += int((masks["current"] & masks["old"]).sum())
+            n["differ"] += int((masks["current"] != masks["old"]).sum())
+        start = time.perf_counter()
+        result = update(policy, optimizer, mini_batch, old, objective, **arguments)
+        seconds["update" if old is not None else "first update"] += time.perf_counter() - start
+        return result
+
+    train_module.update = update_and_compare
+    metrics = list(train_module.train(config))
+    places = {str(k): dict(v) for k, v in sorted(counts.items())}
+    total = {name: sum(p[name] for p in places.values()) for name in next(iter(places.values()))}
+    rewards = [m["reward"] for m in metrics]
+    return {
+        "updates after the first, by place in the step": places,
+        "share of tokens on which the masks agree": 1 - total["differ"] / total["tokens"],
+        "share of the tokens silenced by either that both silence": total["silenced by both"]
+        / max(1, total["silenced by current"] + total["silenced by old"] - total["silenced by both"]),
+        "seconds": dict(seconds),
+        # The training makes its own masks from the current policy, so the measured pass comes on top of one.
+        "mask pass against an update without it": seconds["mask pass"] / (seconds["update"] - seconds["mask pass"]),
+        "mask passes against a step without them": seconds["mask pass"]
+        / (sum(m["seconds_step"] for m in metrics) - 2 * seconds["mask pass"]),
+        "reward, first and last five steps": [sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5],
+    }
+
+
+if __name__ == "__main__":
+    main()
