@@ -42,6 +42,12 @@ def main() -> None:
         arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
+def now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def compare(config) -> dict:
     """Train, and count for each place of an update in its step what the two masks say."""
     counts: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -54,9 +60,9 @@ def compare(config) -> dict:
         place = 0 if old is None else place + 1
         if old is not None:
             inputs = update_module.mask_inputs(mini_batch, objective)
-            start = time.perf_counter()
+            start = now(policy.device)
             current = update_module.measure(policy, inputs, arguments["max_tokens"])
-            seconds["mask pass"] += time.perf_counter() - start
+            seconds["mask pass"] += now(policy.device) - start
             masks = {}
             for name, statistics in (("current", current), ("old", old)):
                 s2t = objective.s2t.model_copy(update={"statistics": "old"})  # use the statistics that are given
@@ -64,16 +70,16 @@ def compare(config) -> dict:
                     policy, mini_batch, statistics, objective.model_copy(update={"s2t": s2t}),
                     arguments["max_tokens"], arguments["accelerator"],
                 )  # fmt: skip
-                masks[name] = torch.cat([torch.zeros(0, dtype=torch.bool), *found.silenced.values()])
+                masks[name] = ~torch.cat([found.keep[c] for c in mini_batch])
             n = counts[place]
             n["tokens"] += sum(len(c.token_ids) for c in mini_batch)
             n["silenced by current"] += int(masks["current"].sum())
             n["silenced by old"] += int(masks["old"].sum())
             n["silenced by both"] += int((masks["current"] & masks["old"]).sum())
             n["differ"] += int((masks["current"] != masks["old"]).sum())
-        start = time.perf_counter()
+        start = now(policy.device)
         result = update(policy, optimizer, mini_batch, old, objective, **arguments)
-        seconds["update" if old is not None else "first update"] += time.perf_counter() - start
+        seconds["update" if old is not None else "first update"] += now(policy.device) - start
         return result
 
     train_module.update = update_and_compare

@@ -28,14 +28,14 @@ FOLDER = re.compile(r"checkpoint-(\d+)")
 class Progress:
     """Where a run stands after a step."""
 
+    tau_p: float
+    """S2T's probability threshold, which `adaptive` moves."""
     step: int = 0
     """Steps done."""
     updates: int = 0
     """Optimiser updates done; the learning-rate schedule follows from it."""
     prompts_drawn: int = 0
     """Position in the prompt order."""
-    tau_p: float = 0.0
-    """S2T's probability threshold, which `adaptive` moves."""
 
 
 def save_checkpoint(

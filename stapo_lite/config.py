@@ -206,7 +206,7 @@ class Objective(Section):
     """Train on this share of the mini-batch's tokens, those of highest entropy (20-Entropy: 0.2)."""
     old_logprobs: Literal["trainer", "rollout"] = "trainer"
     """Denominator of the ratio: the trainer's log-probabilities before the step's first update, or the
-    engine's, which saves a forward pass over all mini-batches but the first."""
+    engine's, which need no pass over the later mini-batches (the keep-mask may need one of its own)."""
     sampler_correction: Literal["token-truncate", "sequence-mask", "off"] = "token-truncate"
     """For the difference between trainer and engine, with `old_logprobs=trainer`: weight each token by
     min(old / rollout, `sampler_cap`); or each sequence by its product of old / rollout, and by 0 where
@@ -258,7 +258,7 @@ class Log(Section):
     """Checkpoints kept, newest first."""
 
 
-_NO_S2T = {"objective.s2t.enabled": False}
+_NO_S2T = {"objective.s2t.enabled": False, "objective.entropy_coef": 0.0}
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "stapo": {},  # the defaults
     "justrl": _NO_S2T,
@@ -312,7 +312,7 @@ class Config(Section):
     @classmethod
     def _presets_fill_what_is_left_open(cls, tree: Any) -> Any:
         resolved = copy.deepcopy(tree)
-        for table, key in ((S2T_PRESETS, "objective.s2t.preset"), (ALGORITHMS, "algorithm")):
+        for table, key in ((ALGORITHMS, "algorithm"), (S2T_PRESETS, "objective.s2t.preset")):
             name = _lookup(resolved, key)
             for path, value in (table.get(name, {}) if isinstance(name, str) else {}).items():
                 _fill(resolved, path, value)
@@ -357,6 +357,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
         raise InputError(f"{path}: cannot be read as YAML: {one_line(error)}") from None
     if not isinstance(tree, dict):
         raise InputError(f"{path}: must be a YAML mapping of keys, as in configs/quickstart.yaml")
+    _drop_what_presets_set(tree)
     for override in overrides or []:
         _apply_override(tree, override)
     try:
@@ -377,9 +378,11 @@ def check_processes(config: Config, num_processes: int) -> None:
 def batch_arithmetic(config: Config, num_processes: int) -> str:
     """One line that says how a step is made up."""
     train, generations = config.train, config.rollout.num_generations
+    rounds = config.rollout.max_sampling_rounds
+    unit = f"round, at most {rounds} rounds a step" if config.rollout.dynamic_sampling else "step"
     return (
         f"{train.batch_size} prompts x {generations} completions = {train.batch_size * generations} "
-        f"rollouts a step, {train.batch_size // train.mini_batch_size} update(s) of "
+        f"rollouts a {unit}, {train.batch_size // train.mini_batch_size} update(s) of "
         f"{train.mini_batch_size * generations} completions, on {num_processes} process(es) with "
         f"micro-batches of at most {train.max_tokens_per_microbatch} tokens; {train.max_steps} steps"
     )
@@ -407,6 +410,24 @@ def _apply_override(tree: dict, override: str) -> None:
         if not isinstance(node, dict):
             raise InputError(f"override {override!r}: {parent} is a value, not a section")
     node[last] = value
+
+
+def _drop_what_presets_set(tree: dict) -> None:
+    """Take out the fields that only repeat the file's own presets, so that an override of `algorithm` can set them:
+    the config of a run folder spells them all out."""
+    names = {"algorithm": _lookup(tree, "algorithm"), "objective.s2t.preset": _lookup(tree, "objective.s2t.preset")}
+    own: dict = {"model": "any", "output_dir": "any"}
+    for key, name in names.items():
+        if name is not None:
+            _fill(own, key, name)
+    try:
+        own = Config.model_validate(own).model_dump()
+    except ValidationError:  # the file's own validation will say
+        return
+    for key in {key for table in (ALGORITHMS, S2T_PRESETS) for fields in table.values() for key in fields}:
+        parents, _, last = key.rpartition(".")
+        if _lookup(tree, key) == _lookup(own, key):
+            del _lookup(tree, parents)[last]
 
 
 def _lookup(tree: Any, key: str) -> Any:

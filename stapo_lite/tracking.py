@@ -111,7 +111,7 @@ def step_line(metrics: dict[str, Any], max_steps: int) -> str:
         f"entropy {_number(m['entropy'])}",
         f"silenced {_number(m['silenced_share'], percent=True)}",
         f"length {_number(m['completion_length'], digits=1)}",
-        f"grad {_number(m['grad_norm'])}" if m["updates"] else "no update: all advantages are 0",
+        f"grad {_number(m['grad_norm'])}" if m["updates"] else "no update: no token to train",
         f"{m['tokens_per_second']:.0f} tok/s",
         f"rollout {m['seconds_rollout']:.1f} s, update {m['seconds_update']:.1f} s",
     ]

@@ -40,7 +40,7 @@ from stapo_lite.rollout import RolloutEngine, Sampling, resolve_engine
 from stapo_lite.s2t import linear_quantile, next_tau_p
 from stapo_lite.tracking import RunLog, Tally, read_metrics
 from stapo_lite.types import Completion, Prompt
-from stapo_lite.update import MAXIMA, SUMS, VALUES, Statistics, Update, mask_inputs, measure, update, with_gradient
+from stapo_lite.update import MAXIMA, SUMS, VALUES, Statistics, Update, measure, old_inputs, update, with_gradient
 
 ROLLOUT_SUMS = (
     "groups", "zero_variance_groups", "completions", "truncated", "scored", "reward", "tokens", "sampled_nll",
@@ -92,7 +92,7 @@ def train(config: Config, resume: bool = False) -> Iterator[dict[str, Any]]:
         filled = rounds = drawn = 0
         while filled < config.train.batch_size and rounds < max_rounds:
             # The same order for any number of processes, and our share of it.
-            count = prompts_wanted(filled, config.train.batch_size, drawn)
+            count = prompts_wanted(filled, config.train.batch_size, drawn, processes)
             order = data.prompt_order(len(prompts), config.seed, progress.prompts_drawn, count)
             mine = range(rank, count, processes)
             seed = (config.seed * 1_000_003 + progress.prompts_drawn + rank) % 2**31
@@ -140,12 +140,7 @@ def train(config: Config, resume: bool = False) -> Iterator[dict[str, Any]]:
         ]
         old: Statistics = {}
         for mini_batch in mini_batches[1:]:
-            needed: list[Completion] = []
-            if objective.old_logprobs == "trainer":
-                needed += with_gradient(mini_batch, objective)
-            if objective.s2t.statistics == "old":
-                needed += mask_inputs(mini_batch, objective)
-            old |= measure(policy, list(dict.fromkeys(needed)), config.train.max_tokens_per_microbatch)
+            old |= measure(policy, old_inputs(mini_batch, objective), config.train.max_tokens_per_microbatch)
 
         # 5. One update for each mini-batch.
         updates = []
@@ -219,9 +214,11 @@ def with_tau_p(objective: Objective, tau_p: float) -> Objective:
     return objective.model_copy(update={"s2t": objective.s2t.model_copy(update={"tau_p": tau_p})})
 
 
-def prompts_wanted(filled: int, size: int, drawn: int) -> int:
-    """Prompts of the next round: a whole batch, or what fills it if as many groups are usable as so far."""
-    return min(size, math.ceil((size - filled) * drawn / filled)) if filled else size
+def prompts_wanted(filled: int, size: int, drawn: int, processes: int) -> int:
+    """Prompts of the next round: a whole batch, or what fills it if as many groups are usable as so far; the same
+    number for every process."""
+    count = math.ceil((size - filled) * drawn / filled) if filled else size
+    return min(size, math.ceil(count / processes) * processes)
 
 
 def has_variance(group: Sequence[Completion]) -> bool:

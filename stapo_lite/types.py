@@ -4,10 +4,10 @@ Shapes: B sequences of a micro-batch; L tokens of the longest prompt + completio
 longest completion; N completion tokens without padding; D hidden size; V vocabulary size.
 
 Every per-token tensor is [B, C]; column t belongs to completion token t, the token it scores.
-Three streams of log-probabilities never share a name: `rollout_logprobs` (the engine, when it
-sampled), `old_logprobs` (the trainer, before the step's first update) and `logprobs` (the trainer,
-now). Two masks: `completion_mask` (the token exists) and
-`keep_mask` (the token trains).
+Four streams of log-probabilities never share a name: `rollout_logprobs` (the engine, when it
+sampled), `old_logprobs` (the trainer, before the step's first update), `logprobs` (the trainer, now)
+and `ref_logprobs` (the base model). Two masks: `completion_mask` (the token exists) and `keep_mask`
+(the token trains).
 """
 
 from __future__ import annotations

@@ -41,17 +41,20 @@ class Update(NamedTuple):
     grad_norm: float
     """Before clipping."""
     tau_h: float | None
-    """None without candidates, or where S2T does not go by a threshold of the entropy."""
+    """None without candidates."""
 
 
 class Masks(NamedTuple):
-    """Of the completions they depend on, each [length] bool; every token of the others is kept."""
+    """Of this process's share of a mini-batch."""
 
     keep: dict[Completion, Tensor]
-    silenced: dict[Completion, Tensor]
+    """Of each completion, [length] bool."""
+    silenced: int
+    """Tokens that S2T takes out."""
     statistics: Statistics
-    """What the masks were made from."""
+    """Of the completions that the masks depend on."""
     tau_h: float | None
+    """None without candidates, or without S2T."""
 
 
 def update(
@@ -85,14 +88,14 @@ def update(
     """
     # The keep-mask and the denominators, from the whole mini-batch before any gradient.
     masks = find_masks(policy, mini_batch, old, objective, max_tokens, accelerator)
-    lengths = {completion: len(completion.token_ids) for completion in mini_batch}
-    kept = lengths | count_true(masks.keep)
+    kept_counts = torch.stack([masks.keep[c].sum() for c in mini_batch]).tolist() if mini_batch else []
+    kept = dict(zip(mini_batch, kept_counts, strict=True))
     running = with_gradient(mini_batch, objective)
     counts = [sum(kept.values()), sum(n > 0 for n in kept.values()), len(kept), sum(kept[c] for c in running)]
     *counts, trained = accelerator.reduce(torch.tensor(counts, device=policy.device), "sum").tolist()
     totals = Totals(*counts)
-    silenced = sum(count_true(masks.silenced).values())
-    tally.add(batch_tokens=sum(lengths.values()), kept=sum(kept.values()), silenced=silenced)
+    tokens = sum(len(completion.token_ids) for completion in mini_batch)
+    tally.add(batch_tokens=tokens, kept=sum(kept.values()), silenced=masks.silenced)
     if trained == 0:
         return None
 
@@ -111,10 +114,10 @@ def update(
         old_logprobs, correction = rollout_logprobs, torch.ones_like(rollout_logprobs)
         if old is None or objective.old_logprobs == "trainer":
             trainer_logprobs = logprobs if old is None else pad_rows([old[c].logprobs for c in rows])
-            gap = (trainer_logprobs - rollout_logprobs).abs().where(active, 0.0)
-            gap_k3 = k3(rollout_logprobs, trainer_logprobs).where(active, 0.0)
-            tally.add(gap=gap.sum(), gap_k3=gap_k3.sum(), gap_tokens=active.sum())
-            tally.raise_to(gap_max=gap.max())
+            gap = (trainer_logprobs - rollout_logprobs).abs()
+            gap_k3 = k3(rollout_logprobs, trainer_logprobs)
+            tally.add(gap=gap[active].sum(), gap_k3=gap_k3[active].sum(), gap_tokens=active.sum())
+            tally.raise_to(gap_max=gap.masked_fill(~active, -torch.inf).max())
         if objective.old_logprobs == "trainer":
             old_logprobs = trainer_logprobs
             correction, capped = sampler_correction(
@@ -123,7 +126,7 @@ def update(
             tally.add(capped=(capped & active).sum())
 
         # sum over kept tokens of  weight * (correction * clipped loss + beta * k3 - entropy_coef * H)
-        keep_mask = batch.completion_mask & pad_rows([masks.keep.get(c, ones(lengths[c], policy.device)) for c in rows])
+        keep_mask = pad_rows([masks.keep[c] for c in rows])
         token = clipped_token_loss(
             now.logprobs, old_logprobs, batch.advantages, objective.epsilon, objective.epsilon_high
         )
@@ -131,7 +134,7 @@ def update(
         if ref_logprobs is not None:
             kl = k3(now.logprobs, ref_logprobs)
             loss = loss + objective.beta * kl
-            tally.add(kl=kl.detach().where(keep_mask, 0.0).sum(), kl_tokens=keep_mask.sum())
+            tally.add(kl=kl.detach()[keep_mask].sum(), kl_tokens=keep_mask.sum())
         kept_of_rows = torch.tensor([kept[c] for c in rows], device=policy.device)
         weights = sequence_weights(kept_of_rows, totals, objective.aggregation, max_completion_length)
         loss = (weights[:, None] * loss).where(keep_mask, 0.0).sum(dtype=torch.float64)
@@ -143,15 +146,15 @@ def update(
             loss=loss.detach(),
             active_tokens=active.sum(),
             trained_tokens=trains.sum(),
-            entropy=entropy.where(active, 0.0).sum(),
-            collision=collision.where(active, 0.0).sum(),
-            logit_grad_norm=norm.where(trains, 0.0).sum(),
+            entropy=entropy[active].sum(),
+            collision=collision[active].sum(),
+            logit_grad_norm=norm[trains].sum(),
             clipped_low=(token.clipped_low & trains).sum(),
             clipped_high=(token.clipped_high & trains).sum(),
         )
         current |= {c: TokenStatistics(*cut) for c, *cut in unpad(rows, logprobs, entropy, collision)}
         norms |= dict(unpad(rows, norm))
-        on_tokens(sum(lengths[c] for c in rows))
+        on_tokens(sum(len(c.token_ids) for c in rows))
     tau_h = tally_spurious(current, norms, masks, objective.s2t, accelerator, tally, policy.device)
 
     # One clip, one step, the same on every process.
@@ -185,6 +188,13 @@ def with_gradient(mini_batch: Sequence[Completion], objective: Objective) -> lis
     return [completion for completion in mini_batch if every or completion.advantage != 0]
 
 
+def old_inputs(mini_batch: Sequence[Completion], objective: Objective) -> list[Completion]:
+    """The completions whose statistics before the step's first update a later update needs."""
+    ratios = with_gradient(mini_batch, objective) if objective.old_logprobs == "trainer" else []
+    masks = mask_inputs(mini_batch, objective) if objective.s2t.statistics == "old" else []
+    return list(dict.fromkeys(ratios + masks))
+
+
 def mask_inputs(mini_batch: Sequence[Completion], objective: Objective) -> list[Completion]:
     """The completions whose statistics the keep-mask depends on."""
     s2t = objective.s2t
@@ -208,32 +218,30 @@ def find_masks(
     s2t, device = objective.s2t, policy.device
     inputs = mask_inputs(mini_batch, objective)
     statistics = old if old is not None and s2t.statistics == "old" else measure(policy, inputs, max_tokens)
-    lengths = [len(completion.token_ids) for completion in inputs]
-    none = torch.zeros(0, device=device)
-    logprobs = torch.cat([none] + [statistics[c].logprobs for c in inputs])
-    entropy = torch.cat([none] + [statistics[c].entropy for c in inputs])
-    advantages = token_advantages(inputs, device)
+    logprobs, entropy, advantages = concatenate(inputs, statistics, device)
     silenced, tau_h = torch.zeros_like(entropy, dtype=torch.bool), None
     if s2t.enabled:
         candidates = candidate_mask(logprobs, advantages, s2t.tau_p)
         tau_h = threshold(entropy, candidates, s2t, accelerator)
-        if s2t.silence == "low-entropy":
-            silenced = spurious_mask(candidates, entropy, tau_h)
-        elif s2t.silence == "all":
+        if s2t.silence == "all":
             silenced = candidates
+        elif s2t.silence == "low-entropy":
+            silenced = spurious_mask(candidates, entropy, tau_h)
         else:
-            score = -entropy
-            if s2t.silence == "random":
-                score = torch.cat([none.cpu()] + [random_scores(c.token_ids, c.adapter_version) for c in inputs]).to(
-                    device
-                )
+            random = [random_scores(c.token_ids, c.adapter_version).to(device) for c in inputs]
+            score = -entropy if s2t.silence == "high-entropy" else torch.cat([entropy[:0], *random])
             silenced = spurious_mask(candidates, score, threshold(score, candidates, s2t, accelerator))
     keep = ~silenced
     if objective.top_entropy_quantile < 1:
         lowest = linear_quantile(gather_values(entropy, accelerator), 1 - objective.top_entropy_quantile)
         keep &= top_entropy_mask(entropy, lowest)
-    keep_of, silenced_of = (dict(zip(inputs, mask.split(lengths), strict=True)) for mask in (keep, silenced))
-    return Masks(keep_of, silenced_of, {c: statistics[c] for c in inputs}, tau_h)
+    everything = {c: torch.ones(len(c.token_ids), dtype=torch.bool, device=device) for c in mini_batch}
+    return Masks(
+        keep=everything | dict(zip(inputs, keep.split([len(c.token_ids) for c in inputs]), strict=True)),
+        silenced=int(silenced.sum()),
+        statistics={c: statistics[c] for c in inputs},
+        tau_h=tau_h,
+    )
 
 
 def threshold(score: Tensor, candidates: Tensor, s2t: S2T, accelerator: Accelerator) -> float | None:
@@ -256,18 +264,15 @@ def tally_spurious(
     Args:
         current: statistics of the completions that ran.
         norms: norm of the logit gradient of each token, silenced ones included.
-        masks: their statistics and tau_h decide; where S2T is off, `current` and its own tau_h.
+        masks: their tau_h decides, and for A > 0 their statistics; where S2T is off, `current` does both.
 
     Returns:
         tau_h.
     """
     active = [completion for completion in current if completion.advantage != 0]
-    judged = current | masks.statistics if s2t.enabled else current
-    none = torch.zeros(0, device=device)
-    logprobs = torch.cat([none] + [judged[c].logprobs for c in active])
-    entropy = torch.cat([none] + [judged[c].entropy for c in active])
-    norm = torch.cat([none] + [norms[c] for c in active]).double()
-    advantages = token_advantages(active, device)
+    judged = current | {c: s for c, s in masks.statistics.items() if s2t.enabled and c.advantage > 0}
+    logprobs, entropy, advantages = concatenate(active, judged, device)
+    norm = torch.cat([entropy[:0]] + [norms[c] for c in active]).double()
     candidates = candidate_mask(logprobs, advantages, s2t.tau_p)
     tau_h = masks.tau_h if s2t.enabled else threshold(entropy, candidates, s2t, accelerator)
     spurious = spurious_mask(candidates, entropy, tau_h)
@@ -278,20 +283,17 @@ def tally_spurious(
     tally.add(spurious=spurious.sum(), spurious_mass=norm[spurious].sum())
     tally.add(negative_rare=rare.sum(), negative_rare_mass=norm[rare].sum())
     tally.add(negative_sure=sure.sum(), negative_sure_mass=norm[sure].sum())
-    tally.collect(entropies=torch.cat([none] + [current[c].entropy for c in active]))
+    tally.collect(entropies=concatenate(active, current, device)[1])
     return tau_h
 
 
-def token_advantages(completions: Sequence[Completion], device: torch.device) -> Tensor:
-    """The advantage of each token of the completions, one after the other; fp32."""
-    advantages = torch.tensor([c.advantage for c in completions], dtype=torch.float32, device=device)
-    return advantages.repeat_interleave(torch.tensor([len(c.token_ids) for c in completions], device=device).long())
-
-
-def count_true(masks: dict[Completion, Tensor]) -> dict[Completion, int]:
-    counts = torch.stack([mask.sum() for mask in masks.values()]).tolist() if masks else []
-    return dict(zip(masks, counts, strict=True))
-
-
-def ones(length: int, device: torch.device) -> Tensor:
-    return torch.ones(length, dtype=torch.bool, device=device)
+def concatenate(
+    completions: Sequence[Completion], statistics: Statistics, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability, entropy and advantage of every token of the completions, one after the other; [n] fp32."""
+    none = torch.zeros(0, device=device)
+    return (
+        torch.cat([none] + [statistics[c].logprobs for c in completions]),
+        torch.cat([none] + [statistics[c].entropy for c in completions]),
+        torch.cat([none] + [torch.full_like(statistics[c].entropy, c.advantage) for c in completions]),
+    )

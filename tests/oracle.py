@@ -99,9 +99,8 @@ def loss_and_metrics(model, completions, temperature, s, *, old=None, mask_from=
     model = double(model)
     now = statistics(model, completions, temperature)
     kept, silenced, tau_h = masks(completions, mask_from or now, s)
-    judged = [c for c in completions if c.advantage > 0 or s.population == "all" or s.top < 1]
     if s.silence is None:
-        tau_h = masks(completions, now, s)[2]
+        tau_h = masks([c for c in completions if c.advantage != 0], now, s)[2]
     total, count = 0.0, dict.fromkeys(("active", "candidate", "spurious", "negative_rare", "negative_sure"), 0)
     mass = dict.fromkeys(count, 0.0)
     sums = dict.fromkeys(("entropy", "collision", "trained_norm", "gap", "gap_k3", "kl", "low", "high", "capped"), 0.0)
@@ -149,7 +148,7 @@ def loss_and_metrics(model, completions, temperature, s, *, old=None, mask_from=
         if isinstance(surrogate, torch.Tensor):  # else every token is clipped
             norms = torch.autograd.grad(surrogate, logits, retain_graph=True)[0].norm(dim=-1)
         for t, norm in enumerate(norms.tolist()):
-            source = now if mask_from is None or s.silence is None or c not in judged else mask_from
+            source = mask_from if mask_from and s.silence and c.advantage > 0 else now
             p, h = math.exp(source[c][0][t]), source[c][1][t]
             kinds = {
                 "active": True,

@@ -94,6 +94,18 @@ def test_a_given_field_wins_over_the_preset_wherever_it_stands(write):
     assert (o.beta, o.epsilon_high, o.s2t.enabled, o.aggregation) == (0.1, 0.3, True, "sequence-mean")
 
 
+def test_another_algorithm_replaces_what_the_first_one_set_in_a_resolved_config(write):
+    resolved = to_yaml(load_config(write(MINIMAL), ["algorithm=dapo", "objective.beta=0.1"]))
+    config = load_config(write(resolved), ["algorithm=grpo"])
+    expected = load_config(write(MINIMAL), ["algorithm=grpo", "objective.beta=0.1"])
+    assert config == expected
+
+
+def test_a_baseline_has_no_entropy_bonus_whatever_s2t_preset_it_watches(write):
+    config = load_config(write(MINIMAL), ["algorithm=justrl", "objective.s2t.preset=article"])
+    assert (config.objective.entropy_coef, config.objective.s2t.tau_p) == (0.0, 0.01)
+
+
 @pytest.mark.parametrize("algorithm", PAPERS)
 def test_a_resolved_preset_reads_back_field_by_field(write, algorithm):
     config = load_config(write(MINIMAL), [f"algorithm={algorithm}", "objective.s2t.preset=article"])

@@ -209,7 +209,7 @@ def test_a_step_without_any_advantage_changes_nothing_and_says_so(write_config, 
     assert [m["updates"] for m in metrics] == [0, 0]
     assert metrics[0]["zero_variance_groups"] == 1.0
     assert metrics[0]["loss"] is None
-    assert "no update: all advantages are 0" in capsys.readouterr().out
+    assert "no update: no token to train" in capsys.readouterr().out
     saved = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
     assert not any(value.any() for name, value in saved.items() if "lora_B" in name)
 
@@ -287,10 +287,11 @@ def test_places_by_hand():
     assert train_module.fill_places(usable, filled=0, size=8) == {0: 0, 2: 1, 3: 2, 4: 3}
     assert train_module.fill_places(usable, filled=6, size=8) == {0: 6, 2: 7}
     assert train_module.fill_places([], filled=6, size=8) == {}
-    assert train_module.prompts_wanted(filled=0, size=8, drawn=0) == 8
-    assert train_module.prompts_wanted(filled=0, size=8, drawn=16) == 8
-    assert train_module.prompts_wanted(filled=6, size=8, drawn=9) == 3
-    assert train_module.prompts_wanted(filled=1, size=8, drawn=24) == 8
+    assert train_module.prompts_wanted(filled=0, size=8, drawn=0, processes=1) == 8
+    assert train_module.prompts_wanted(filled=0, size=8, drawn=16, processes=2) == 8
+    assert train_module.prompts_wanted(filled=6, size=8, drawn=9, processes=1) == 3
+    assert train_module.prompts_wanted(filled=6, size=8, drawn=9, processes=4) == 4
+    assert train_module.prompts_wanted(filled=1, size=8, drawn=24, processes=4) == 8
 
 
 def test_soft_overlong_punishment_enters_the_advantage(write_config, user_reward):
@@ -313,9 +314,12 @@ def test_adaptive_tau_p_moves_and_is_logged(write_config):
 
 
 def test_dry_run_prints_the_config_and_stops(write_config, tmp_path, monkeypatch, capsys):
-    assert command(monkeypatch, write_config(), "train.max_steps=9", "--dry-run") == 0
+    assert command(monkeypatch, write_config(), "train.max_steps=9", "algorithm=grpo", "--dry-run") == 0
     output = capsys.readouterr().out
     assert "max_steps: 9" in output
+    assert "aggregation: sequence-mean" in output
+    assert "beta: 0.04" in output
+    assert "enabled: false" in output
     assert "4 prompts x 4 completions = 16 rollouts a step, 2 update(s) of 8 completions" in output
     assert not (tmp_path / "run").exists()
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import SAMPLING, adapted_policy, fake_completions, randomise_adapter
-from test_update import ADVANTAGES, LONGEST, objective, relative, run_update, sampled_by_an_engine
+from conftest import SAMPLING, adapted_policy
+from test_update import ADVANTAGES, LONGEST, later_update, objective, relative, run_update
 
 from stapo_lite.objective import sampler_correction
 from stapo_lite.rewards import overlong_share
@@ -18,7 +18,6 @@ CASES = {
         {"loss_type": "grpo", "beta": 0.04, "epsilon_high": 0.2, "use_bias_correction_kl": False},
     ),
     "dapo": ({"algorithm": "dapo"}, {"loss_type": "dapo", "epsilon_high": 0.28}),
-    "justrl": ({"algorithm": "justrl"}, {"loss_type": "dapo", "epsilon_high": 0.28}),
     "dr-grpo": ({"algorithm": "dr-grpo"}, {"loss_type": "dr_grpo", "epsilon_high": 0.2}),
     "20-entropy without its denominator": (
         {"algorithm": "20-entropy", "aggregation": "constant", "s2t": {"statistics": "current"}},
@@ -76,9 +75,7 @@ def trl_tensors(completions, old, reference, correction):
 def test_loss_and_gradient_agree(tiny_model, tmp_path, case):
     ours, theirs = CASES[case]
     policy = adapted_policy(tiny_model)
-    completions = sampled_by_an_engine(policy, fake_completions(3, ADVANTAGES, LONGEST))
-    old = measure(policy, completions, 10_000)
-    randomise_adapter(policy, seed=2, scale=0.13)
+    completions, old = later_update(policy)
     with policy.model.disable_adapter():
         reference = measure(policy, completions, 10_000)
     preset = objective(**ours)

@@ -10,22 +10,21 @@ import torch
 from accelerate import Accelerator
 
 sys.path.insert(0, str(Path(__file__).parent))
-from conftest import adapted_policy, fake_completions
-from test_update import ADVANTAGES, CASES, INVARIANT, LONGEST, objective, run_update
+from conftest import adapted_policy
+from test_update import CASES, INVARIANT, later_update, objective, run_update
 
 model, out = Path(sys.argv[1]), Path(sys.argv[2])
 accelerator = Accelerator(cpu=True)
 rank = accelerator.process_index
-completions = fake_completions(3, ADVANTAGES, LONGEST)
-splits = {
-    "alternating": completions[rank::2],
-    "one has nothing to train": [c for c in completions if (c.advantage == 0) == (rank == 1)],
-}
 results = {"world_size": accelerator.num_processes}
 for case in INVARIANT:
-    for split, mine in splits.items():
+    for split in ("alternating", "one has nothing to train"):
         policy = adapted_policy(model)
         policy.model.double()
-        gradient, metrics, result = run_update(policy, mine, objective(**CASES[case][0]))
+        completions, old = later_update(policy)
+        mine = completions[rank::2]
+        if split == "one has nothing to train":
+            mine = [c for c in completions if (c.advantage == 0) == (rank == 1)]
+        gradient, metrics, result = run_update(policy, mine, objective(**CASES[case][0]), old=old)
         results[case, split] = gradient, metrics, tuple(result)
 torch.save(results, out / f"{rank}.pt")
