@@ -79,6 +79,19 @@ def user_reward(write_config, tmp_path):
     return replace
 
 
+@pytest.fixture
+def trained(monkeypatch):
+    """The mini-batches that were trained on, as they come."""
+    seen, update = [], train_module.update
+
+    def note(policy, optimizer, mini_batch, *rest, **options):
+        seen.append(mini_batch)
+        return update(policy, optimizer, mini_batch, *rest, **options)
+
+    monkeypatch.setattr(train_module, "update", note)
+    return seen
+
+
 def run(config, resume=False):
     return list(train_module.train(load_config(config), resume))
 
@@ -243,21 +256,21 @@ def test_every_algorithm_trains(write_config, user_reward, algorithm):
         assert m["sampler_capped_share"] == 0
 
 
-def test_dynamic_sampling_fills_the_batch_with_groups_that_vary(write_config, user_reward, monkeypatch):
+def test_dynamic_sampling_fills_the_batch_with_groups_that_vary(write_config, user_reward, trained, monkeypatch):
     user_reward(RARELY_RIGHT)
-    trained, sampled = [], []
-    update, count = train_module.update, train_module.count_rollouts
-    monkeypatch.setattr(
-        train_module,
-        "update",
-        lambda p, o, mini_batch, *a, **k: trained.append(mini_batch) or update(p, o, mini_batch, *a, **k),
-    )
+    sampled, count = [], train_module.count_rollouts
     monkeypatch.setattr(train_module, "count_rollouts", lambda t, groups: sampled.append(groups) or count(t, groups))
     metrics = run(write_config(algorithm="dapo", train__max_steps=3, train__learning_rate=1e-9))
     assert max(m["sampling_rounds"] for m in metrics) > 1, "the case tests nothing"
     for step, m in enumerate(metrics):
         groups = sampled[step]
         varied = [group for group in groups if len({c.reward for c in group}) == 2]
+        drawn = filled = 0  # later rounds draw what the yield so far promises to fill the batch
+        while filled < 4:
+            count = min(4, math.ceil((4 - filled) * drawn / filled)) if filled else 4
+            filled += sum(group in varied for group in groups[drawn : drawn + count])
+            drawn += count
+        assert drawn == len(groups)
         assert m["batch_groups"] == 4
         assert [c for mini_batch in trained[2 * step : 2 * step + 2] for c in mini_batch] == [
             c for group in varied[:4] for c in group
@@ -294,14 +307,25 @@ def test_places_by_hand():
     assert train_module.prompts_wanted(filled=1, size=8, drawn=24, processes=4) == 8
 
 
-def test_soft_overlong_punishment_enters_the_advantage(write_config, user_reward):
+def test_soft_overlong_punishment_enters_the_advantage(write_config, user_reward, trained):
     user_reward("def even(completion_ids, **columns): return [1.0 for ids in completion_ids]")
     changes = {"rollout__max_completion_length": 64, "reward": {"functions": ["parity:even"], "overlong_penalty": 0.5}}
     metrics = run(write_config(train__max_steps=1, **changes, train__max_tokens_per_microbatch=512))[0]
     assert metrics["reward"] == 1.0  # before the punishment
     assert metrics["zero_variance_groups"] == 1.0
     assert 0 < metrics["overlong_penalty"] < 0.5
-    assert metrics["updates"] > 0
+    longest, shortest = (pick((c for m in trained for c in m), key=lambda c: len(c.token_ids)) for pick in (max, min))
+    assert longest.advantage < 0
+    assert shortest.advantage > 0
+
+
+def test_dr_grpo_takes_only_the_mean_off(write_config, trained):
+    run(write_config(train__max_steps=1, algorithm="dr-grpo"))
+    for mini_batch in trained:
+        for start in range(0, len(mini_batch), 4):
+            group = mini_batch[start : start + 4]
+            mean = sum(c.reward for c in group) / 4
+            assert [c.advantage for c in group] == pytest.approx([c.reward - mean for c in group])
 
 
 def test_adaptive_tau_p_moves_and_is_logged(write_config):
