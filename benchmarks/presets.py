@@ -7,13 +7,13 @@ One seed of a toy problem shows that each preset trains; it says nothing about w
 """
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
-from importlib.metadata import version
 from pathlib import Path
 from typing import get_args
+
+from common import save
 
 from stapo_lite.config import Config
 from stapo_lite.report import mean
@@ -37,12 +37,9 @@ def main() -> None:
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
             metrics = read_metrics(Path(folder) / "run")
         results[algorithm] = {name: [mean(metrics[:5], name), mean(metrics[-5:], name)] for name in METRICS}
-        print(algorithm, json.dumps(results[algorithm]), flush=True)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        print(algorithm, results[algorithm], file=sys.stderr, flush=True)
     document = {"first and last five steps": results, "config": arguments.config, "overrides": arguments.overrides}
-    document |= {"commit": commit, "versions": {name: version(name) for name in ("torch", "transformers", "peft")}}
-    if arguments.out:
-        arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    save(document, arguments.out)
 
 
 if __name__ == "__main__":

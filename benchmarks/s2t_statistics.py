@@ -8,15 +8,13 @@ summary; FILE gets it as JSON.
 """
 
 import argparse
-import json
-import subprocess
 import tempfile
 import time
 from collections import defaultdict
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from common import save
 
 from stapo_lite import train as train_module
 from stapo_lite import update as update_module
@@ -34,12 +32,7 @@ def main() -> None:
     with exit_on_input_error(), tempfile.TemporaryDirectory() as folder:
         config = load_config(arguments.config, [*arguments.overrides, f"output_dir={folder}/run", CURRENT])
         result = compare(config)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-    result |= {"config": arguments.config, "overrides": arguments.overrides, "commit": commit}
-    result["versions"] = {name: version(name) for name in ("torch", "transformers", "peft")}
-    print(json.dumps(result, indent=1))
-    if arguments.out:
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    save(result | {"config": arguments.config, "overrides": arguments.overrides}, arguments.out)
 
 
 def now(device: torch.device) -> float:
