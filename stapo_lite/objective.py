@@ -52,7 +52,7 @@ def k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
         other_logprobs: log q, the same shape.
     """
     log_ratio = other_logprobs - logprobs
-    return log_ratio.exp() - log_ratio - 1
+    return torch.expm1(log_ratio) - log_ratio  # of nearly equal policies, exp(x) - x - 1 is rounding alone
 
 
 def sampler_correction(old_logprobs: Tensor, rollout_logprobs: Tensor, mode: str, cap: float) -> tuple[Tensor, Tensor]:

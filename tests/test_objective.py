@@ -52,6 +52,13 @@ def test_k3_by_hand_and_its_gradient():
     assert logprobs.grad.tolist() == pytest.approx([1 - 0.5, 0.0], abs=1e-6)
 
 
+def test_k3_of_nearly_equal_policies_is_not_rounded_away():
+    """1e-3 apart it is half the square; e^x - x - 1 in float32 would be wrong by a tenth."""
+    logprobs = torch.tensor([-2.0])
+    other = logprobs + 2**-10
+    assert k3(logprobs, other).item() == pytest.approx(2**-21, rel=1e-3)
+
+
 def test_k3_is_an_unbiased_estimate_of_the_divergence():
     p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
     exact = (p * (p / q).log()).sum()

