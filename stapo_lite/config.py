@@ -259,7 +259,7 @@ class Log(Section):
 
 
 _NO_S2T = {"objective.s2t.enabled": False, "objective.entropy_coef": 0.0}
-ALGORITHMS: dict[str, dict[str, Any]] = {
+_ALGORITHMS: dict[str, dict[str, Any]] = {
     "stapo": {},  # the defaults
     "justrl": _NO_S2T,
     "20-entropy": _NO_S2T | {"objective.top_entropy_quantile": 0.2},
@@ -268,8 +268,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "dr-grpo": _NO_S2T
     | {"objective.aggregation": "constant", "objective.epsilon_high": 0.2, "objective.scale_rewards": "none"},
 }
-"""What `algorithm` sets; see docs/deviations.md for the sources."""
-S2T_PRESETS: dict[str, dict[str, Any]] = {
+_S2T_PRESETS: dict[str, dict[str, Any]] = {
     "paper": {},  # the defaults
     "paper-v1": {"objective.s2t.quantile": 0.8, "objective.s2t.population": "all"},
     "article": {
@@ -282,7 +281,8 @@ S2T_PRESETS: dict[str, dict[str, Any]] = {
     "high-entropy": {"objective.s2t.silence": "high-entropy"},
     "random": {"objective.s2t.silence": "random"},
 }
-"""What `objective.s2t.preset` sets."""
+PRESETS = {"algorithm": _ALGORITHMS, "objective.s2t.preset": _S2T_PRESETS}
+"""What these two keys set where the user leaves it open, the first one first; docs/deviations.md has the sources."""
 
 
 class Config(Section):
@@ -312,7 +312,7 @@ class Config(Section):
     @classmethod
     def _presets_fill_what_is_left_open(cls, tree: Any) -> Any:
         resolved = copy.deepcopy(tree)
-        for table, key in ((ALGORITHMS, "algorithm"), (S2T_PRESETS, "objective.s2t.preset")):
+        for key, table in PRESETS.items():
             name = _lookup(resolved, key)
             for path, value in (table.get(name, {}) if isinstance(name, str) else {}).items():
                 _fill(resolved, path, value)
@@ -415,16 +415,15 @@ def _apply_override(tree: dict, override: str) -> None:
 def _drop_what_presets_set(tree: dict) -> None:
     """Take out the fields that only repeat the file's own presets, so that an override of `algorithm` can set them:
     the config of a run folder spells them all out."""
-    names = {"algorithm": _lookup(tree, "algorithm"), "objective.s2t.preset": _lookup(tree, "objective.s2t.preset")}
     own: dict = {"model": "any", "output_dir": "any"}
-    for key, name in names.items():
-        if name is not None:
+    for key in PRESETS:
+        if (name := _lookup(tree, key)) is not None:
             _fill(own, key, name)
     try:
         own = Config.model_validate(own).model_dump()
     except ValidationError:  # the file's own validation will say
         return
-    for key in {key for table in (ALGORITHMS, S2T_PRESETS) for fields in table.values() for key in fields}:
+    for key in {key for table in PRESETS.values() for fields in table.values() for key in fields}:
         parents, _, last = key.rpartition(".")
         if _lookup(tree, key) == _lookup(own, key):
             del _lookup(tree, parents)[last]
