@@ -43,13 +43,21 @@ def linear_quantile(values: Tensor, quantile: float) -> float | None:
     Returns:
         None where there are no values.
     """
+    return linear_quantiles(values, [quantile])[0]
+
+
+def linear_quantiles(values: Tensor, quantiles: Sequence[float]) -> list[float | None]:
+    """`linear_quantile` for several quantiles, with one sort."""
     if values.numel() == 0:
-        return None
+        return [None] * len(quantiles)
     ordered = values.double().sort().values
-    position = quantile * (len(ordered) - 1)
-    low = ordered[math.floor(position)].item()
-    high = ordered[math.ceil(position)].item()
-    return low + (high - low) * (position - math.floor(position))
+    result: list[float | None] = []
+    for quantile in quantiles:
+        position = quantile * (len(ordered) - 1)
+        low = ordered[math.floor(position)].item()
+        high = ordered[math.ceil(position)].item()
+        result.append(low + (high - low) * (position - math.floor(position)))
+    return result
 
 
 def spurious_mask(candidates: Tensor, score: Tensor, threshold: float | None) -> Tensor:

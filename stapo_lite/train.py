@@ -37,7 +37,7 @@ from stapo_lite.policy import Policy, load_policy, load_tokenizer, make_optimize
 from stapo_lite.report import write_report
 from stapo_lite.rewards import BUILT_IN, RewardModel, overlong_share
 from stapo_lite.rollout import RolloutEngine, Sampling, resolve_engine
-from stapo_lite.s2t import linear_quantile, next_tau_p
+from stapo_lite.s2t import linear_quantiles, next_tau_p
 from stapo_lite.tracking import RunLog, Tally, read_metrics
 from stapo_lite.types import Completion, Prompt
 from stapo_lite.update import MAXIMA, SUMS, VALUES, Statistics, Update, measure, old_inputs, update, with_gradient
@@ -272,6 +272,7 @@ def step_metrics(
         return numerator / denominator if denominator else None
 
     thresholds = [u.tau_h for u in updates if u.tau_h is not None]
+    p10, p50, p90 = linear_quantiles(t["entropies"], (0.1, 0.5, 0.9))
     kinds = ("spurious", "negative_rare", "negative_sure")
     total_seconds = sum(seconds.values())
     return {
@@ -285,7 +286,9 @@ def step_metrics(
         "truncated_share": ratio(t["truncated"], t["completions"]),
         "sampled_nll": ratio(t["sampled_nll"], t["tokens"]),
         "entropy": ratio(t["entropy"], t["active_tokens"]),
-        **{f"entropy_p{p}": linear_quantile(t["entropies"], p / 100) for p in (10, 50, 90)},
+        "entropy_p10": p10,
+        "entropy_p50": p50,
+        "entropy_p90": p90,
         "collision": ratio(t["collision"], t["active_tokens"]),
         "tau_h": ratio(sum(thresholds), len(thresholds)),
         **{f"{name}_share": ratio(t[name], t["batch_tokens"]) for name in ("kept", "silenced", "candidate", *kinds)},

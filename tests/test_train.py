@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -162,6 +163,35 @@ def test_metrics_by_hand_on_a_step(write_config, monkeypatch):
     assert metrics["sampled_nll"] == pytest.approx(nll, rel=1e-5)
     assert metrics["sampler_gap_max"] < 1e-4
     assert metrics["learning_rate"] == pytest.approx(0.01 * 2 / 10)  # the second of ten warm-up updates
+
+
+def test_step_metrics_follow_their_formulas(write_config, monkeypatch):
+    """Each share and mean of docs/metrics.md from the step's sums, which the oracle checks."""
+    totals, reduce = [], train_module.Tally.reduce
+    monkeypatch.setattr(train_module.Tally, "reduce", lambda self, a: totals.append(reduce(self, a)) or totals[-1])
+    changes = {"algorithm": "grpo", "objective": {"s2t": {"enabled": True, "tau_p": 0.01}}}
+    m = run(write_config(train__max_steps=1, **changes))[0]
+    t = totals[0]
+    for p in (10, 50, 90):
+        assert m[f"entropy_p{p}"] == pytest.approx(np.quantile(t["entropies"].double(), p / 100))
+    for count in ("kept", "silenced", "candidate", "spurious", "negative_rare", "negative_sure"):
+        assert m[f"{count}_share"] == pytest.approx(t[count] / t["batch_tokens"]), count
+    for kind in ("spurious", "negative_rare", "negative_sure"):
+        assert m[f"{kind}_gradient_share"] == pytest.approx(t[f"{kind}_mass"] / t["gradient_mass"]), kind
+    for metric, total, count in (
+        ("entropy", "entropy", "active_tokens"),
+        ("collision", "collision", "active_tokens"),
+        ("logit_grad_norm", "logit_grad_norm", "trained_tokens"),
+        ("clip_low_share", "clipped_low", "trained_tokens"),
+        ("clip_high_share", "clipped_high", "trained_tokens"),
+        ("kl", "kl", "kl_tokens"),
+        ("sampler_gap_mean", "gap", "gap_tokens"),
+        ("sampler_gap_k3", "gap_k3", "gap_tokens"),
+        ("sampler_capped_share", "capped", "active_tokens"),
+    ):
+        assert m[metric] == pytest.approx(t[total] / t[count]), metric
+    assert t["candidate"] > t["spurious"] > 0
+    assert t["active_tokens"] > t["trained_tokens"] > 0
 
 
 def test_the_reward_rises(write_config):

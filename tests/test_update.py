@@ -19,7 +19,7 @@ from stapo_lite import update as update_module
 from stapo_lite.config import Config
 from stapo_lite.s2t import random_scores
 from stapo_lite.tracking import Tally
-from stapo_lite.update import MAXIMA, SUMS, VALUES, Update, measure, update
+from stapo_lite.update import MAXIMA, SUMS, VALUES, Update, find_masks, measure, update
 
 ADVANTAGES = [1.2, -0.4, 0.0, 0.7, -1.1, 0.0, 0.3, 2.0]
 TAU_P = 0.02  # the tiny model is flat: enough candidates to test with
@@ -169,11 +169,19 @@ def test_every_objective_matches_the_oracle(make_policy, tiny_model, case, later
     assert result.grad_norm == pytest.approx(gradient.norm().item(), rel=1e-5)
 
 
-INVARIANT = ["stapo", "random", "20-entropy", "grpo", "dr-grpo", "stapo with everything", "sequence-mask"]
+INVARIANT = {
+    name: CASES[name][0]
+    for name in ("stapo", "random", "20-entropy", "grpo", "dr-grpo", "stapo with everything", "sequence-mask")
+} | {"paper-v1 of the current policy": {"s2t": {"preset": "paper-v1", "statistics": "current"}}}
+
+
+def tolerance(case):
+    """The product over a sequence adds up the rounding of its tokens' log-probabilities."""
+    return 3e-6 if case == "sequence-mask" else 1e-6
 
 
 @pytest.fixture(params=INVARIANT)
-def compare(request, make_policy, monkeypatch):
+def compare(request, make_policy):
     """A function that runs a later update, changed in one way, and compares it with the unchanged one.
 
     The decoder computes in float64, so that what is left is what the package computes, which is fp32; the decoder's
@@ -187,11 +195,9 @@ def compare(request, make_policy, monkeypatch):
         prepare(policy)
         return run_update(policy, completions[:: -1 if reverse else 1], preset, old=old, max_tokens=max_tokens)
 
-    preset = objective(**CASES[request.param][0])
+    preset = objective(**INVARIANT[request.param])
     expected = run()
-    # The product over a sequence adds up the rounding of its tokens' log-probabilities.
-    rel = 3e-6 if request.param == "sequence-mask" else 1e-6
-    return lambda **changes: assert_same(run(**changes), expected, rel)
+    return lambda **changes: assert_same(run(**changes), expected, tolerance(request.param))
 
 
 @pytest.mark.parametrize("max_tokens", [1, 25, 60])
@@ -324,6 +330,8 @@ def test_any_mini_batch(property_run, advantages, longest, seed, later, max_toke
     kept, silenced, _ = oracle.masks(completions, numbers or now, constants)
     shuffled = list(completions)
     order.shuffle(shuffled)
+    mask = find_masks(policy, shuffled, old, preset, max_tokens, Accelerator(cpu=True)).keep
+    assert {(c, t) for c in completions for t, keep in enumerate(mask[c].tolist()) if keep} == kept
     whole = run_update(policy, completions, preset, old=old)
     property_run.move() if later else property_run.start()
     cut = run_update(policy, shuffled, preset, old=old, max_tokens=max_tokens)
@@ -457,7 +465,7 @@ def test_two_processes_make_the_same_update_as_one(tiny_model, tmp_path):
         policy = adapted_policy(tiny_model)
         policy.model.double()
         completions, old = later_update(policy)
-        expected = run_update(policy, completions, objective(**CASES[case][0]), old=old)
+        expected = run_update(policy, completions, objective(**INVARIANT[case]), old=old)
         assert expected[1]["clipped_low"] + expected[1]["clipped_high"] > 0
         assert expected[1]["capped"] > 0
         for rank in (0, 1):
@@ -465,5 +473,4 @@ def test_two_processes_make_the_same_update_as_one(tiny_model, tmp_path):
             assert results["world_size"] == 2
             for split in ("alternating", "one has nothing to train"):
                 gradient, metrics, result = results[case, split]
-                rel = 3e-6 if case == "sequence-mask" else 1e-6
-                assert_same((gradient, metrics, Update(*result)), expected, rel)
+                assert_same((gradient, metrics, Update(*result)), expected, tolerance(case))

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conftest import adapted_policy
-from test_update import CASES, INVARIANT, later_update, objective, run_update
+from test_update import INVARIANT, later_update, objective, run_update
 
 model, out = Path(sys.argv[1]), Path(sys.argv[2])
 accelerator = Accelerator(cpu=True)
@@ -25,6 +25,6 @@ for case in INVARIANT:
         mine = completions[rank::2]
         if split == "one has nothing to train":
             mine = [c for c in completions if (c.advantage == 0) == (rank == 1)]
-        gradient, metrics, result = run_update(policy, mine, objective(**CASES[case][0]), old=old)
+        gradient, metrics, result = run_update(policy, mine, objective(**INVARIANT[case]), old=old)
         results[case, split] = gradient, metrics, tuple(result)
 torch.save(results, out / f"{rank}.pt")
