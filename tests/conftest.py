@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its kernels run on the CPU
+
 from stapo_lite.config import PROJECTIONS
 from stapo_lite.policy import Policy, load_policy
 from stapo_lite.rollout import Sampling

@@ -1,13 +1,17 @@
 """The chunked head against a dense float64 softmax that shares no code with it."""
 
+from functools import partial
+
 import pytest
 import torch
+from memory import peak_bytes
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stapo_lite.lm_head import chunk_sizes, token_statistics
+from stapo_lite import lm_head
+from stapo_lite.lm_head import token_statistics
 
 N, D, V = 37, 24, 211
-BUDGET = 4 * (2 * 8 * 16 + 8 * D + 16 * D)  # tiles of about 8 tokens x 16 vocabulary rows; 211 is prime
+BUDGET = 4 * (2 * 8 * 16 + 2 * 8 * D + 16 * D)  # tiles of about 8 tokens x 16 vocabulary rows; 211 is prime
 
 
 def make(dtype, bias, seed=0):
@@ -31,15 +35,23 @@ def relative(actual, expected):
     return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
+@pytest.fixture(params=[False, True], ids=["torch", "triton"])
+def statistics(request):
+    """Either way to fold a tile."""
+    if request.param and not torch.cuda.is_available():
+        pytest.importorskip("triton", reason="Triton is not installed")
+    return partial(lm_head.token_statistics, triton=request.param)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
-def test_frozen_head_matches_dense(dtype, tolerance, bias, temperature):
+def test_frozen_head_matches_dense(statistics, dtype, tolerance, bias, temperature):
     hidden, weight, offset, targets = make(dtype, bias)
     reference = hidden.double().requires_grad_()
     expected = dense(reference, weight, offset, targets, temperature)
     hidden.requires_grad_()
-    actual = token_statistics(hidden, weight, targets, bias=offset, temperature=temperature, memory_bytes=BUDGET)
+    actual = statistics(hidden, weight, targets, bias=offset, temperature=temperature, memory_bytes=BUDGET)
     for got, want in zip(actual, expected, strict=True):
         assert got.dtype == torch.float32
         assert (got - want).abs().max() < 2e-5  # fp32-accumulated whatever the dtype of the operands
@@ -54,14 +66,14 @@ def test_frozen_head_matches_dense(dtype, tolerance, bias, temperature):
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("trained_head", [False, True])
-def test_recomputed_head_matches_dense(trained_head, bias):
+def test_recomputed_head_matches_dense(statistics, trained_head, bias):
     hidden, weight, offset, targets = make(torch.float32, bias)
     leaves = [hidden, weight] + ([offset] if bias else [])
     references = [leaf.double().requires_grad_() for leaf in leaves]
     for leaf in leaves if trained_head else leaves[:1]:
         leaf.requires_grad_()
-    actual = token_statistics(
-        hidden, weight, targets, bias=offset, temperature=0.7, memory_bytes=BUDGET, differentiable_entropy=True
+    actual = statistics(
+        hidden, weight, targets, bias=offset, temperature=0.7, memory_bytes=3 * BUDGET, differentiable_entropy=True
     )
     expected = dense(references[0], references[1], references[2] if bias else None, targets, 0.7)
     weights = torch.randn(3, N, generator=torch.Generator().manual_seed(1))
@@ -77,7 +89,7 @@ def test_recomputed_head_matches_dense(trained_head, bias):
 def test_a_trained_head_gets_its_gradient_without_being_asked():
     hidden, weight, _, targets = make(torch.float32, False)
     weight.requires_grad_()
-    token_statistics(hidden, weight, targets, memory_bytes=BUDGET).logprobs.sum().backward()
+    token_statistics(hidden, weight, targets, memory_bytes=3 * BUDGET).logprobs.sum().backward()
     reference = weight.detach().double().requires_grad_()
     dense(hidden, reference, None, targets, 1.0)[0].sum().backward()
     assert relative(weight.grad, reference.grad) < 1e-5
@@ -95,8 +107,8 @@ class Recorder(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         for tensor in [result] if isinstance(result, torch.Tensor) else []:
             self.largest = max(self.largest, tensor.numel())
-        if function is torch.ops.aten.mm.default:
-            self.multiplications += args[0].shape[0] * args[0].shape[1] * args[1].shape[1]
+        if function is torch.ops.aten.addmm_.default:
+            self.multiplications += args[1].shape[0] * args[1].shape[1] * args[2].shape[1]
         return result
 
 
@@ -123,9 +135,9 @@ def test_two_products_with_gradient_and_one_without():
 
 
 @pytest.mark.parametrize("scale", [1e-3, 60.0])
-def test_flat_and_peaked_distributions(scale):
+def test_flat_and_peaked_distributions(statistics, scale):
     hidden, weight, _, targets = make(torch.float32, False)
-    actual = token_statistics(hidden * scale, weight, targets, memory_bytes=BUDGET)
+    actual = statistics(hidden * scale, weight, targets, memory_bytes=BUDGET)
     expected = dense(hidden * scale, weight, None, targets, 1.0)
     for got, want in zip(actual, expected, strict=True):
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
@@ -138,19 +150,51 @@ def test_autocast_outside_does_not_round_the_logits():
     assert (actual.logprobs - dense(hidden, weight, None, targets, 1.0)[0]).abs().max() < 2e-5
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_the_workspace_stays_within_the_budget(dtype, entropy):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(512, 64, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(20_000, 64, generator=generator).to(dtype)
+    targets = torch.randint(0, 20_000, (512,), generator=generator)
+    budget = 4 << 20  # the logits would take 40 MB
+
+    def run():
+        token_statistics(
+            hidden, weight, targets, memory_bytes=budget, differentiable_entropy=entropy
+        ).logprobs.sum().backward()
+
+    run()
+    results = 2 * hidden.nbytes + 512 * 4 * 16  # the gradient, kept and scaled, and per-token values
+    assert 0.7 * budget < peak_bytes(run) <= budget + results
+
+
+def test_cpu_products_of_bf16_keep_fp32_accuracy_and_the_setting():
+    """At a width where rounding logits to bf16 would cost 1e-2."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = (3 * torch.randn(64, 512, generator=generator)).bfloat16()
+    weight = (torch.randn(5000, 512, generator=generator) * 512**-0.5).bfloat16()
+    targets = torch.randint(0, 5000, (64,), generator=generator)
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    actual = token_statistics(hidden, weight, targets)
+    assert torch.backends.mkldnn.matmul.fp32_precision == before
+    for got, want in zip(actual, dense(hidden, weight, None, targets, 1.0), strict=True):
+        assert (got - want).abs().max() < 1e-5
+
+
 @pytest.mark.parametrize("budget", [1 << 12, 1 << 20, 256 << 20])
 @pytest.mark.parametrize(("tokens", "width"), [(1, 64), (1000, 64), (20000, 4096)])
 def test_tiles_fit_the_budget(tokens, width, budget):
-    n, v = chunk_sizes(tokens, 151_936, width, budget)
+    n, v = lm_head.chunk_sizes(tokens, 151_936, width, budget)
     assert 1 <= n <= tokens
     assert 1 <= v <= 151_936
     if n > 1 and v > 1:
-        assert 4 * (2 * n * v + n * width + v * width) <= budget
+        assert 4 * (2 * n * v + 2 * n * width + v * width) <= budget
 
 
-def test_no_tokens():
+def test_no_tokens(statistics):
     hidden = torch.zeros(0, D, requires_grad=True)
-    actual = token_statistics(hidden, torch.zeros(V, D), torch.zeros(0, dtype=torch.long))
+    actual = statistics(hidden, torch.zeros(V, D), torch.zeros(0, dtype=torch.long))
     assert [tuple(values.shape) for values in actual] == [(0,)] * 3
 
 
