@@ -18,6 +18,7 @@ from common import save
 
 from stapo_lite import train as train_module
 from stapo_lite import update as update_module
+from stapo_lite.batching import split_by_tokens
 from stapo_lite.config import exit_on_input_error, load_config
 
 CURRENT = "objective.s2t.statistics=current"
@@ -53,16 +54,17 @@ def compare(config) -> dict:
         place = 0 if old is None else place + 1
         if old is not None:
             inputs = update_module.mask_inputs(mini_batch, objective)
+            max_tokens = arguments["max_tokens"]
+            micro_batches = split_by_tokens(update_module.with_gradient(mini_batch, objective), max_tokens)
+            free = set(micro_batches[0] if micro_batches else [])  # its forward pass serves the mask as well
             start = now(policy.device)
-            current = update_module.measure(policy, inputs, arguments["max_tokens"])
+            current = update_module.measure(policy, [c for c in inputs if c not in free], max_tokens)
             seconds["mask pass"] += now(policy.device) - start
             masks = {}
-            for name, statistics in (("current", current), ("old", old)):
-                s2t = objective.s2t.model_copy(update={"statistics": "old"})  # use the statistics that are given
+            for name, given in (("current", current), ("old", old)):
                 found = update_module.find_masks(
-                    policy, mini_batch, statistics, objective.model_copy(update={"s2t": s2t}),
-                    arguments["max_tokens"], arguments["accelerator"],
-                )  # fmt: skip
+                    policy, mini_batch, given, objective, max_tokens, arguments["accelerator"]
+                )
                 masks[name] = ~torch.cat([found.keep[c] for c in mini_batch])
             n = counts[place]
             n["tokens"] += sum(len(c.token_ids) for c in mini_batch)

@@ -14,15 +14,20 @@ def sequence_length(completion: Completion) -> int:
 def split_by_tokens(completions: Sequence[Completion], max_tokens: int) -> list[list[Completion]]:
     """Group sequences of similar length so that rows x longest stays within `max_tokens`.
 
-    Longest first: the micro-batch that needs the most memory runs first. A single sequence longer
-    than the budget gets a micro-batch of its own.
+    The cheapest cut of the sequences in order of length, where a micro-batch costs its tokens, padding included, and
+    a sixteenth of `max_tokens` for being run at all (dynamic programming). Longest first: the micro-batch that needs
+    the most memory runs first. A single sequence longer than the budget gets a micro-batch of its own.
     """
-    batches: list[list[Completion]] = []
-    for completion in sorted(completions, key=sequence_length, reverse=True):
-        if batches and (len(batches[-1]) + 1) * sequence_length(batches[-1][0]) <= max_tokens:
-            batches[-1].append(completion)
-        else:
-            batches.append([completion])
+    ordered = sorted(completions, key=sequence_length, reverse=True)
+    cost, end = [0.0] * (len(ordered) + 1), [0] * len(ordered)  # of the best cut from here on, and of its first batch
+    for start in reversed(range(len(ordered))):
+        longest = sequence_length(ordered[start])
+        stops = range(start + 1, min(len(ordered), start + max(1, max_tokens // max(1, longest))) + 1)
+        cost[start], end[start] = min((max_tokens / 16 + (stop - start) * longest + cost[stop], stop) for stop in stops)
+    batches, start = [], 0
+    while start < len(ordered):
+        batches.append(ordered[start : end[start]])
+        start = end[start]
     return batches
 
 

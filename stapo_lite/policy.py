@@ -1,6 +1,7 @@
 """The policy: a frozen base model with a LoRA adapter, and the token statistics the loss needs."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -176,9 +177,9 @@ class Policy:
 
 
 def make_optimizer(policy: Policy, name: str, learning_rate: float, weight_decay: float) -> torch.optim.Optimizer:
-    """AdamW over the adapter, or bitsandbytes' paged 8-bit AdamW."""
+    """Fused AdamW over the adapter, or bitsandbytes' paged 8-bit AdamW."""
     parameters = list(policy.parameters.values())
-    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+    optimizer: Callable[..., torch.optim.Optimizer] = partial(torch.optim.AdamW, fused=True)
     if name == "paged_adamw_8bit":
         from bitsandbytes.optim import PagedAdamW8bit
 

@@ -1,6 +1,7 @@
 """One optimiser update: keep-mask, denominators, micro-batches, step. This is the method; `train.py` is the loop."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -86,12 +87,23 @@ def update(
     Returns:
         None, with nothing changed, where no token that is kept has a gradient.
     """
-    # The keep-mask and the denominators, from the whole mini-batch before any gradient.
-    masks = find_masks(policy, mini_batch, old, objective, max_tokens, accelerator)
+    micro_batches = split_by_tokens(with_gradient(mini_batch, objective), max_tokens)
+    forward = partial(policy.statistics, differentiable_entropy=objective.entropy_coef > 0)
+
+    # The keep-mask and the denominators, from the whole mini-batch before any gradient. Where the mask depends on
+    # the policy as it is now, the first micro-batch's forward pass serves both.
+    first: TokenStatistics | None = None
+    given: Statistics = {}
+    if old is not None and objective.s2t.statistics == "old":
+        given = old
+    elif mask_inputs(mini_batch, objective) and micro_batches:
+        first = forward(collate(micro_batches[0], policy.pad_token_id, policy.device))
+        given = by_completion(micro_batches[0], first)
+    masks = find_masks(policy, mini_batch, given, objective, max_tokens, accelerator)
     kept_counts = torch.stack([masks.keep[c].sum() for c in mini_batch]).tolist() if mini_batch else []
     kept = dict(zip(mini_batch, kept_counts, strict=True))
-    running = with_gradient(mini_batch, objective)
-    counts = [sum(kept.values()), sum(n > 0 for n in kept.values()), len(kept), sum(kept[c] for c in running)]
+    counts = [sum(kept.values()), sum(n > 0 for n in kept.values()), len(kept)]
+    counts += [sum(kept[completion] for rows in micro_batches for completion in rows)]
     *counts, trained = accelerator.reduce(torch.tensor(counts, device=policy.device), "sum").tolist()
     totals = Totals(*counts)
     tokens = sum(len(completion.token_ids) for completion in mini_batch)
@@ -102,12 +114,12 @@ def update(
     # Micro-batches: forward, loss as a sum, backward.
     current: Statistics = {}
     norms: dict[Completion, Tensor] = {}
-    for rows in split_by_tokens(running, max_tokens):
+    for rows in micro_batches:
         batch = collate(rows, policy.pad_token_id, policy.device)
         active = batch.completion_mask & (batch.advantages != 0)[:, None]
         rollout_logprobs = pad_rows([torch.tensor(c.rollout_logprobs) for c in rows]).to(policy.device)
         ref_logprobs = policy.reference_logprobs(batch) if objective.beta else None
-        now = policy.statistics(batch, differentiable_entropy=objective.entropy_coef > 0)
+        now, first = forward(batch) if first is None else first, None
         logprobs, entropy, collision = (values.detach() for values in now)
 
         # The policy that sampled, as the trainer and as the engine see it: any difference is numerical.
@@ -116,7 +128,7 @@ def update(
             trainer_logprobs = logprobs if old is None else pad_rows([old[c].logprobs for c in rows])
             gap = (trainer_logprobs - rollout_logprobs).abs()
             gap_k3 = k3(rollout_logprobs, trainer_logprobs)
-            tally.add(gap=gap[active].sum(), gap_k3=gap_k3[active].sum(), gap_tokens=active.sum())
+            tally.add(gap=total(gap, active), gap_k3=total(gap_k3, active), gap_tokens=active.sum())
             tally.raise_to(gap_max=gap.masked_fill(~active, -torch.inf).max())
         if objective.old_logprobs == "trainer":
             old_logprobs = trainer_logprobs
@@ -134,7 +146,7 @@ def update(
         if ref_logprobs is not None:
             kl = k3(now.logprobs, ref_logprobs)
             loss = loss + objective.beta * kl
-            tally.add(kl=kl.detach()[keep_mask].sum(), kl_tokens=keep_mask.sum())
+            tally.add(kl=total(kl.detach(), keep_mask), kl_tokens=keep_mask.sum())
         kept_of_rows = torch.tensor([kept[c] for c in rows], device=policy.device)
         weights = sequence_weights(kept_of_rows, totals, objective.aggregation, max_completion_length)
         loss = (weights[:, None] * loss).where(keep_mask, 0.0).sum(dtype=torch.float64)
@@ -146,13 +158,13 @@ def update(
             loss=loss.detach(),
             active_tokens=active.sum(),
             trained_tokens=trains.sum(),
-            entropy=entropy[active].sum(),
-            collision=collision[active].sum(),
-            logit_grad_norm=norm[trains].sum(),
+            entropy=total(entropy, active),
+            collision=total(collision, active),
+            logit_grad_norm=total(norm, trains),
             clipped_low=(token.clipped_low & trains).sum(),
             clipped_high=(token.clipped_high & trains).sum(),
         )
-        current |= {c: TokenStatistics(*cut) for c, *cut in unpad(rows, logprobs, entropy, collision)}
+        current |= by_completion(rows, now)
         norms |= dict(unpad(rows, norm))
         on_tokens(sum(len(c.token_ids) for c in rows))
     tau_h = tally_spurious(current, norms, masks, objective.s2t, accelerator, tally, policy.device)
@@ -171,9 +183,13 @@ def measure(policy: Policy, completions: Sequence[Completion], max_tokens: int) 
     """Statistics of the current policy for each completion."""
     statistics: Statistics = {}
     for rows in split_by_tokens(completions, max_tokens):
-        batch = policy.statistics(collate(rows, policy.pad_token_id, policy.device))
-        statistics |= {c: TokenStatistics(*cut) for c, *cut in unpad(rows, *batch)}
+        statistics |= by_completion(rows, policy.statistics(collate(rows, policy.pad_token_id, policy.device)))
     return statistics
+
+
+def by_completion(rows: Sequence[Completion], statistics: TokenStatistics) -> Statistics:
+    """Cut [B, C] statistics into those of each completion, detached."""
+    return {c: TokenStatistics(*cut) for c, *cut in unpad(rows, *(values.detach() for values in statistics))}
 
 
 def unpad(rows: Sequence[Completion], *values: Tensor) -> Iterator[tuple[Any, ...]]:
@@ -206,7 +222,7 @@ def mask_inputs(mini_batch: Sequence[Completion], objective: Objective) -> list[
 def find_masks(
     policy: Policy,
     mini_batch: Sequence[Completion],
-    old: Statistics | None,
+    given: Statistics,
     objective: Objective,
     max_tokens: int,
     accelerator: Accelerator,
@@ -214,10 +230,13 @@ def find_masks(
     """The masks of this process's share of a mini-batch; thresholds are those of the whole.
 
     Every process takes part, with whatever it has.
+
+    Args:
+        given: statistics to make them from; of the policy now where one is missing.
     """
     s2t, device = objective.s2t, policy.device
     inputs = mask_inputs(mini_batch, objective)
-    statistics = old if old is not None and s2t.statistics == "old" else measure(policy, inputs, max_tokens)
+    statistics = given | measure(policy, [c for c in inputs if c not in given], max_tokens)
     logprobs, entropy, advantages = concatenate(inputs, statistics, device)
     silenced, tau_h = torch.zeros_like(entropy, dtype=torch.bool), None
     if s2t.enabled:
@@ -242,6 +261,11 @@ def find_masks(
         statistics={c: statistics[c] for c in inputs},
         tau_h=tau_h,
     )
+
+
+def total(values: Tensor, mask: Tensor) -> Tensor:
+    """The sum over a mask, without the wait for a GPU that `values[mask]` would be."""
+    return values.where(mask, 0.0).sum()
 
 
 def threshold(score: Tensor, candidates: Tensor, s2t: S2T, accelerator: Accelerator) -> float | None:
@@ -280,9 +304,9 @@ def tally_spurious(
     rare = spurious_mask(candidate_mask(logprobs, -advantages, s2t.tau_p), entropy, tau_h)
     sure = (advantages < 0) & (-torch.expm1(logprobs) < s2t.tau_p)
     tally.add(candidate=candidates.sum(), gradient_mass=norm.sum())
-    tally.add(spurious=spurious.sum(), spurious_mass=norm[spurious].sum())
-    tally.add(negative_rare=rare.sum(), negative_rare_mass=norm[rare].sum())
-    tally.add(negative_sure=sure.sum(), negative_sure_mass=norm[sure].sum())
+    tally.add(spurious=spurious.sum(), spurious_mass=total(norm, spurious))
+    tally.add(negative_rare=rare.sum(), negative_rare_mass=total(norm, rare))
+    tally.add(negative_sure=sure.sum(), negative_sure_mass=total(norm, sure))
     tally.collect(entropies=concatenate(active, current, device)[1])
     return tau_h
 

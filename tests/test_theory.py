@@ -56,7 +56,7 @@ def check(logits, target, shift, advantage):
     assert norm == pytest.approx(exact, rel=2e-5, abs=2e-5 * abs(w))
     pi, entropy = s.logprobs.exp().item(), s.entropy.item()
     c_v = (VOCABULARY - 1) / (VOCABULARY * math.log(VOCABULARY) ** 2)
-    slack = 1e-5 * w**2
+    slack = 4e-5 * w**2  # w is off by 1e-5 where log pi is -70: fp32 has no more digits
     assert w**2 * (1 - 2 * pi + math.exp(-entropy)) <= exact**2 + slack
     assert exact**2 <= w**2 * (2 - 2 * pi - c_v * entropy**2) + slack
 

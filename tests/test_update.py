@@ -330,7 +330,8 @@ def test_any_mini_batch(property_run, advantages, longest, seed, later, max_toke
     kept, silenced, _ = oracle.masks(completions, numbers or now, constants)
     shuffled = list(completions)
     order.shuffle(shuffled)
-    mask = find_masks(policy, shuffled, old, preset, max_tokens, Accelerator(cpu=True)).keep
+    given = old if old is not None and s2t["statistics"] == "old" else {}
+    mask = find_masks(policy, shuffled, given, preset, max_tokens, Accelerator(cpu=True)).keep
     assert {(c, t) for c in completions for t, keep in enumerate(mask[c].tolist()) if keep} == kept
     whole = run_update(policy, completions, preset, old=old)
     property_run.move() if later else property_run.start()
@@ -392,6 +393,25 @@ def test_zero_advantage_completions_are_not_run(make_policy, monkeypatch):
     monkeypatch.setattr(policy, "statistics", lambda batch, **_: seen.append(batch) or statistics(batch))
     run_update(policy, completions, objective())
     assert all((batch.advantages != 0).all() for batch in seen)
+
+
+@pytest.mark.parametrize(
+    ("statistics", "later", "passes"), [("current", False, 1), ("old", True, 0), ("current", True, 1)]
+)
+def test_no_pass_that_is_not_needed(make_policy, monkeypatch, statistics, later, passes):
+    """Of three micro-batches the first one's forward pass serves the mask as well; old statistics need no pass."""
+    policy, completions = make_policy(), fake_completions(0, [1.0] * 3)
+    old = measure(policy, completions, 256) if later else None
+    rows = {True: [], False: []}
+    original = policy.statistics
+
+    def note(batch, *arguments, **options):
+        rows[torch.is_grad_enabled()].append(len(batch.input_ids))
+        return original(batch, *arguments, **options)
+
+    monkeypatch.setattr(policy, "statistics", note)
+    run_update(policy, completions, objective(s2t={"statistics": statistics}), old=old, max_tokens=1)
+    assert rows == {True: [1, 1, 1], False: [1, 1] * passes}
 
 
 def test_only_zero_advantages_is_no_update(make_policy):
