@@ -1,12 +1,11 @@
-"""Peak memory of tensors made inside a block, on a CPU as well as on a GPU."""
+"""Peak memory of a call, on a CPU as well as on a GPU."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
+
+from stapo_lite.plan import PeakMemory
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:
@@ -21,33 +20,3 @@ def peak_bytes(run: Callable[[], Any]) -> int:
     with PeakMemory() as memory:
         run()
     return memory.peak
-
-
-class PeakMemory(TorchDispatchMode):
-    """The largest sum of bytes of live storages that were made by operators inside the block.
-
-    An operator's internal workspace is not seen.
-
-    Attributes:
-        peak: bytes.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
-        self._live = WeakIdKeyDictionary()  # storage -> bytes; 0 for those from outside
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        for storage in _storages((args, kwargs)):
-            self._live.setdefault(storage, 0)
-        result = function(*args, **(kwargs or {}))
-        new = [storage for storage in _storages(result) if storage not in self._live]
-        for storage in new:
-            self._live[storage] = storage.nbytes()
-        if new:
-            self.peak = max(self.peak, sum(self._live.values()))
-        return result
-
-
-def _storages(tree: Any) -> list[torch.UntypedStorage]:
-    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

@@ -22,16 +22,15 @@ def load_tokenizer(model: str, longest_sequence: int, target_modules: list[str])
             linear layer; its context is shorter than `longest_sequence` tokens; it lacks one of the
             `target_modules`.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+    config = load_model_config(model)
     try:
-        config = AutoConfig.from_pretrained(model)
         tokenizer = AutoTokenizer.from_pretrained(model)
         with torch.device("meta"):  # shapes only
             modules = {name.rpartition(".")[2] for name, _ in AutoModelForCausalLM.from_config(config).named_modules()}
     except Exception as error:  # transformers raises a dozen kinds
-        reason = str(error).strip().partition("\n")[0]
-        raise InputError(f"model={model}: not a causal language model in a folder or on the Hub ({reason})") from None
+        raise _no_model(model, error) from None
     for key in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(config, key, None) not in (None, 1, 1.0):
             raise InputError(f"model={model}: its logits are transformed after the head ({key}): choose another model")
@@ -49,6 +48,25 @@ def load_tokenizer(model: str, longest_sequence: int, target_modules: list[str])
     except OSError:
         model_eos = config.eos_token_id
     return tokenizer, model_eos
+
+
+def load_model_config(model: str) -> Any:
+    """The transformers config of a model.
+
+    Raises:
+        InputError: there is none.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(model)
+    except Exception as error:  # transformers raises a dozen kinds
+        raise _no_model(model, error) from None
+
+
+def _no_model(model: str, error: Exception) -> InputError:
+    reason = str(error).strip().partition("\n")[0]
+    return InputError(f"model={model}: not a causal language model in a folder or on the Hub ({reason})")
 
 
 def load_policy(
@@ -70,10 +88,7 @@ def load_policy(
     device: torch.device,
     seed: int,
 ) -> "Policy":
-    """Load the base model, freeze it and give it a new LoRA adapter (PEFT), whose first output is zero.
-
-    Of PEFT's `prepare_model_for_kbit_training` a frozen base and non-reentrant checkpointing remain: fp32 copies of
-    everything that is not quantised would cost 2.5 GB in an 8B model and agree less with the engine.
+    """Load the base model and give it a new LoRA adapter.
 
     Args:
         quantization: None, or "nf4" for a 4-bit base with double quantisation (bitsandbytes).
@@ -81,7 +96,6 @@ def load_policy(
         offload_activations: keep what checkpointing saves in host memory.
         seed: of the adapter's random initialisation.
     """
-    from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig
 
     quantization_config = None
@@ -98,24 +112,19 @@ def load_policy(
     # generate() falls back on these for what a call leaves open: top-p and top-k of a model's
     # defaults would bias the sampled log-probabilities.
     base.generation_config = GenerationConfig(pad_token_id=pad_token_id)
-    base.requires_grad_(False)
-    if gradient_checkpointing:
-        base.gradient_checkpointing_enable({"use_reentrant": False})
     torch.manual_seed(seed)
-    lora = LoraConfig(r=lora_r, lora_alpha=lora_alpha, target_modules=list(target_modules), task_type="CAUSAL_LM")
-    peft_model = get_peft_model(base, lora)
-    for parameter in peft_model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.to(lora_dtype)
-    module: Any
-    if dtype == torch.bfloat16:  # autocast does it, without an fp32 copy of every input
-        for module in peft_model.modules():
-            if hasattr(module, "cast_input_dtype_enabled"):
-                module.cast_input_dtype_enabled = False
+    peft_model = add_adapter(
+        base,
+        lora_r=lora_r,
+        lora_alpha=lora_alpha,
+        target_modules=target_modules,
+        lora_dtype=lora_dtype,
+        gradient_checkpointing=gradient_checkpointing,
+    )
     if compile_layers:  # one by one: all have the same code, and checkpointing stays outside
+        module: Any
         for module in base.get_decoder().layers:
             module.compile(dynamic=True)
-    peft_model.train()  # without dropout this only switches gradient checkpointing on
     return Policy(
         peft_model,
         dtype=dtype,
@@ -125,6 +134,39 @@ def load_policy(
         lm_head_memory_bytes=lm_head_memory_bytes,
         lm_head_triton=lm_head_triton,
     )
+
+
+def add_adapter(
+    base: Any,
+    *,
+    lora_r: int,
+    lora_alpha: int,
+    target_modules: list[str],
+    lora_dtype: torch.dtype,
+    gradient_checkpointing: bool,
+) -> Any:
+    """Freeze the base and give it a LoRA adapter (PEFT), whose first output is zero; ready to train.
+
+    Of PEFT's `prepare_model_for_kbit_training` a frozen base and non-reentrant checkpointing remain: fp32 copies of
+    what is not quantised would cost 2.5 GB in an 8B model and agree less with the engine.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    base.requires_grad_(False)
+    if gradient_checkpointing:
+        base.gradient_checkpointing_enable({"use_reentrant": False})
+    lora = LoraConfig(r=lora_r, lora_alpha=lora_alpha, target_modules=list(target_modules), task_type="CAUSAL_LM")
+    model = get_peft_model(base, lora)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(lora_dtype)
+    if base.dtype == torch.bfloat16:  # autocast does it, without an fp32 copy of every input
+        module: Any
+        for module in model.modules():
+            if hasattr(module, "cast_input_dtype_enabled"):
+                module.cast_input_dtype_enabled = False
+    model.train()  # without dropout this only switches gradient checkpointing on
+    return model
 
 
 class Policy:

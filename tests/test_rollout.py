@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import SAMPLING, adapted_policy, randomise_adapter
+from transformers import AutoConfig
 
 from stapo_lite.batching import collate, pad_rows
 from stapo_lite.config import PROJECTIONS, InputError
+from stapo_lite.plan import as_json, model_sizes
 from stapo_lite.rollout import check_vllm, resolve_engine
 from stapo_lite.rollout.transformers_engine import TransformersEngine
 from stapo_lite.types import Prompt
@@ -156,6 +158,12 @@ def test_old_versions_leave_no_files(vllm_engine, make_policy, version):
     for _ in range(3):
         vllm_engine.publish(make_policy(), version())
     assert len(list(Path(vllm_engine._folder.name).iterdir())) == 1
+
+
+def test_the_kv_cache_holds_as_many_tokens_as_the_plan_says(vllm_engine, tiny_model):
+    cache = vllm_engine._llm.llm_engine.vllm_config.cache_config
+    per_token = 4 * model_sizes(as_json(AutoConfig.from_pretrained(tiny_model))).kv_per_token
+    assert cache.num_gpu_blocks * cache.block_size == pytest.approx(2**27 / per_token, rel=0.01)  # kv_cache_gb=0.125
 
 
 def test_publishing_never_touches_the_base(vllm_engine, make_policy, version):

@@ -1,0 +1,408 @@
+"""Does a run fit the card? The memory of both phases, before anything is loaded.
+
+    python -m stapo_lite.plan configs/qwen14b_qlora.yaml --gpu-memory 24 [--host-memory 64] [key.sub=value ...]
+
+Needs the model's config, not its weights. Weights, adapter, optimiser and KV cache are counted. Activations are
+measured: two and three layers of the real model run forward and backward on fake tensors, which have a size and no
+content; the others are like the third. What CUDA and vLLM take besides is estimated by the constants below. Exits with
+status 1 where the run does not fit.
+"""
+
+import argparse
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from stapo_lite.config import Config, InputError, exit_on_input_error, load_config
+from stapo_lite.lm_head import token_statistics
+from stapo_lite.policy import add_adapter, load_model_config
+from stapo_lite.rollout.vllm_engine import ALLOWED_RANKS
+
+GIB = 2**30
+CUDA_CONTEXT = int(0.5 * GIB)
+CUDA_GRAPHS = int(0.6 * GIB)
+"""Of vLLM; they stay on the card while it sleeps."""
+BATCHED_TOKENS = 8192
+"""Tokens that vLLM prefills at a time: its default on a card with less than 70 GiB."""
+HOST_PROCESS = 6 * GIB
+"""Python, torch, CUDA and vLLM in host memory."""
+NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""Per weight with double quantisation: four bits, an 8-bit scale for 64 weights, an fp32 scale for 256 of those."""
+SERVED_BYTES = {"bitsandbytes": 0.5 + 4 / 64, "fp8": 1.0}
+"""Per weight in vLLM, which unpacks the scales of 4-bit weights to fp32."""
+
+
+class Plan(NamedTuple):
+    """Bytes by what they are for."""
+
+    rollout: dict[str, int]
+    update: dict[str, int]
+    host: dict[str, int]
+    kv_tokens: int
+    """Tokens that the KV cache holds."""
+    problems: list[str]
+    """Empty where everything fits."""
+
+
+class Sizes(NamedTuple):
+    """What follows from the model's config alone."""
+
+    linears: dict[str, list[tuple[int, int]]]
+    """(in, out) of the decoder's linear layers by their name: what is quantised, and may get an adapter."""
+    others: list[int]
+    """Elements of each other parameter: embedding, head, norms."""
+    kv_per_token: int
+    """Elements of keys and values."""
+
+
+def make_plan(config: Config, model: Any, gpu_memory: int, host_memory: int | None = None) -> Plan:
+    """The memory of each phase on each card, with vLLM's rollouts.
+
+    Args:
+        model: the transformers config.
+        gpu_memory: bytes of a card.
+        host_memory: bytes of the host for each card; None leaves it unchecked.
+
+    Raises:
+        InputError: rollouts are not vLLM's, or quantised in a way that is not known here.
+    """
+    if config.rollout.engine == "transformers":
+        raise InputError("rollout.engine=transformers: the plan covers rollouts with vLLM only")
+    train, rollout, sizes = config.train, config.rollout, model_sizes(as_json(model))
+    width = getattr(torch, config.dtype).itemsize
+    matrices = [n_in * n_out for shapes in sizes.linears.values() for n_in, n_out in shapes]
+    lora = config.lora.r * sum(sum(shape) for name in config.lora.target_modules for shape in sizes.linears[name])
+    lora_bytes = lora * getattr(torch, config.lora.dtype).itemsize
+    base = [int(n * (NF4_BYTES if config.quantization else width)) for n in matrices] + [
+        n * width for n in sizes.others
+    ]
+    served = [int(n * served_bytes(config, width)) for n in matrices] + [n * width for n in sizes.others]
+    context = {"CUDA context": CUDA_CONTEXT}
+    weights = {"trainer: base weights": sum(base)}
+    trainer = {
+        "trainer: adapter": lora_bytes,
+        "trainer: optimiser": 2 * lora_bytes if train.optim == "adamw" else int(2 * lora * (1 + 4 / 256)),
+    }
+
+    # Rollouts: vLLM takes a share of the card, and what its other needs leave of that is KV cache.
+    rank = next(rank for rank in ALLOWED_RANKS if rank >= config.lora.r)
+    engine = {
+        "vLLM: weights": sum(served),
+        "vLLM: adapter slot": lora // config.lora.r * rank * width,
+        "vLLM: activations": BATCHED_TOKENS * width * (2 * model.hidden_size + 3 * model.intermediate_size)
+        + rollout.max_num_seqs * model.vocab_size * 4 * 4,
+        "vLLM: CUDA graphs": CUDA_GRAPHS,
+    }
+    engine["vLLM: KV cache"] = max(0, int(rollout.gpu_memory_utilization * gpu_memory) - sum(engine.values()))
+    kv_tokens = engine["vLLM: KV cache"] // (sizes.kv_per_token * width)
+    rollout_phase = ({} if train.park_trainer else weights) | trainer | engine | context
+
+    # Update: what autograd keeps and makes at the longest micro-batch.
+    kept, activations, head = measure_activations(config, model)
+    update_phase = weights | trainer | {"trainer: gradients": lora_bytes} | context
+    update_phase[f"activations of {train.max_tokens_per_microbatch:,} tokens"] = activations
+    update_phase["LM head, beyond them"] = head
+    if train.offload_activations:
+        update_phase["activations in host memory"] = -kept
+    if config.quantization:
+        update_phase["a dequantised matrix"] = max(matrices) * width
+    update_phase |= {"vLLM: CUDA graphs": CUDA_GRAPHS} if rollout.sleep_level else engine
+
+    host = {"processes": HOST_PROCESS}
+    if train.park_trainer:
+        host["trainer: base weights"] = pinned(base)
+    if rollout.sleep_level == 1:
+        host["vLLM: weights"] = pinned(served)
+    if train.offload_activations:
+        host["activations"] = 2 * kept  # pinned memory comes in powers of two
+
+    phases = {
+        "rollouts": (rollout_phase, gpu_memory),
+        "update": (update_phase, gpu_memory),
+        "host": (host, host_memory),
+    }
+    problems = [
+        f"{name}: {sum(parts.values()) / GIB:.1f} GiB needed, {there / GIB:.1f} GiB there"
+        for name, (parts, there) in phases.items()
+        if there is not None and sum(parts.values()) > there
+    ]
+    longest = config.data.max_prompt_length + rollout.max_completion_length
+    if kv_tokens < longest:
+        problems.append(f"rollouts: the KV cache holds {kv_tokens:,} tokens, less than one sequence of {longest:,}")
+    return Plan(rollout_phase, update_phase, host, kv_tokens, problems)
+
+
+@cache
+def model_sizes(model: str) -> Sizes:
+    """Count the model's parameters on the meta device."""
+    config = from_json(model)
+    causal_lm = meta_model(config, torch.bfloat16)
+    linears: dict[str, list[tuple[int, int]]] = {}
+    for path, module in causal_lm.get_decoder().named_modules():
+        if isinstance(module, nn.Linear):
+            linears.setdefault(path.rpartition(".")[2], []).append((module.in_features, module.out_features))
+    quantised = {id(m.weight) for m in causal_lm.get_decoder().modules() if isinstance(m, nn.Linear)}
+    others = [p.numel() for p in causal_lm.parameters() if id(p) not in quantised]
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return Sizes(linears, others, 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim)
+
+
+def as_json(model: Any) -> str:
+    """A transformers config as something that a cache can compare."""
+    return model.to_json_string(use_diff=False)
+
+
+def from_json(model: str, **changes: Any) -> Any:
+    from transformers import AutoConfig
+
+    values = {k: v for k, v in json.loads(model).items() if k != "layer_types"}  # which has one entry per layer
+    return AutoConfig.for_model(**values | changes)
+
+
+def meta_model(config: Any, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def served_bytes(config: Config, width: int) -> float:
+    """Bytes of a quantised weight in vLLM."""
+    from transformers import AutoConfig
+
+    rollout = config.rollout
+    if rollout.quantization in SERVED_BYTES:
+        return SERVED_BYTES[rollout.quantization]
+    checkpoint = (
+        getattr(AutoConfig.from_pretrained(rollout.model), "quantization_config", None) if rollout.model else None
+    )
+    if checkpoint and "bits" in checkpoint:  # AWQ, GPTQ: a scale and a zero point per group
+        return checkpoint["bits"] / 8 + 2.5 / checkpoint.get("group_size", 128)
+    if checkpoint and checkpoint.get("quant_method") == "fp8":
+        return 1.0
+    if checkpoint or rollout.quantization:
+        raise InputError(f"rollout.quantization={rollout.quantization}: its size is not known to the plan")
+    return width
+
+
+def pinned(sizes: Sequence[int]) -> int:
+    """Pinned host memory comes in powers of two."""
+    return sum(1 << math.ceil(math.log2(max(1, size))) for size in sizes)
+
+
+def measure_activations(config: Config, model: Any) -> tuple[int, int, int]:
+    """What autograd needs at a micro-batch of `max_tokens_per_microbatch` tokens.
+
+    Returns:
+        Bytes of the layers' inputs that wait for the backward pass; the peak of the decoder's two passes; what the LM
+        head needs beyond that.
+    """
+    train, tokens = config.train, config.train.max_tokens_per_microbatch
+    longest = config.data.max_prompt_length + config.rollout.max_completion_length
+    arguments = {
+        "tokens": tokens,
+        "completion_tokens": max(1, tokens * config.rollout.max_completion_length // longest),
+        "dtype": getattr(torch, config.dtype),
+        "lora_r": config.lora.r,
+        "target_modules": tuple(config.lora.target_modules),
+        "lora_dtype": getattr(torch, config.lora.dtype),
+        "gradient_checkpointing": train.gradient_checkpointing,
+        "lm_head_memory_bytes": int(train.lm_head_memory_gb * GIB),
+        "differentiable_entropy": config.objective.entropy_coef > 0,
+    }
+    two, three = (_run_layers(as_json(model), layers, **arguments) for layers in (2, 3))
+    more = model.num_hidden_layers - 3
+    kept, decoder, head = ((b - a, b + (b - a) * more) for a, b in zip(two, three, strict=True))
+    return kept[0] * (more + 2), decoder[1], max(0, head[1] - decoder[1])
+
+
+@cache
+def _run_layers(
+    model: str, layers: int, *, tokens, completion_tokens, dtype, lora_r, target_modules, lora_dtype,
+    gradient_checkpointing, lm_head_memory_bytes, differentiable_entropy,
+) -> tuple[int, int, int]:  # fmt: skip
+    """Bytes kept after the decoder's forward pass, its peak, and the peak of the LM head, with so many layers."""
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    # In training a causal mask is never made; of fake tensors transformers cannot tell that it need not.
+    AttentionInterface.register("sdpa_without_mask", sdpa_attention_forward)
+    causal_lm = meta_model(from_json(model, num_hidden_layers=layers), dtype)
+    causal_lm.set_attn_implementation("sdpa_without_mask")
+    with torch.device("meta"):
+        adapted = add_adapter(
+            causal_lm,
+            lora_r=lora_r,
+            lora_alpha=lora_r,
+            target_modules=list(target_modules),
+            lora_dtype=lora_dtype,
+            gradient_checkpointing=gradient_checkpointing,
+        )
+    with FakeTensorMode():
+        _give_fake_storage(adapted)
+        ids = torch.zeros(1, tokens, dtype=torch.long)
+        weight = causal_lm.get_output_embeddings().weight
+        with PeakMemory() as memory:
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+                hidden = causal_lm.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[0]
+            kept, forward = memory.live, memory.peak
+            memory.peak = 0
+            statistics = token_statistics(
+                hidden[torch.arange(completion_tokens)].to(dtype),
+                weight,
+                ids[0, :completion_tokens],
+                memory_bytes=lm_head_memory_bytes,
+                differentiable_entropy=differentiable_entropy,
+            )
+            head = memory.peak
+            memory.peak = 0
+            statistics.logprobs.sum().backward()
+    return kept, max(forward, memory.peak), head
+
+
+def _give_fake_storage(model: nn.Module) -> None:
+    """Turn meta tensors into fake CPU tensors, for which autocast and attention work as they do in training."""
+    made: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay tied
+    for module in model.modules():
+        for name, p in module.named_parameters(recurse=False):
+            if p not in made:
+                made[p] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype), requires_grad=p.requires_grad)
+            setattr(module, name, made[p])
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
+
+
+class PeakMemory(TorchDispatchMode):
+    """Memory of the storages that operators make inside the block; their internal workspace is not seen.
+
+    Attributes:
+        peak: the most bytes at one time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._sizes = WeakIdKeyDictionary()  # storage -> bytes; 0 for those from outside
+
+    @property
+    def live(self) -> int:
+        """Bytes now."""
+        return sum(self._sizes.values())
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        for storage in _storages((args, kwargs)):
+            self._sizes.setdefault(storage, 0)
+        result = function(*args, **(kwargs or {}))
+        new = [storage for storage in _storages(result) if storage not in self._sizes]
+        for storage in new:
+            self._sizes[storage] = storage.nbytes()
+        if new:
+            self.peak = max(self.peak, self.live)
+        return result
+
+
+def _storages(tree: Any) -> list[torch.UntypedStorage]:
+    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def suggest(
+    path: Path, overrides: list[str], model: Any, gpu_memory: int, host_memory: int | None
+) -> tuple[list[str], Plan] | None:
+    """The gentlest further overrides that make a run fit, and its plan; None where nothing known here does.
+
+    Where it can be had, the KV cache holds four sequences of the longest length.
+    """
+    config = load_config(path, overrides)
+    longest = config.data.max_prompt_length + config.rollout.max_completion_length
+    tokens = config.train.max_tokens_per_microbatch
+    changes = [  # and how much they change: time only, then the weights, then the task
+        (1, ["rollout.sleep_level=1"]),
+        (1, ["train.park_trainer=true"]),
+        (1, [f"train.max_tokens_per_microbatch={max(longest, tokens // 2)}"]),
+        (2, [f"train.max_tokens_per_microbatch={max(longest, tokens // 4)}"]),
+        (2, ["train.offload_activations=true"]),
+        (2, ["rollout.sleep_level=2"]),
+        (10, ["quantization=nf4", "rollout.quantization=bitsandbytes"]),
+        (20, [f"rollout.max_completion_length={config.rollout.max_completion_length // 2}"]),
+    ]
+    every = [chosen for n in range(len(changes) + 1) for chosen in itertools.combinations(changes, n)]
+    every.sort(key=lambda chosen: sum(cost for cost, _ in chosen))
+    tight = None
+    for chosen in every:
+        given = [override for _, change in chosen for override in change]
+        if len({override.partition("=")[0] for override in given}) < len(given):
+            continue
+        try:
+            plan = make_plan(load_config(path, overrides + given), model, gpu_memory, host_memory)
+            trainer = sum(size for name, size in plan.rollout.items() if not name.startswith("vLLM"))
+            share = min(0.95, math.floor(100 * (1 - trainer / gpu_memory)) / 100)  # all that the trainer leaves
+            given.append(f"rollout.gpu_memory_utilization={share}")
+            plan = make_plan(load_config(path, overrides + given), model, gpu_memory, host_memory)
+        except InputError:  # values that do not go together
+            continue
+        if not plan.problems and plan.kv_tokens >= 4 * longest:
+            return given, plan
+        if not plan.problems and tight is None:
+            tight = given, plan
+    return tight
+
+
+def report(plan: Plan, config: Config) -> str:
+    """The plan as a table in GiB."""
+    names = list(dict.fromkeys([*plan.rollout, *plan.update, *plan.host]))
+    columns = (plan.rollout, plan.update, plan.host)
+    lines = [f"{'GiB':<32}{'rollouts':>10}{'update':>10}{'host':>10}"]
+    for name in names:
+        cells = (f"{column[name] / GIB:10.2f}" if name in column else f"{'-':>10}" for column in columns)
+        lines.append(f"{name:<32}" + "".join(cells))
+    lines.append(f"{'total':<32}" + "".join(f"{sum(column.values()) / GIB:10.2f}" for column in columns))
+    longest = config.data.max_prompt_length + config.rollout.max_completion_length
+    lines.append(
+        f"The KV cache holds {plan.kv_tokens:,} tokens: {plan.kv_tokens // longest} sequences of the longest "
+        f"length ({longest:,}) at a time."
+    )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m stapo_lite.plan", description="Predict a run's memory; exit with 1 where it does not fit."
+    )
+    parser.add_argument("config", type=Path, help="YAML file, see configs/")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="replace values of the config")
+    parser.add_argument("--gpu-memory", type=float, required=True, metavar="GIB", help="of each card")
+    parser.add_argument("--host-memory", type=float, metavar="GIB", help="of the host, for each card")
+    arguments = parser.parse_intermixed_args()
+    with exit_on_input_error():
+        config = load_config(arguments.config, arguments.overrides)
+        model = load_model_config(config.model)
+        gpu_memory = int(arguments.gpu_memory * GIB)
+        host_memory = None if arguments.host_memory is None else int(arguments.host_memory * GIB)
+        plan = make_plan(config, model, gpu_memory, host_memory)
+        print(report(plan, config))
+        if not plan.problems:
+            print("It fits.")
+            return
+        print("It does not fit.", *plan.problems, sep="\n  ")
+        found = suggest(arguments.config, arguments.overrides, model, gpu_memory, host_memory)
+        if found is None:
+            print("No change that is known here makes it fit: take a smaller model or a larger card.")
+        else:
+            overrides, plan = found
+            print(f"It would with\n  {' '.join(overrides)}\n{report(plan, config)}")
+    raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""The planner against counts by hand, real parameters and optimisers, and what torch's profiler sees a CPU allocate."""
+
+import json
+import sys
+from pathlib import Path
+
+import bitsandbytes
+import pytest
+import torch
+import yaml
+from conftest import adapted_policy, fake_completions
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from stapo_lite import plan
+from stapo_lite.batching import collate
+from stapo_lite.config import PROJECTIONS, Config, InputError, load_config
+from stapo_lite.plan import GIB, make_plan, measure_activations, model_sizes
+from stapo_lite.policy import make_optimizer
+
+# hidden, intermediate, layers, heads, tied embedding: from the models' configs on the Hub
+QWEN3 = {
+    "1.7B": (2048, 6144, 28, 16, True),
+    "8B": (4096, 12288, 36, 32, False),
+    "14B": (5120, 17408, 40, 40, False),
+}
+PARAMETERS = {"1.7B": 1_720_574_976, "8B": 8_190_735_360, "14B": 14_768_307_200}
+
+
+def qwen3(size, **changes):
+    hidden, intermediate, layers, heads, tied = QWEN3[size]
+    values = {
+        "vocab_size": 151_936,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 40_960,
+    }
+    return Qwen3Config(**values | changes)
+
+
+@pytest.fixture
+def small():
+    """A Qwen3 whose weights are made in no time and whose activations are many times that."""
+    return qwen3(
+        "1.7B", vocab_size=2000, hidden_size=128, intermediate_size=320, num_hidden_layers=5, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32,
+    )  # fmt: skip
+
+
+def config(**changes):
+    tree: dict = {"model": "m", "output_dir": "o"}
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        if name:
+            tree.setdefault(section, {})[name] = value
+        else:
+            tree[section] = value
+    return Config.model_validate(tree)
+
+
+@pytest.mark.parametrize("size", QWEN3)
+def test_the_real_models_counted(size):
+    sizes = model_sizes(plan.as_json(qwen3(size)))
+    linears = [n_in * n_out for shapes in sizes.linears.values() for n_in, n_out in shapes]
+    assert sum(linears) + sum(sizes.others) == PARAMETERS[size]
+    assert set(sizes.linears) == set(PROJECTIONS)
+    assert len(linears) == 7 * QWEN3[size][2]
+
+
+def test_the_8b_model_by_hand():
+    """LoRA of rank 32 on all projections; 36 layers of 8 key-value heads x 128, keys and values, two bytes each."""
+    found = make_plan(config(lora__r=32, train__max_tokens_per_microbatch=4096), qwen3("8B"), 48 * GIB)
+    per_layer = 32 * ((4096 + 4096) * 2 + (4096 + 1024) * 2 + (4096 + 12288) * 3)
+    assert found.update["trainer: base weights"] == 2 * PARAMETERS["8B"]
+    assert found.update["trainer: adapter"] == found.update["trainer: gradients"] == 4 * 36 * per_layer
+    assert found.update["trainer: optimiser"] == 2 * 4 * 36 * per_layer
+    assert found.rollout["vLLM: adapter slot"] == 2 * 36 * per_layer
+    share = sum(size for name, size in found.rollout.items() if name.startswith("vLLM"))
+    assert share == int(0.45 * 48 * GIB)
+    assert found.kv_tokens == found.rollout["vLLM: KV cache"] // 147_456
+
+
+def test_4_bit_weights_and_optimiser_as_they_really_are(small, tmp_path):
+    """Bytes of the tensors that bitsandbytes makes, against the plan's."""
+    Qwen3ForCausalLM(small).save_pretrained(tmp_path)
+    policy = adapted_policy(tmp_path, "bfloat16", quantization="nf4", lora_r=64)
+    found = make_plan(
+        config(quantization="nf4", lora__r=64, train__optim="paged_adamw_8bit", rollout__quantization="bitsandbytes"),
+        small,
+        GIB,
+    )
+    real = 0
+    for module in policy.model.modules():
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            state = module.weight.quant_state
+            real += sum(t.nbytes for t in (module.weight, state.absmax, state.state2.absmax))
+    real += sum(p.nbytes for n, p in policy.model.named_parameters() if not p.requires_grad and p.dtype != torch.uint8)
+    assert found.update["trainer: base weights"] == pytest.approx(real, rel=0.01)
+    assert found.update["trainer: adapter"] == sum(p.nbytes for p in policy.parameters.values())
+    optimizer = make_optimizer(policy, "paged_adamw_8bit", 1e-3, 0.0)
+    for parameter in policy.parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+    tables = 2 * 256 * 4 * len(policy.parameters)  # qmap, the same one for all
+    assert found.update["trainer: optimiser"] == pytest.approx(sum(t.nbytes for t in states) - tables, rel=0.05)
+
+
+@pytest.mark.parametrize(("dtype", "checkpointing"), [("float32", True), ("bfloat16", True), ("bfloat16", False)])
+def test_activations_as_the_profiler_sees_them(small, tmp_path, checkpointing, dtype):
+    """The most that a forward and backward pass of the trainer allocates on a CPU, within a tenth."""
+    Qwen3ForCausalLM(small).save_pretrained(tmp_path)
+    policy = adapted_policy(tmp_path, dtype, gradient_checkpointing=checkpointing, lm_head_memory_bytes=2 << 20)
+    completions = fake_completions(0, [1.0] * 8, longest=1)
+    for completion in completions:
+        completion.prompt.token_ids[:] = [5] * 64
+        completion.token_ids[:] = [5] * 64
+    batch = collate(completions, 0, "cpu")
+    changes = {"dtype": dtype, "train__gradient_checkpointing": checkpointing, "train__lm_head_memory_gb": 2 / 1024}
+    found = config(
+        **changes, lora__r=8, train__max_tokens_per_microbatch=1024, data__max_prompt_length=64,
+        rollout__max_completion_length=64,
+    )  # fmt: skip
+    kept, decoder, head = measure_activations(found, small)
+    assert kept < decoder
+    gradients = sum(p.nbytes for p in policy.parameters.values())  # which the plan counts apart
+    for _ in range(2):  # the first pass warms caches up
+        policy.model.zero_grad()
+        real = allocated(lambda: policy.statistics(batch).logprobs.sum().backward(), tmp_path / "trace.json")
+    assert decoder + head == pytest.approx(real - gradients, rel=0.1)
+
+
+def allocated(run, trace):
+    """Most bytes allocated at one time, beyond those before, from the allocator's events."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    profiler.export_chrome_trace(str(trace))
+    events = [e["args"] for e in json.loads(trace.read_text())["traceEvents"] if e["name"] == "[memory]"]
+    before = events[0]["Total Allocated"] - events[0]["Bytes"]
+    return max(event["Total Allocated"] for event in events) - before
+
+
+def test_parking_sleeping_and_offloading_move_memory():
+    model, card = qwen3("1.7B"), 24 * GIB
+    plain = make_plan(config(train__max_tokens_per_microbatch=4096), model, card)
+    moved = make_plan(
+        config(train__max_tokens_per_microbatch=4096, train__park_trainer=True, train__offload_activations=True,
+               rollout__sleep_level=2), model, card,
+    )  # fmt: skip
+    awake = make_plan(config(train__max_tokens_per_microbatch=4096, rollout__sleep_level=0), model, card)
+    weights = plain.update["trainer: base weights"]
+    assert sum(plain.rollout.values()) - sum(moved.rollout.values()) == weights
+    inputs = 27 * 4096 * 2048 * 2  # bfloat16 inputs of 28 layers; the last ones are in use at the peak
+    assert sum(plain.update.values()) - sum(moved.update.values()) == pytest.approx(inputs, rel=0.1)
+    assert sum(awake.update.values()) - sum(plain.update.values()) == pytest.approx(0.45 * card, rel=0.1)
+    assert "vLLM: weights" in plain.host
+    assert "vLLM: weights" not in moved.host
+    assert moved.host["trainer: base weights"] >= weights
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch, capsys):
+    """Run the command for Qwen3 of a size; (exit status, output)."""
+
+    def run(size, *arguments, **tree):
+        qwen3(size).save_pretrained(tmp_path / size)
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump({"model": str(tmp_path / size), "output_dir": "o"} | tree), encoding="utf-8")
+        monkeypatch.setattr(sys, "argv", ["plan", str(path), *arguments])
+        try:
+            plan.main()
+        except SystemExit as exit_:
+            return exit_.code, capsys.readouterr()
+        return 0, capsys.readouterr()
+
+    return run
+
+
+def test_what_it_suggests_fits(command):
+    status, output = command("8B", "--gpu-memory", "24", "rollout.max_completion_length=4096")
+    assert status == 1
+    assert "It does not fit.\n  rollouts: " in output.out
+    overrides = output.out.partition("It would with\n  ")[2].partition("\n")[0].split()
+    assert "train.park_trainer=true" in overrides
+    assert not any("quantization" in override for override in overrides)  # as long as there is a gentler way
+    status, output = command("8B", "--gpu-memory", "24", "rollout.max_completion_length=4096", *overrides)
+    assert status == 0
+    assert output.out.endswith("It fits.\n")
+
+
+def test_what_no_change_makes_fit(command):
+    status, output = command("14B", "--gpu-memory", "6")
+    assert status == 1
+    assert output.out.endswith("take a smaller model or a larger card.\n")
+
+
+def test_host_memory_counts_too(command):
+    arguments = ("1.7B", "--gpu-memory", "24", "--host-memory", "8")
+    assert "host: " in command(*arguments)[1].out
+    assert command(*arguments, "rollout.sleep_level=2")[0] == 0
+
+
+def test_what_cannot_be_planned(command):
+    status, output = command("1.7B", "--gpu-memory", "24", "rollout.engine=transformers")
+    assert (status, output.err.count("\n")) == (2, 1)
+    with pytest.raises(InputError, match="rollout.quantization=strange"):
+        make_plan(config(rollout__quantization="strange"), qwen3("1.7B"), GIB)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("qwen1.7b_lora", "1.7B"), ("qwen8b_lora", "8B"), ("qwen8b_qlora", "8B"), ("qwen14b_qlora", "14B")],
+)
+def test_the_shipped_configs_fit_24_gib(name, size):
+    shipped = load_config(Path(__file__).parent.parent / f"configs/{name}.yaml")
+    found = make_plan(shipped, qwen3(size), 24 * GIB)
+    assert found.problems == []
+    assert found.kv_tokens >= 4 * (shipped.data.max_prompt_length + shipped.rollout.max_completion_length)
