@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from random_model import VOCABULARY, build, qwen3
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its kernels run on the CPU
@@ -18,32 +19,15 @@ from stapo_lite.policy import Policy, load_policy
 from stapo_lite.rollout import Sampling
 from stapo_lite.types import Completion, Prompt
 
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 SAMPLING = Sampling(num_generations=4, max_completion_length=12, temperature=0.8, stop_token_ids=(1, 2))
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> Path:
     """A Qwen3 with random weights and a byte-level tokenizer with a chat template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
-    folder = tmp_path_factory.mktemp("tiny-qwen3")
-    special = ["<|pad|>", "<|endoftext|>", "<|im_end|>", "<|im_start|>"]
-    alphabet = special + sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(special)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<|pad|>")
-    fast.chat_template = CHATML
-    fast.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=len(alphabet),
+    config = qwen3(
+        "1.7B",
+        vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=2,
@@ -51,11 +35,10 @@ def tiny_model(tmp_path_factory) -> Path:
         num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=512,
-        eos_token_id=1,
+        tie_word_embeddings=False,
         initializer_range=0.2,  # peaked enough that tokens of low probability and low entropy occur
     )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    return folder
+    return build(tmp_path_factory.mktemp("tiny-qwen3"), config)
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 from conftest import adapted_policy, fake_completions
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from random_model import QWEN3, build, qwen3
 
 from stapo_lite import plan
 from stapo_lite.batching import collate
@@ -17,29 +17,7 @@ from stapo_lite.config import PROJECTIONS, Config, InputError, load_config
 from stapo_lite.plan import GIB, make_plan, measure_activations, model_sizes
 from stapo_lite.policy import make_optimizer
 
-# hidden, intermediate, layers, heads, tied embedding: from the models' configs on the Hub
-QWEN3 = {
-    "1.7B": (2048, 6144, 28, 16, True),
-    "8B": (4096, 12288, 36, 32, False),
-    "14B": (5120, 17408, 40, 40, False),
-}
 PARAMETERS = {"1.7B": 1_720_574_976, "8B": 8_190_735_360, "14B": 14_768_307_200}
-
-
-def qwen3(size, **changes):
-    hidden, intermediate, layers, heads, tied = QWEN3[size]
-    values = {
-        "vocab_size": 151_936,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "tie_word_embeddings": tied,
-        "max_position_embeddings": 40_960,
-    }
-    return Qwen3Config(**values | changes)
 
 
 @pytest.fixture
@@ -86,7 +64,7 @@ def test_the_8b_model_by_hand():
 
 def test_4_bit_weights_and_optimiser_as_they_really_are(small, tmp_path):
     """Bytes of the tensors that bitsandbytes makes, against the plan's."""
-    Qwen3ForCausalLM(small).save_pretrained(tmp_path)
+    build(tmp_path, small)
     policy = adapted_policy(tmp_path, "bfloat16", quantization="nf4", lora_r=64)
     found = make_plan(
         config(quantization="nf4", lora__r=64, train__optim="paged_adamw_8bit", rollout__quantization="bitsandbytes"),
@@ -113,7 +91,7 @@ def test_4_bit_weights_and_optimiser_as_they_really_are(small, tmp_path):
 @pytest.mark.parametrize(("dtype", "checkpointing"), [("float32", True), ("bfloat16", True), ("bfloat16", False)])
 def test_activations_as_the_profiler_sees_them(small, tmp_path, checkpointing, dtype):
     """The most that a forward and backward pass of the trainer allocates on a CPU, within a tenth."""
-    Qwen3ForCausalLM(small).save_pretrained(tmp_path)
+    build(tmp_path, small)
     policy = adapted_policy(tmp_path, dtype, gradient_checkpointing=checkpointing, lm_head_memory_bytes=2 << 20)
     completions = fake_completions(0, [1.0] * 8, longest=1)
     for completion in completions:

@@ -1,0 +1,70 @@
+"""A model with random weights in a folder, with a byte-level tokenizer and a chat template: no download."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL = ["<|pad|>", "<|endoftext|>", "<|im_end|>", "<|im_start|>"]
+VOCABULARY = len(SPECIAL) + 256
+
+# hidden, intermediate, layers, heads, tied embedding: from the models' configs on the Hub
+QWEN3 = {
+    "1.7B": (2048, 6144, 28, 16, True),
+    "8B": (4096, 12288, 36, 32, False),
+    "14B": (5120, 17408, 40, 40, False),
+}
+
+
+def qwen3(size: str, **changes: Any) -> Any:
+    """The transformers config of Qwen3-1.7B, 8B or 14B."""
+    from transformers import Qwen3Config
+
+    hidden, intermediate, layers, heads, tied = QWEN3[size]
+    values = {
+        "vocab_size": 151_936,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 40_960,
+        "eos_token_id": SPECIAL.index("<|endoftext|>"),
+    }
+    return Qwen3Config(**values | changes)
+
+
+def build(folder: Path, config: Any, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Path:
+    """Write the model, its weights drawn on `device` with `config.initializer_range`, and the tokenizer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    alphabet = SPECIAL + sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<|pad|>")
+    fast.chat_template = CHATML
+    fast.save_pretrained(folder)
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # norms
+                parameter.fill_(1.0)
+            else:
+                drawn = torch.randn(parameter.shape, generator=generator, device=device, dtype=dtype)
+                parameter.copy_(drawn.mul_(config.initializer_range))
+    model.save_pretrained(folder)
+    return folder
