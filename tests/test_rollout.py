@@ -19,7 +19,7 @@ PROMPTS = [Prompt("", [10 + (7 * i + 3 * t) % 250 for t in range(5 + 9 * i)], an
 LONG = [Prompt("", [10 + (13 * t) % 250 for t in range(300)], answer="")]  # over two blocks of vLLM's prefix cache
 
 
-def make_vllm(model, dtype, quantization=None):
+def make_vllm(model, dtype, quantization=None, sleep_level=1):
     pytest.importorskip("vllm", reason="vLLM is not installed")
     from stapo_lite.rollout.vllm_engine import VLLMEngine
 
@@ -34,7 +34,7 @@ def make_vllm(model, dtype, quantization=None):
         gpu_memory_utilization=0.3,
         kv_cache_gb=0.125,
         quantization=quantization,
-        sleep_level=1,
+        sleep_level=sleep_level,
     )
 
 

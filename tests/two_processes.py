@@ -9,7 +9,8 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch: two processes with two thre
 import torch
 from accelerate import Accelerator
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "benchmarks")]
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 from conftest import adapted_policy
 from test_update import INVARIANT, later_update, objective, run_update
 

@@ -1,0 +1,174 @@
+"""What only a GPU can show; `benchmarks/gpu_suite.py` runs these first. Without one they are skipped."""
+
+import json
+import multiprocessing
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+import torch
+import yaml
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from conftest import adapted_policy, fake_completions
+from memory import peak_bytes
+from packaging.version import Version
+from random_model import build, qwen3
+from test_lm_head import dense, relative
+from test_rollout import LONG, PROMPTS, gap, make_vllm
+
+from stapo_lite.batching import collate
+from stapo_lite.lm_head import token_statistics
+from stapo_lite.policy import make_optimizer
+from stapo_lite.tracking import read_metrics
+
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory):
+    """Big enough that its weights show in the allocator's count: 20 million of them."""
+    shape = {"vocab_size": 2000, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "tie_word_embeddings": False}
+    return build(tmp_path_factory.mktemp("small"), qwen3("1.7B", **shape, **heads, initializer_range=0.05))
+
+
+@pytest.mark.parametrize("triton", [False, True])
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-3), (torch.float16, 1e-3)])
+def test_lm_head_against_float64(dtype, tolerance, entropy, triton):
+    generator = torch.Generator().manual_seed(0)
+    hidden = (1.5 * torch.randn(300, 256, generator=generator)).to(CUDA, dtype).requires_grad_()
+    weight = (torch.randn(5003, 256, generator=generator) / 16).to(CUDA, dtype)
+    targets = torch.randint(0, 5003, (300,), generator=generator).to(CUDA)
+    actual = token_statistics(
+        hidden, weight, targets, temperature=0.7, memory_bytes=4 << 20, differentiable_entropy=entropy, triton=triton
+    )
+    reference = hidden.detach().double().requires_grad_()
+    expected = dense(reference, weight, None, targets, 0.7)
+    for got, want in zip(actual, expected, strict=True):
+        assert (got - want).abs().max() < 5e-5
+    (actual.logprobs.sum() + (actual.entropy.sum() if entropy else 0)).backward()
+    (expected[0].sum() + (expected[1].sum() if entropy else 0)).backward()
+    assert relative(hidden.grad, reference.grad) < tolerance
+
+
+@pytest.mark.parametrize("triton", [False, True])
+def test_lm_head_stays_within_its_budget(triton):
+    hidden = torch.randn(4096, 512, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(50_000, 512, device=CUDA, dtype=torch.bfloat16)
+    targets = torch.randint(0, 50_000, (4096,), device=CUDA)
+
+    def run():
+        token_statistics(hidden, weight, targets, memory_bytes=64 << 20, triton=triton).logprobs.sum().backward()
+
+    run()
+    assert peak_bytes(run) < (64 << 20) + 3 * hidden.nbytes + (1 << 20)
+
+
+@pytest.mark.parametrize("quantization", [None, "nf4"])
+def test_the_trainer_computes_as_on_a_cpu(small_model, quantization):
+    completions = fake_completions(0, [1.0] * 4, longest=40, vocabulary=2000)
+    results = {}
+    for device in ("cpu", "cuda"):
+        policy = adapted_policy(small_model, quantization=quantization, device=torch.device(device), seed=0)
+        logprobs = policy.statistics(collate(completions, 0, device)).logprobs
+        gradient = torch.autograd.grad(logprobs.sum(), list(policy.parameters.values()))
+        results[device] = logprobs.detach().cpu(), torch.cat([g.flatten().cpu() for g in gradient])
+    assert (results["cpu"][0] - results["cuda"][0]).abs().max() < 1e-3
+    assert relative(results["cuda"][1], results["cpu"][1].double()) < 1e-2
+
+
+@pytest.mark.parametrize("quantization", [None, "nf4"])
+def test_parking_frees_the_card(small_model, quantization):
+    policy = adapted_policy(small_model, "bfloat16", quantization=quantization, device=CUDA)
+    base = sum(p.nbytes for p in policy.model.parameters() if not p.requires_grad)
+    batch = collate(fake_completions(0, [1.0] * 4), 0, CUDA)
+    with torch.no_grad():
+        before = policy.statistics(batch).logprobs
+    there = torch.cuda.memory_allocated()
+    policy.park()
+    assert there - torch.cuda.memory_allocated() >= 0.95 * base
+    assert policy.device.type == "cuda"
+    policy.unpark()
+    with torch.no_grad():
+        assert torch.equal(policy.statistics(batch).logprobs, before)
+
+
+def test_offloaded_activations_leave_the_card(small_model):
+    batch = collate(fake_completions(0, [1.0] * 64, longest=200), 0, CUDA)
+    peaks = {}
+    for offload in (False, True):
+        policy = adapted_policy(
+            small_model, "bfloat16", gradient_checkpointing=True, offload_activations=offload, device=CUDA
+        )
+        policy.statistics(batch).logprobs.sum().backward()
+        peaks[offload] = peak_bytes(lambda policy=policy: policy.statistics(batch).logprobs.sum().backward())
+    inputs = 5 * batch.input_ids.numel() * 512 * 2  # of all layers but the one at work
+    assert peaks[False] - peaks[True] > 0.8 * inputs
+
+
+@pytest.mark.parametrize("optim", ["adamw", "paged_adamw_8bit"])
+def test_qlora_learns(small_model, optim):
+    policy = adapted_policy(small_model, "bfloat16", quantization="nf4", gradient_checkpointing=True, device=CUDA)
+    batch = collate(fake_completions(0, [1.0] * 8, vocabulary=2000), 0, CUDA)
+    optimizer = make_optimizer(policy, optim, learning_rate=0.003, weight_decay=0.0)
+    likelihoods = []
+    for _ in range(10):
+        loss = -policy.statistics(batch).logprobs.sum()
+        likelihoods.append(-loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert likelihoods[-1] > likelihoods[0] + 10
+
+
+def sleep_and_wake(model, level):
+    engine = make_vllm(model, "bfloat16", sleep_level=level)
+    policy = adapted_policy(model, "bfloat16", device=CUDA)
+    engine.publish(policy, 7)
+    before = gap(policy, engine.generate(PROMPTS + LONG, seed=0)).mean()
+    free, total = torch.cuda.mem_get_info()
+    for _ in range(2):
+        engine.sleep()
+        assert torch.cuda.mem_get_info()[0] - free > 0.2 * total  # of the 0.3 it has
+        engine.wake()
+        groups = engine.generate(PROMPTS + LONG, seed=0)
+        assert {c.adapter_version for group in groups for c in group} == {7}
+        assert gap(policy, groups).mean() < 2 * before + 0.01
+    other = adapted_policy(model, "bfloat16", adapter_seed=2, device=CUDA)
+    assert gap(other, groups).mean() > 3 * before
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_frees_the_card_and_the_adapter_outlives_it(small_model, level):
+    if level == 2 and Version(version("vllm")) < Version("0.28"):
+        pytest.skip("vLLM cannot read a base with LoRA again before 0.28")
+    process = multiprocessing.get_context("spawn").Process(target=sleep_and_wake, args=(small_model, level))
+    process.start()  # a process of its own: only one engine of a process can sleep
+    process.join(900)
+    assert process.exitcode == 0
+
+
+@pytest.mark.parametrize("changes", [{}, {"quantization": "nf4"}], ids=["bf16", "nf4"])
+def test_a_run_that_shares_the_card(small_model, tmp_path, changes):
+    """Parked trainer, sleeping engine, expandable segments: the loop, three steps of it."""
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "say it", "answer": "1"}) + "\n", encoding="utf-8")
+    tree = {
+        "model": str(small_model),
+        "output_dir": str(tmp_path / "run"),
+        "data": {"source": str(tmp_path / "prompts.jsonl")},
+        "reward": {"functions": ["arithmetic"]},
+        "objective": {"beta": 0.01},  # with random weights every reward is the same
+        "rollout": {"num_generations": 4, "max_completion_length": 64, "gpu_memory_utilization": 0.3},
+        "train": {"max_steps": 3, "batch_size": 1, "mini_batch_size": 1, "park_trainer": True},
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(tree | changes), encoding="utf-8")
+    subprocess.run([sys.executable, "-m", "stapo_lite.train", str(path)], check=True, timeout=900)
+    metrics = read_metrics(tmp_path / "run")
+    assert [m["updates"] for m in metrics] == [1, 1, 1]
+    assert all(m["kl"] is not None for m in metrics)
