@@ -75,11 +75,15 @@ def make_plan(config: Config, model: Any, gpu_memory: int, host_memory: int | No
         host_memory: bytes of the host for each card; None leaves it unchecked.
 
     Raises:
-        InputError: rollouts are not vLLM's, or quantised in a way that is not known here.
+        InputError: rollouts are not vLLM's, or quantised in a way that is not known here; the model lacks a target
+            module.
     """
     if config.rollout.engine == "transformers":
         raise InputError("rollout.engine=transformers: the plan covers rollouts with vLLM only")
     train, rollout, sizes = config.train, config.rollout, model_sizes(as_json(model))
+    missing = set(config.lora.target_modules) - sizes.linears.keys()
+    if missing:
+        raise InputError(f"lora.target_modules: the model has no {', '.join(sorted(missing))}: leave them out")
     width = getattr(torch, config.dtype).itemsize
     matrices = [n_in * n_out for shapes in sizes.linears.values() for n_in, n_out in shapes]
     lora = config.lora.r * sum(sum(shape) for name in config.lora.target_modules for shape in sizes.linears[name])
@@ -112,7 +116,7 @@ def make_plan(config: Config, model: Any, gpu_memory: int, host_memory: int | No
     kept, activations, head = measure_activations(config, model)
     update_phase = weights | trainer | {"trainer: gradients": lora_bytes} | context
     update_phase[f"activations of {train.max_tokens_per_microbatch:,} tokens"] = activations
-    update_phase["LM head, beyond them"] = head
+    update_phase["LM head, beyond those"] = head
     if train.offload_activations:
         update_phase["activations in host memory"] = -kept
     if config.quantization:
@@ -179,14 +183,10 @@ def meta_model(config: Any, dtype: torch.dtype) -> Any:
 
 def served_bytes(config: Config, width: int) -> float:
     """Bytes of a quantised weight in vLLM."""
-    from transformers import AutoConfig
-
     rollout = config.rollout
     if rollout.quantization in SERVED_BYTES:
         return SERVED_BYTES[rollout.quantization]
-    checkpoint = (
-        getattr(AutoConfig.from_pretrained(rollout.model), "quantization_config", None) if rollout.model else None
-    )
+    checkpoint = getattr(load_model_config(rollout.model), "quantization_config", None) if rollout.model else None
     if checkpoint and "bits" in checkpoint:  # AWQ, GPTQ: a scale and a zero point per group
         return checkpoint["bits"] / 8 + 2.5 / checkpoint.get("group_size", 128)
     if checkpoint and checkpoint.get("quant_method") == "fp8":

@@ -10,6 +10,7 @@ import torch
 import yaml
 from conftest import adapted_policy, fake_completions
 from random_model import QWEN3, build, qwen3
+from transformers import PhiConfig
 
 from stapo_lite import plan
 from stapo_lite.batching import collate
@@ -187,6 +188,20 @@ def test_what_cannot_be_planned(command):
     assert (status, output.err.count("\n")) == (2, 1)
     with pytest.raises(InputError, match="rollout.quantization=strange"):
         make_plan(config(rollout__quantization="strange"), qwen3("1.7B"), GIB)
+    other = PhiConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
+    with pytest.raises(InputError, match="the model has no down_proj, .* leave them out"):
+        make_plan(config(), other, GIB)
+
+
+def test_a_quantised_checkpoint_next_to_the_trainer(tmp_path):
+    """AWQ of group size 128: half a byte, a 16-bit scale and a 4-bit zero point per group."""
+    served = qwen3("1.7B")
+    served.quantization_config = {"quant_method": "awq", "bits": 4, "group_size": 128}
+    served.save_pretrained(tmp_path)
+    found = make_plan(config(rollout__model=str(tmp_path)), qwen3("1.7B"), 24 * GIB)
+    linears = PARAMETERS["1.7B"] - 151_936 * 2048  # the norms hardly count
+    assert found.rollout["vLLM: weights"] == pytest.approx(linears * (0.5 + 2.5 / 128) + 2 * 151_936 * 2048, rel=1e-3)
+    assert found.rollout["trainer: base weights"] == 2 * PARAMETERS["1.7B"]
 
 
 @pytest.mark.parametrize(
