@@ -9,9 +9,9 @@ from typing import Any
 
 def save(result: dict[str, Any], path: Path | None) -> None:
     """Print the result as JSON with the commit and the versions; write it to `path` too."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     versions = {name: version(name) for name in ("torch", "transformers", "peft")}
-    text = json.dumps(result | {"commit": commit, "versions": versions}, indent=1)
+    text = json.dumps(result | {"commit": git.stdout.strip() or "unknown", "versions": versions}, indent=1)
     print(text)
     if path:
         path.write_text(text + "\n", encoding="utf-8")

@@ -1,0 +1,124 @@
+"""Publishing an adapter to vLLM in the trainer's process: our hot-load against TRL's merged weights.
+
+    python benchmarks/sync.py [--model FOLDER] [--pairs 100] [--out FILE]
+
+TRL's way is its own code (`VLLMGeneration.sync_weights`, colocate mode): merge the adapter into the base, push every
+weight into vLLM's model, take the adapter off again. Between two syncs the adapter changes a little, by the same amount
+on both sides. Times are medians over all pairs but the first, ratios are taken within a pair. Drift is what the syncs
+have changed in weights that should stay as they are: the trainer's base and, in our case, vLLM's.
+"""
+
+import argparse
+import statistics
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import save
+from lm_head import seconds
+from mismatch import (
+    SCALE,
+    MergedEngine,
+    gap,
+    in_own_process,
+    make_config,
+    perturb,
+    prepare_vllm,
+    sample,
+    sampler_gap,
+    score,
+)
+from torch import Tensor, nn
+
+from stapo_lite.quickstart import fetch_model
+from stapo_lite.train import load_prompts, make_engine, make_policy
+
+DRIFT_AFTER = (1, 20, 100)
+STEP = 1e-4  # standard deviation of the adapter's change before every sync
+
+
+def frozen(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters outside the adapter."""
+    return {name: p.data for name, p in model.named_parameters() if "lora_" not in name}
+
+
+def drift(now: dict[str, Tensor], before: dict[str, Tensor]) -> dict[str, float]:
+    """Elements that differ and by how much, over all of the base's."""
+    elements, differing, total, largest, magnitude = 0, 0, 0.0, 0.0, 0.0
+    for name, weight in before.items():
+        change = (now[name].float() - weight.float()).abs()
+        elements += weight.numel()
+        differing += int(change.count_nonzero())
+        total += change.sum().item()
+        largest = max(largest, change.max().item())
+        magnitude += weight.float().abs().sum().item()
+    return {
+        "elements": elements,
+        "differing": differing,
+        "differing share": differing / elements,
+        "mean |change|": total / elements,
+        "mean |change| / mean |weight|": total / magnitude,
+        "max |change|": largest,
+    }
+
+
+def compare(model: Path | str, pairs: int) -> dict[str, Any]:
+    return in_own_process(measure, model, pairs)
+
+
+def measure(model: Path | str, pairs: int) -> dict[str, Any]:
+    """Both ways, in this process."""
+    device, config = prepare_vllm(), make_config(model)
+    prompts, tokenizer, stop_tokens = load_prompts(config, show=lambda note: None)
+    policies = {name: make_policy(config, tokenizer, device) for name in ("ours", "trl")}
+    ours: Any = make_engine("vllm", config, stop_tokens)
+    engines = {"ours": ours, "trl": MergedEngine(config, policies["trl"])}
+    bases = {f"{name}: trainer": frozen(policy.model) for name, policy in policies.items()}
+    bases["ours: vLLM"] = frozen(ours._llm.llm_engine.model_executor.driver_worker.model_runner.model)
+    originals = {name: {key: weight.clone() for key, weight in base.items()} for name, base in bases.items()}
+    for policy in policies.values():
+        perturb(policy, SCALE, seed=0, only="lora_B")
+    times: dict[str, list[float]] = {"ours": [], "trl": [], "ours: save_adapter alone": []}
+    drifts: dict[str, Any] = {}
+    for number in range(1, pairs + 1):
+        for policy in policies.values():
+            perturb(policy, STEP, seed=number)
+        for name, engine in engines.items():
+            times[name].append(seconds(partial(engine.publish, policies[name], number)))
+        with tempfile.TemporaryDirectory(dir=ours._folder.name) as folder:
+            times["ours: save_adapter alone"].append(seconds(partial(policies["ours"].save_adapter, Path(folder))))
+        if number in (*DRIFT_AFTER, pairs):
+            drifts[f"after {number}"] = {name: drift(base, originals[name]) for name, base in bases.items()}
+    samples = {name: sample(engine, prompts) for name, engine in engines.items()}
+    references = [score(policies[name], samples["ours"], adapter=False) for name in ("trl", "ours")]
+    ours.close()
+    ratios = [b / a for a, b in zip(times["ours"][1:], times["trl"][1:], strict=True)]
+    return {
+        "parameters": {
+            "base": sum(weight.numel() for weight in originals["ours: trainer"].values()),
+            "adapter": sum(p.numel() for p in policies["ours"].parameters.values()),
+        },
+        "seconds": {name: statistics.median(values[1:]) for name, values in times.items()},
+        "seconds of the first sync": {name: values[0] for name, values in times.items()},
+        "trl / ours": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)},
+        "drift": drifts,
+        "trainer's base after the last sync, trl against ours": gap(*references),
+        "sampler against trainer after the last sync": {n: sampler_gap(policies[n], samples[n]) for n in engines},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="default: SmolLM2-135M-Instruct")
+    parser.add_argument("--pairs", type=int, default=100, help="at least 2")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    model = arguments.model or fetch_model()
+    result = compare(model, arguments.pairs)
+    save({"model": model.name, "pairs": arguments.pairs, "threads": torch.get_num_threads()} | result, arguments.out)
+
+
+if __name__ == "__main__":
+    main()
