@@ -10,7 +10,6 @@ have changed in weights that should stay as they are: the trainer's base and, in
 
 import argparse
 import statistics
-import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -80,15 +79,13 @@ def measure(model: Path | str, pairs: int) -> dict[str, Any]:
     originals = {name: {key: weight.clone() for key, weight in base.items()} for name, base in bases.items()}
     for policy in policies.values():
         perturb(policy, SCALE, seed=0, only="lora_B")
-    times: dict[str, list[float]] = {"ours": [], "trl": [], "ours: save_adapter alone": []}
+    times: dict[str, list[float]] = {"ours": [], "trl": []}
     drifts: dict[str, Any] = {}
     for number in range(1, pairs + 1):
         for policy in policies.values():
             perturb(policy, STEP, seed=number)
         for name, engine in engines.items():
             times[name].append(seconds(partial(engine.publish, policies[name], number)))
-        with tempfile.TemporaryDirectory(dir=ours._folder.name) as folder:
-            times["ours: save_adapter alone"].append(seconds(partial(policies["ours"].save_adapter, Path(folder))))
         if number in (*DRIFT_AFTER, pairs):
             drifts[f"after {number}"] = {name: drift(base, originals[name]) for name, base in bases.items()}
     samples = {name: sample(engine, prompts) for name, engine in engines.items()}

@@ -244,8 +244,9 @@ def _logit_tiles(hidden, weight, bias, temperature, v) -> Iterator[tuple[slice, 
     The CPU rounds a half-precision product to its operands' type, so there they are fp32 copies. What is
     yielded lives in the same memory each time.
     """
-    copy = None if weight.is_cuda or weight.dtype == torch.float32 else hidden.new_empty(v, weight.shape[1]).float()
-    hidden = hidden if copy is None else hidden.float()
+    copy = None
+    if not weight.is_cuda and weight.dtype != torch.float32:
+        copy, hidden = torch.empty(v, weight.shape[1]), hidden.float()
     buffer = hidden.new_empty(len(hidden) * v, dtype=torch.float32)
     for start in range(0, len(weight), v):
         tile = weight[start : start + v]

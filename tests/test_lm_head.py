@@ -150,14 +150,15 @@ def test_autocast_outside_does_not_round_the_logits():
     assert (actual.logprobs - dense(hidden, weight, None, targets, 1.0)[0]).abs().max() < 2e-5
 
 
+@pytest.mark.parametrize("width", [64, 1024])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("entropy", [False, True])
-def test_the_workspace_stays_within_the_budget(dtype, entropy):
+def test_the_workspace_stays_within_the_budget(dtype, entropy, width):
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(512, 64, generator=generator).to(dtype).requires_grad_()
-    weight = torch.randn(20_000, 64, generator=generator).to(dtype)
+    hidden = torch.randn(512, width, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(20_000, width, generator=generator).to(dtype)
     targets = torch.randint(0, 20_000, (512,), generator=generator)
-    budget = 4 << 20  # the logits would take 40 MB
+    budget = 8 << 20  # the logits would take 40 MB
 
     def run():
         token_statistics(
@@ -165,8 +166,8 @@ def test_the_workspace_stays_within_the_budget(dtype, entropy):
         ).logprobs.sum().backward()
 
     run()
-    results = 2 * hidden.nbytes + 512 * 4 * 16  # the gradient, kept and scaled, and per-token values
-    assert 0.7 * budget < peak_bytes(run) <= budget + results
+    results = 2 * hidden.nbytes  # the gradient, kept and scaled
+    assert 0.3 * budget < peak_bytes(run) <= 1.03 * budget + results  # and values per token
 
 
 def test_cpu_products_of_bf16_keep_fp32_accuracy_and_the_setting():

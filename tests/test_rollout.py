@@ -13,6 +13,7 @@ from stapo_lite.config import PROJECTIONS, InputError
 from stapo_lite.plan import as_json, model_sizes
 from stapo_lite.rollout import check_vllm, resolve_engine
 from stapo_lite.rollout.transformers_engine import TransformersEngine
+from stapo_lite.rollout.vllm_engine import _ADAPTERS
 from stapo_lite.types import Prompt
 
 PROMPTS = [Prompt("", [10 + (7 * i + 3 * t) % 250 for t in range(5 + 9 * i)], answer="") for i in range(3)]
@@ -158,6 +159,7 @@ def test_old_versions_leave_no_files(vllm_engine, make_policy, version):
     for _ in range(3):
         vllm_engine.publish(make_policy(), version())
     assert len(list(Path(vllm_engine._folder.name).iterdir())) == 1
+    assert list(_ADAPTERS) == [vllm_engine._request.lora_path]
 
 
 def test_the_kv_cache_holds_as_many_tokens_as_the_plan_says(vllm_engine, tiny_model):
@@ -183,7 +185,10 @@ def test_the_adapter_is_read_anew_after_a_wake(vllm_engine, make_policy, version
     """What `wake` does once the weights are back, under the same version; sleeping itself needs a GPU."""
     now, other = version(), make_policy(adapter_seed=2)
     vllm_engine.publish(make_policy(), now)
-    other.save_adapter(Path(vllm_engine._request.lora_path))
+    vllm_engine._reload_adapter()
+    assert gap(other, vllm_engine.generate(PROMPTS, seed=0)).mean() > 1e-2
+    for name, tensor in _ADAPTERS[vllm_engine._request.lora_path].items():
+        tensor.copy_(other.parameters[name.replace(".weight", ".default.weight")].detach())
     vllm_engine._reload_adapter()
     groups = vllm_engine.generate(PROMPTS, seed=0)
     assert {c.adapter_version for group in groups for c in group} == {now}
