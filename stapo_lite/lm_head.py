@@ -150,7 +150,7 @@ class _RecomputedHead(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden, weight, bias, targets, temperature, memory_bytes, fold):
-        n, v = chunk_sizes(len(hidden), len(weight), weight.shape[1], memory_bytes // 3)  # backward holds more
+        n, v = chunk_sizes(len(hidden), len(weight), weight.shape[1], memory_bytes // 2)  # backward holds more
         outputs = hidden.new_empty(4, len(hidden), dtype=torch.float32)
         for start in range(0, len(hidden), n):
             rows = slice(start, start + n)
@@ -177,9 +177,9 @@ class _RecomputedHead(torch.autograd.Function):
                 for columns, chunk, tile, logits in _logit_tiles(hidden[rows], weight, bias, ctx.temperature, v):
                     log_p = logits.sub_(log_normaliser)
                     p = log_p.exp()
-                    d_logits = (
-                        d_collision * 2 * p * (p - collision) - d_entropy * p * (log_p + entropy) - d_logprobs * p
-                    )
+                    d_logits = (p - collision).mul_(p).mul_(2 * d_collision)
+                    d_logits -= log_p.add_(entropy).mul_(p).mul_(d_entropy)
+                    d_logits -= p.mul_(d_logprobs)
                     local, inside = _locate(targets[rows] - columns.start, logits)
                     d_logits.scatter_add_(1, local, torch.where(inside, d_logprobs, 0.0))
                     d_logits /= ctx.temperature
@@ -189,6 +189,7 @@ class _RecomputedHead(torch.autograd.Function):
                         _product(d_logits.to(tile.dtype), tile, d_hidden[rows], add=True)
                     if d_weight is not None:
                         _product(d_logits.to(tile.dtype).T, chunk, d_weight[columns], add=True)
+                    del p, d_logits  # their memory serves the next tile
         cast = (None if d is None else d.to(hidden.dtype) for d in (d_hidden, d_weight, d_bias))
         return *cast, None, None, None, None
 
