@@ -300,6 +300,7 @@ def main() -> None:
         arguments["device"] = "cuda" if torch.cuda.is_available() else "cpu"
     arguments["model"] = arguments["model"] or str(fetch_model())
     result = compare(**arguments)
+    arguments["model"] = Path(arguments["model"]).name
     save(arguments | {"threads": torch.get_num_threads(), "TRL": version("trl")} | result, path)
 
 
