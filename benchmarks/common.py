@@ -1,10 +1,20 @@
-"""What every benchmark needs: a result with the commit and the versions it was measured with."""
+"""What every benchmark needs: a clock, and a result with the commit and the versions it was measured with."""
 
 import json
 import subprocess
+import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import torch
+
+
+def now() -> float:
+    """Seconds, when everything started before is done."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def save(result: dict[str, Any], path: Path | None) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import save
+from common import now, save
 from random_model import build, qwen3
 
 HERE = Path(__file__).parent
@@ -88,11 +88,9 @@ def run_config(name: str, gpu_memory: int, scratch: Path) -> dict[str, Any]:
 
     def timed(phase: str, original: Any, engine: Any) -> None:
         """Sleep begins the update, wake the rollouts."""
-        torch.cuda.synchronize()
-        start = time.perf_counter()
+        start = now()
         original(engine)
-        torch.cuda.synchronize()
-        seconds["sleep" if phase == "update" else "wake"].append(time.perf_counter() - start)
+        seconds["sleep" if phase == "update" else "wake"].append(now() - start)
         watch.phase = phase
 
     sleep, wake = VLLMEngine.sleep, VLLMEngine.wake

@@ -9,13 +9,12 @@ on 32 tokens.
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
-from common import save
+from common import now, save
 from memory import peak_bytes
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 
@@ -88,11 +87,6 @@ def run(way: Callable, hidden, weight, targets, backward: bool):
 
 
 def seconds(call: Callable) -> float:
-    def now() -> float:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
     start = now()
     call()
     return now() - start

@@ -9,12 +9,11 @@ summary; FILE gets it as JSON.
 
 import argparse
 import tempfile
-import time
 from collections import defaultdict
 from pathlib import Path
 
 import torch
-from common import save
+from common import now, save
 
 from stapo_lite import train as train_module
 from stapo_lite import update as update_module
@@ -36,12 +35,6 @@ def main() -> None:
     save(result | {"config": arguments.config, "overrides": arguments.overrides}, arguments.out)
 
 
-def now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
 def compare(config) -> dict:
     """Train, and count for each place of an update in its step what the two masks say."""
     counts: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -57,9 +50,9 @@ def compare(config) -> dict:
             max_tokens = arguments["max_tokens"]
             micro_batches = split_by_tokens(update_module.with_gradient(mini_batch, objective), max_tokens)
             free = set(micro_batches[0] if micro_batches else [])  # its forward pass serves the mask as well
-            start = now(policy.device)
+            start = now()
             current = update_module.measure(policy, [c for c in inputs if c not in free], max_tokens)
-            seconds["mask pass"] += now(policy.device) - start
+            seconds["mask pass"] += now() - start
             masks = {}
             for name, given in (("current", current), ("old", old)):
                 found = update_module.find_masks(
@@ -72,9 +65,9 @@ def compare(config) -> dict:
             n["silenced by old"] += int(masks["old"].sum())
             n["silenced by both"] += int((masks["current"] & masks["old"]).sum())
             n["differ"] += int((masks["current"] != masks["old"]).sum())
-        start = now(policy.device)
+        start = now()
         result = update(policy, optimizer, mini_batch, old, objective, **arguments)
-        seconds["update" if old is not None else "first update"] += now(policy.device) - start
+        seconds["update" if old is not None else "first update"] += now() - start
         return result
 
     train_module.update = update_and_compare

@@ -24,14 +24,13 @@ import argparse
 import itertools
 import statistics
 import tempfile
-import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from common import save
+from common import now, save
 from datasets import Dataset
 from memory import peak_bytes
 from peft import LoraConfig
@@ -50,12 +49,6 @@ from stapo_lite.types import Completion, Prompt
 from stapo_lite.update import MAXIMA, SUMS, VALUES, measure, update, with_gradient
 
 GAP = 0.3  # standard deviation between the log-probabilities of trainer and sampler: 1 % of the tokens are truncated
-
-
-def now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 class Ours:
