@@ -176,9 +176,11 @@ def test_cpu_products_of_bf16_keep_fp32_accuracy_and_the_setting():
     hidden = (3 * torch.randn(64, 512, generator=generator)).bfloat16()
     weight = (torch.randn(5000, 512, generator=generator) * 512**-0.5).bfloat16()
     targets = torch.randint(0, 5000, (64,), generator=generator)
-    before = torch.backends.mkldnn.matmul.fp32_precision
+    settings = torch.backends.mkldnn.matmul
+    before, settings.fp32_precision = settings.fp32_precision, "ieee"
     actual = token_statistics(hidden, weight, targets)
-    assert torch.backends.mkldnn.matmul.fp32_precision == before
+    after, settings.fp32_precision = settings.fp32_precision, before
+    assert after == "ieee"
     for got, want in zip(actual, dense(hidden, weight, None, targets, 1.0), strict=True):
         assert (got - want).abs().max() < 1e-5
 
