@@ -150,6 +150,14 @@ class Rollout(Section):
     """vLLM on a GPU, while the trainer updates: 0 keeps its memory, 1 moves its weights to the host, 2 drops them and
     reads them from the disk again (vLLM 0.28 or newer, not with `bitsandbytes`). The adapter outlives both."""
 
+    @model_validator(mode="after")
+    def _can_wake_again(self):
+        if self.sleep_level == 2 and self.quantization == "bitsandbytes":
+            raise ValueError(
+                "rollout.sleep_level=2: vLLM cannot read bitsandbytes weights again; set rollout.sleep_level=1"
+            )
+        return self
+
 
 class S2T(Section):
     """Silencing Spurious Tokens, the keep-mask of STAPO."""

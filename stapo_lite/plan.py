@@ -51,6 +51,8 @@ class Plan(NamedTuple):
     host: dict[str, int]
     kv_tokens: int
     """Tokens that the KV cache holds."""
+    longest: int
+    """Tokens of the longest sequence."""
     problems: list[str]
     """Empty where everything fits."""
 
@@ -144,7 +146,7 @@ def make_plan(config: Config, model: Any, gpu_memory: int, host_memory: int | No
     longest = config.data.max_prompt_length + rollout.max_completion_length
     if kv_tokens < longest:
         problems.append(f"rollouts: the KV cache holds {kv_tokens:,} tokens, less than one sequence of {longest:,}")
-    return Plan(rollout_phase, update_phase, host, kv_tokens, problems)
+    return Plan(rollout_phase, update_phase, host, kv_tokens, longest, problems)
 
 
 @cache
@@ -358,7 +360,7 @@ def suggest(
     return tight
 
 
-def report(plan: Plan, config: Config) -> str:
+def report(plan: Plan) -> str:
     """The plan as a table in GiB."""
     names = list(dict.fromkeys([*plan.rollout, *plan.update, *plan.host]))
     columns = (plan.rollout, plan.update, plan.host)
@@ -367,10 +369,9 @@ def report(plan: Plan, config: Config) -> str:
         cells = (f"{column[name] / GIB:10.2f}" if name in column else f"{'-':>10}" for column in columns)
         lines.append(f"{name:<32}" + "".join(cells))
     lines.append(f"{'total':<32}" + "".join(f"{sum(column.values()) / GIB:10.2f}" for column in columns))
-    longest = config.data.max_prompt_length + config.rollout.max_completion_length
     lines.append(
-        f"The KV cache holds {plan.kv_tokens:,} tokens: {plan.kv_tokens // longest} sequences of the longest "
-        f"length ({longest:,}) at a time."
+        f"The KV cache holds {plan.kv_tokens:,} tokens: {plan.kv_tokens // plan.longest} sequences of the longest "
+        f"length ({plan.longest:,}) at a time."
     )
     return "\n".join(lines)
 
@@ -390,7 +391,7 @@ def main() -> None:
         gpu_memory = int(arguments.gpu_memory * GIB)
         host_memory = None if arguments.host_memory is None else int(arguments.host_memory * GIB)
         plan = make_plan(config, model, gpu_memory, host_memory)
-        print(report(plan, config))
+        print(report(plan))
         if not plan.problems:
             print("It fits.")
             return
@@ -400,7 +401,7 @@ def main() -> None:
             print("No change that is known here makes it fit: take a smaller model or a larger card.")
         else:
             overrides, plan = found
-            print(f"It would with\n  {' '.join(overrides)}\n{report(plan, config)}")
+            print(f"It would with\n  {' '.join(overrides)}\n{report(plan)}")
     raise SystemExit(1)
 
 

@@ -130,6 +130,15 @@ def test_the_resolved_config_reads_back(write):
 
 
 BAD = [
+    (
+        {"rollout.sleep_level": 2, "rollout.quantization": "bitsandbytes"},
+        "bitsandbytes weights again; set rollout.sleep_level=1",
+    ),
+    ({"lora.dtype": "bfloat16", "dtype": "float32"}, "lora.dtype=bfloat16 needs dtype=bfloat16"),
+    (
+        {"train.offload_activations": True, "train.gradient_checkpointing": False},
+        "train.offload_activations needs train.gradient_checkpointing=true",
+    ),
     ({"train.lerning_rate": 1}, r"unknown key 'train.lerning_rate': did you mean 'learning_rate'\?"),
     ({"trian": {}}, r"unknown key 'trian': did you mean 'train'\?"),
     ({"objective.s2t.zzz": 1}, "unknown key 'objective.s2t.zzz': allowed are preset, enabled, tau_p, quantile"),

@@ -171,6 +171,18 @@ def test_what_it_suggests_fits(command):
     assert output.out.endswith("It fits.\n")
 
 
+def test_what_it_suggests_can_be_loaded(command):
+    """4-bit weights cannot be read again after a level-2 sleep, though only that would leave room in host memory."""
+    sizes = ("--gpu-memory", "12", "--host-memory", "18")
+    output = command("14B", *sizes, quantization="nf4", train={"max_tokens_per_microbatch": 16384})[1].out
+    assert not ("sleep_level=2" in output and "bitsandbytes" in output)
+
+
+def test_the_table_counts_sequences_of_its_own_length():
+    found = make_plan(config(rollout__max_completion_length=4096), qwen3("1.7B"), 24 * GIB)
+    assert f"{found.kv_tokens // 5120} sequences of the longest length (5,120) at a time" in plan.report(found)
+
+
 def test_what_no_change_makes_fit(command):
     status, output = command("14B", "--gpu-memory", "6")
     assert status == 1

@@ -243,7 +243,6 @@ def test_auto_is_vllm_where_it_is_installed(monkeypatch):
         ("0.28.0", False, "bitsandbytes", 1, "pip install --no-deps vllm-bnb-plugin==0.0.2"),
         ("0.32.0", False, "bitsandbytes", 1, "pip install --no-deps vllm-bnb-plugin==0.0.3"),
         ("0.32.0", True, "bitsandbytes", 1, None),
-        ("0.32.0", True, "bitsandbytes", 2, "bitsandbytes weights again; set rollout.sleep_level=1"),
         ("0.27.1", False, None, 2, "0.27.1 cannot read a base with LoRA again; set rollout.sleep_level=1"),
         ("0.33.0", False, "fp8", 2, None),
     ],

@@ -66,8 +66,7 @@ def check_vllm(quantization: str | None, sleep_level: int) -> None:
         plugin = "0.0.2" if installed < Version("0.29") else "0.0.3"
         fix = f"pip install --no-deps vllm-bnb-plugin=={plugin}" if separate else "pip uninstall vllm-bnb-plugin"
         raise InputError(f"rollout.quantization=bitsandbytes: vLLM {installed} cannot load it as installed; {fix}")
-    if sleep_level == 2 and (quantization == "bitsandbytes" or not separate):
-        reason = (
-            "cannot read bitsandbytes weights again" if separate else f"{installed} cannot read a base with LoRA again"
+    if sleep_level == 2 and not separate:
+        raise InputError(
+            f"rollout.sleep_level=2: vLLM {installed} cannot read a base with LoRA again; set rollout.sleep_level=1"
         )
-        raise InputError(f"rollout.sleep_level=2: vLLM {reason}; set rollout.sleep_level=1")
