@@ -173,7 +173,7 @@ def test_what_it_suggests_fits(command):
 
 def test_what_it_suggests_can_be_loaded(command):
     """4-bit weights cannot be read again after a level-2 sleep, though only that would leave room in host memory."""
-    sizes = ("--gpu-memory", "12", "--host-memory", "18")
+    sizes = ("--gpu-memory", "24", "--host-memory", "18")
     output = command("14B", *sizes, quantization="nf4", train={"max_tokens_per_microbatch": 16384})[1].out
     assert not ("sleep_level=2" in output and "bitsandbytes" in output)
 
