@@ -1,13 +1,12 @@
 """Prompts: read, rendered with the chat template, checked, and drawn in a seeded order."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from stapo_lite.config import InputError, one_line
+from stapo_lite.config import InputError, one_line, read_jsonl
 from stapo_lite.types import Prompt
 
 
@@ -42,25 +41,6 @@ def load_rows(
     for key, column in (("prompt_column", prompt_column), ("answer_column", answer_column)):
         if column is not None and column not in rows[0]:
             raise InputError(f"data.{key}={column}: {source} has only the columns {', '.join(rows[0])}")
-    return rows
-
-
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """One JSON object per line, values as they are (the `datasets` reader turns text into dates).
-
-    Raises:
-        InputError: a line is not a JSON object.
-    """
-    rows = []
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                row = json.loads(line) if line.strip() else None
-            except ValueError as error:
-                raise InputError(f"data.source={path}, line {number}: not JSON ({error})") from None
-            if not isinstance(row, dict | None):
-                raise InputError(f"data.source={path}, line {number}: must be a JSON object, got {type(row).__name__}")
-            rows += [] if row is None else [row]
     return rows
 
 

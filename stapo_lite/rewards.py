@@ -1,27 +1,28 @@
-"""Rewards: `math` (math-verify in worker processes), `arithmetic`, and the user's own by import path."""
+"""Rewards: `math` (graded in worker processes), `arithmetic`, and the user's own by import path.
 
+python -m stapo_lite.rewards grade cases.jsonl --out verdicts.jsonl
+"""
+
+import argparse
 import importlib
 import json
 import math
+import os
 import re
-import selectors
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from queue import SimpleQueue
+from pathlib import Path
 from typing import Any
 
-from stapo_lite.config import InputError, one_line
+from tqdm.auto import tqdm
+
+from stapo_lite.config import InputError, exit_on_input_error, one_line, read_jsonl
+from stapo_lite.grading import MathGrader, Question
 from stapo_lite.types import Completion
 
 RewardFunction = Callable[[Sequence[Completion]], list[float | None]]
 
 BUILT_IN = ("math", "arithmetic")
 OWN_ARGUMENTS = ("prompts", "completions", "completion_ids")  # as in TRL, columns of these names stay out
-WORKER_MEMORY_BYTES = 4 << 30  # address space; a runaway answer fails there instead of taking the machine
 
 
 class RewardModel:
@@ -50,8 +51,8 @@ class RewardModel:
         self._grader = MathGrader(timeout, num_workers)
 
         def score_math(completions: Sequence[Completion]) -> list[float | None]:
-            verdicts = self._grader.grade([(c.prompt.answer, c.text) for c in completions])
-            return [correct if verdict else incorrect for verdict in verdicts]
+            verdicts = self._grader.grade([Question(c.prompt.answer, c.text) for c in completions])
+            return [correct if verdict.correct else incorrect for verdict in verdicts]
 
         def score_arithmetic(completions: Sequence[Completion]) -> list[float | None]:
             return [correct if last_integer_equals(c.text, c.prompt.answer) else incorrect for c in completions]
@@ -146,143 +147,49 @@ def overlong_share(length: int, max_completion_length: int, buffer: float) -> fl
     return max(0.0, length - (max_completion_length - width)) / width
 
 
-class MathGrader:
-    """Grades answers with math-verify in worker processes that are killed when they overrun.
-
-    A worker is a plain `python -m stapo_lite.rewards` speaking JSON lines: it imports neither the
-    trainer nor torch, so replacing one takes about a second. Answers such as `9^{9^{9^{9}}}` hang
-    sympy in C code, where no signal is handled: only killing the process ends them.
+def grade_file(cases: Path, out: Path, timeout: float, num_workers: int) -> str:
+    """Write each case with its verdict, `correct`; return a line for a person.
 
     Args:
-        timeout: wall-clock seconds per answer, not counting a worker's start.
-        num_workers: processes; started on first use.
+        cases: JSON lines of `gold`, `pred` and optionally `form` (`answer`: `pred` is a bare final answer; else it is a
+            whole response), `answer_type` (`set`: the order of a list does not count) and `tolerance`.
+
+    Raises:
+        InputError: no such file, or a case lacks a field or has one of another type.
     """
-
-    def __init__(self, timeout: float, num_workers: int):
-        self._timeout = timeout
-        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="math-grader")
-        self._idle: SimpleQueue[_Worker | None] = SimpleQueue()
-        for _ in range(num_workers):
-            self._idle.put(None)
-
-    def grade(self, pairs: Sequence[tuple[Any, str]]) -> list[bool]:
-        """Whether each (gold, response) agrees. A gold is a bare final answer, as text or number."""
-        return list(self._threads.map(self._grade_one, pairs))
-
-    def _grade_one(self, pair: tuple[Any, str]) -> bool:
-        worker = self._idle.get()
-        try:
-            if worker is None:
-                worker = _Worker(self._timeout)
-            verdict = worker.ask({"gold": str(pair[0]), "response": pair[1]}, self._timeout)
-            if verdict is None:  # overran or died
-                worker.kill()
-                worker = None
-            return bool(verdict)
-        finally:
-            self._idle.put(worker)
-
-    def close(self) -> None:
-        """Stop the workers."""
-        self._threads.shutdown()
-        while not self._idle.empty():
-            worker = self._idle.get()
-            if worker is not None:
-                worker.kill()
+    rows = read_jsonl(cases)
+    questions = [_case(row, f"{cases}, case {number}") for number, row in enumerate(rows, start=1)]
+    grader = MathGrader(timeout, num_workers)
+    with tqdm(total=len(rows), desc="grade", unit="answer", leave=False, disable=None) as bar:
+        verdicts = grader.grade(questions, on_verdict=bar.update)
+    grader.close()
+    with out.open("w", encoding="utf-8") as file:
+        for row, verdict in zip(rows, verdicts, strict=True):
+            file.write(json.dumps(row | {"correct": verdict.correct}, ensure_ascii=False) + "\n")
+    missing = sum(verdict.answer is None for verdict in verdicts)
+    return f"{len(rows)} graded, {sum(v.correct for v in verdicts)} correct, {missing} without an answer: {out}"
 
 
-class _Worker:
-    """One grading process."""
-
-    def __init__(self, timeout: float) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "stapo_lite.rewards", str(timeout)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-        )
-        self._selector = selectors.DefaultSelector()
-        assert self._process.stdout is not None
-        self._selector.register(self._process.stdout, selectors.EVENT_READ)
-        if self._read_line(timeout=120) is None:
-            self.kill()
-            raise RuntimeError(
-                "the math-verify worker did not start; `python -m stapo_lite.rewards 5` should print true"
-            )
-
-    def ask(self, question: dict[str, str], timeout: float) -> bool | None:
-        """The verdict, or None where the worker died or took longer than `timeout` seconds."""
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(question).encode() + b"\n")
-        except BrokenPipeError:
-            return None
-        return self._read_line(timeout)
-
-    def _read_line(self, timeout: float) -> bool | None:
-        assert self._process.stdout is not None
-        deadline, line = time.monotonic() + timeout, b""
-        while not line.endswith(b"\n"):
-            if not self._selector.select(max(0.0, deadline - time.monotonic())):
-                return None
-            chunk = self._process.stdout.read(64)
-            if not chunk:
-                return None
-            line += chunk
-        return json.loads(line)
-
-    def kill(self) -> None:
-        self._selector.close()
-        self._process.kill()
-        with self._process:  # closes the pipes and reaps it
-            pass
+def _case(row: dict[str, Any], where: str) -> Question:
+    for field, kinds in (("gold", (str, int, float)), ("pred", (str, int, float)), ("tolerance", (int, float))):
+        if not isinstance(row.get(field, 0 if field == "tolerance" else None), kinds):
+            raise InputError(f"{where}: {field} must be text or a number, got {row.get(field)!r}")
+    bare = row.get("form") == "answer"
+    response = f"\\boxed{{{row['pred']}}}" if bare else str(row["pred"])
+    return Question(row["gold"], response, row.get("answer_type") != "set", row.get("tolerance", 0.0))
 
 
-def is_equivalent(gold: str, response: str) -> bool:
-    r"""Whether the final answer of `response` equals `gold`, by math-verify.
-
-    The final answer is the content of the last \boxed{}, else what math-verify extracts last. The gold
-    is wrapped in \boxed{}: bare, it often fails to parse. Time limits are the caller's.
-    """
-    from math_verify import parse, verify
-
-    boxed = last_boxed(response)
-    final = response if boxed is None else f"\\boxed{{{boxed}}}"
-    # math-verify's own limit needs SIGALRM and cannot interrupt C code
-    answers = [parse(text, parsing_timeout=None) for text in (f"\\boxed{{{gold}}}", final)]
-    return bool(verify(*answers, timeout_seconds=None))
-
-
-def last_boxed(text: str) -> str | None:
-    r"""Content of the last complete \boxed{...} or \fbox{...}, braces balanced; None where there is none."""
-    for match in reversed(list(re.finditer(r"\\(?:boxed|fbox)\s*\{", text))):
-        depth = 1
-        for position in range(match.end(), len(text)):
-            depth += {"{": 1, "}": -1}.get(text[position], 0)
-            if depth == 0:
-                return text[match.end() : position]
-    return None
-
-
-def _serve(timeout: float) -> None:
-    """Answer questions on stdin, one JSON line each, until it closes."""
-    import logging
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_AS, (WORKER_MEMORY_BYTES, WORKER_MEMORY_BYTES))
-    logging.disable(logging.CRITICAL)  # math-verify logs each answer it cannot parse
-    is_equivalent("1", "\\boxed{1}")  # loads sympy and the parser before the clock runs
-    print("true", flush=True)
-    for line in sys.stdin:
-        question = json.loads(line)
-        signal.alarm(math.ceil(timeout) + 1)  # not handled, so it ends the process even in C code: no orphan lives on
-        try:
-            verdict = is_equivalent(question["gold"], question["response"])
-        except Exception:  # whatever sympy raises on a hostile answer, the answer is wrong
-            verdict = False
-        signal.alarm(0)
-        print(json.dumps(verdict), flush=True)
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m stapo_lite.rewards", description=__doc__)
+    grade = parser.add_subparsers(required=True, metavar="grade").add_parser("grade", help="grade a file of answers")
+    grade.add_argument("cases", type=Path, help="JSON lines of gold, pred and optionally form, answer_type, tolerance")
+    grade.add_argument("--out", type=Path, required=True, help="the same lines with `correct`")
+    grade.add_argument("--timeout", type=float, default=5.0, help="seconds per answer")
+    grade.add_argument("--num-workers", type=int, default=os.cpu_count() or 1, help="processes")
+    arguments = parser.parse_args()
+    with exit_on_input_error():
+        print(grade_file(arguments.cases, arguments.out, arguments.timeout, arguments.num_workers))
 
 
 if __name__ == "__main__":
-    _serve(float(sys.argv[1]))
+    main()

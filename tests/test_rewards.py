@@ -4,17 +4,20 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from stapo_lite.config import InputError
-from stapo_lite.rewards import MathGrader, RewardModel, last_boxed, last_integer_equals, overlong_share
+from stapo_lite.grading import MathGrader, Question, Verdict
+from stapo_lite.rewards import RewardModel, last_integer_equals, main, overlong_share
 from stapo_lite.types import Completion, Prompt
 
-DATA = Path(__file__).parent.parent.parent / "shared" / "data"
 GENEROUS = 20.0  # seconds: a loaded machine must not fail an honest answer
 SHORT = 2.0
+
+
+def grade(grader, *pairs):
+    return [verdict.correct for verdict in grader.grade([Question(gold, response) for gold, response in pairs])]
 
 
 @pytest.fixture(scope="module")
@@ -64,18 +67,18 @@ def score(functions, completions, **changes):
     ],
 )
 def test_math_on_the_final_answer(grader, gold, response, correct):
-    assert grader.grade([(gold, response)]) == [correct]
+    assert grade(grader, (gold, response)) == [correct]
 
 
 @pytest.mark.parametrize("answer", ["9^{9^{9^{9}}}", "10^{10^{10}}!", "\\int_0^1 x^{x^{x^{x}}} dx"])
 def test_a_pathological_answer_costs_at_most_the_limit_and_is_wrong(answer):
     impatient = MathGrader(timeout=SHORT, num_workers=1)
     try:
-        assert impatient.grade([("4", r"\boxed{4}")]) == [True]  # started
+        assert grade(impatient, ("4", r"\boxed{4}")) == [True]  # started
         started = time.monotonic()
-        assert impatient.grade([("4", f"\\boxed{{{answer}}}")]) == [False]
+        assert impatient.grade([Question("4", f"\\boxed{{{answer}}}")]) == [Verdict(False, None)]
         assert SHORT <= time.monotonic() - started < SHORT + 1.0
-        assert impatient.grade([("4", r"\boxed{4}")] * 4) == [True] * 4  # and the run goes on
+        assert grade(impatient, *[("4", r"\boxed{4}")] * 4) == [True] * 4  # and the run goes on
     finally:
         impatient.close()
 
@@ -83,12 +86,12 @@ def test_a_pathological_answer_costs_at_most_the_limit_and_is_wrong(answer):
 def test_a_worker_that_dies_is_replaced():
     grader = MathGrader(timeout=GENEROUS, num_workers=1)
     try:
-        assert grader.grade([("4", r"\boxed{4}")]) == [True]
+        assert grade(grader, ("4", r"\boxed{4}")) == [True]
         worker = grader._idle.get()
         os.kill(worker._process.pid, signal.SIGKILL)
         worker._process.wait()
         grader._idle.put(worker)
-        assert grader.grade([("4", r"\boxed{4}")] * 3) == [False, True, True]
+        assert grade(grader, *[("4", r"\boxed{4}")] * 3) == [False, True, True]
     finally:
         grader.close()
 
@@ -96,7 +99,7 @@ def test_a_worker_that_dies_is_replaced():
 def test_a_worker_without_its_parent_ends_itself():
     """The run was killed while its worker hung."""
     worker = subprocess.Popen(
-        [sys.executable, "-m", "stapo_lite.rewards", "0.5"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "stapo_lite.grading", "0.5"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert worker.stdout.readline() == "true\n"
     worker.stdin.write(json.dumps({"gold": "4", "response": r"\boxed{9^{9^{9^{9}}}}"}) + "\n")
@@ -110,34 +113,56 @@ def test_a_worker_without_its_parent_ends_itself():
 
 def test_many_answers_in_order(grader):
     pairs = [(str(i), f"\\boxed{{{i if i % 3 else -1}}}") for i in range(1, 61)]
-    assert grader.grade(pairs) == [bool(i % 3) for i in range(1, 61)]
+    assert grade(grader, *pairs) == [bool(i % 3) for i in range(1, 61)]
 
 
 def test_a_response_larger_than_a_pipe(grader):
-    assert grader.grade([("4", "blah " * 100_000 + r"\boxed{4}")]) == [True]
+    assert grade(grader, ("4", "blah " * 100_000 + r"\boxed{4}")) == [True]
 
 
-@pytest.mark.parametrize("name", ["aime24", "amc23", "math500"])
-def test_golds_of_the_benchmarks_match_themselves(grader, name):
-    path = DATA / f"{name}.jsonl"
-    if not path.exists():
-        pytest.skip(f"{path.name} of the shared benchmark data is not here")
-    golds = [json.loads(line)["answer"] for line in path.read_text(encoding="utf-8").splitlines()][:60]
-    assert grader.grade([(gold, f"so \\boxed{{{gold}}}.") for gold in golds]) == [True] * len(golds)
+def test_verdicts_carry_the_answer_in_one_spelling(grader):
+    questions = [
+        Question("0.5", r"\boxed{\dfrac12}"),
+        Question("1,3", r"\boxed{3, 1}"),
+        Question("1,3", r"\boxed{3, 1}", ordered=True),
+        Question("4.2", r"\boxed{4.3}", tolerance=0.2),
+        Question("4.2", "no idea"),
+    ]
+    assert grader.grade(questions) == [(True, "1/2"), (True, "3,1"), (False, "3,1"), (True, "43/10"), (False, None)]
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (r"a \boxed{1} b \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-        (r"\boxed {3}", "3"),
-        (r"\fbox{3}", "3"),
-        (r"\boxed{1} then \boxed{2", "1"),
-        ("none", None),
-    ],
-)
-def test_last_boxed(text, expected):
-    assert last_boxed(text) == expected
+def test_grading_a_file(tmp_path, capsys, monkeypatch):
+    cases, out = tmp_path / "cases.jsonl", tmp_path / "verdicts.jsonl"
+    rows = [
+        {"gold": "1/2", "pred": "0.5", "form": "answer", "id": "é"},
+        {"gold": 4, "pred": "We get 3, then the answer is 4."},
+        {"gold": "1,3", "pred": "3,1", "form": "answer"},
+        {"gold": "1,3", "pred": "3,1", "form": "answer", "answer_type": "set"},
+        {"gold": "4.2", "pred": 4.25, "form": "answer", "tolerance": 0.1},
+        {"gold": "4", "pred": "no idea", "form": "response"},
+    ]
+    cases.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    command = ["rewards", "grade", str(cases), "--out", str(out), "--timeout", str(GENEROUS), "--num-workers", "1"]
+    monkeypatch.setattr(sys, "argv", command)
+    main()
+    assert capsys.readouterr().out == f"6 graded, 4 correct, 1 without an answer: {out}\n"
+    written = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    assert written == [
+        row | {"correct": correct} for row, correct in zip(rows, [True, True, False, True, True, False], strict=True)
+    ]
+    for line, message in [
+        ('{"gold": "1"}', "case 1: pred must be text or a number, got None"),
+        ('{"gold": null, "pred": "1"}', "case 1: gold must be text or a number, got None"),
+        ("3", "line 1: must be a JSON object, got int"),
+    ]:
+        cases.write_text(line, encoding="utf-8")
+        with pytest.raises(SystemExit, match="2"):
+            main()
+        assert f"error: {cases}, {message}" in capsys.readouterr().err
+    cases.unlink()
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert f"error: {cases}: cannot be read (No such file or directory)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
