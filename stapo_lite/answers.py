@@ -83,10 +83,13 @@ _MISREAD = re.compile(
 )
 
 
-def final_answer(response: str) -> str | None:
+def final_answer(response: str, finished: bool = True) -> str | None:
     r"""The final answer of a response, as written; None where there is none.
 
     What is inside <think> does not count. Of boxes that make up one list (`\boxed{1} and \boxed{2}`) all are taken.
+
+    Args:
+        finished: False for a response that was cut off: it may have a box, but states no answer otherwise.
     """
     response = response.rpartition("</think>")[2].partition("<think>")[0]
     boxes = list(_boxes(response))
@@ -96,6 +99,8 @@ def final_answer(response: str) -> str | None:
             start, _, content = boxes.pop()
             answer = answer if content == answer else f"{content}{joint}{answer}"
         return answer.strip() or None
+    if not finished:
+        return None
     if len(response) < 200 and not _PROSE.search(response.strip()):
         return response.strip(" #*\n") or None  # nothing but an answer
     return _stated_last(response[-TAIL:])

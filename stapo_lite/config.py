@@ -12,13 +12,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 UserPath = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
+BENCHMARK_NAMES = ["aime24", "aime25", "amc23", "math500", "minerva", "olympiadbench"]
 PROJECTIONS: list[Projection] = list(get_args(Projection))
 
 
@@ -44,6 +45,9 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
+S = TypeVar("S", bound=Section)
+
+
 class Lora(Section):
     """The adapter (PEFT `LoraConfig` names)."""
 
@@ -58,7 +62,29 @@ class Lora(Section):
     a 256th of a value, which at usual learning rates are most."""
 
 
-class Data(Section):
+class Prompting(Section):
+    """How a problem becomes a prompt."""
+
+    system_prompt: str | None = None
+    """System message put before each prompt (with the chat template only)."""
+    prompt_suffix: str = ""
+    """Text appended to the last user message."""
+    apply_chat_template: bool = True
+    """Render prompts with the tokenizer's chat template. A prompt that ends in an assistant message
+    is continued, as in TRL."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Extra arguments of the chat template, such as `enable_thinking`."""
+    max_prompt_length: int = Field(1024, ge=1)
+    """Longest prompt, in tokens."""
+
+    @model_validator(mode="after")
+    def _system_prompts_need_the_template(self):
+        if self.system_prompt is not None and not self.apply_chat_template:
+            raise ValueError("system_prompt needs apply_chat_template=true: put it into the prompts instead")
+        return self
+
+
+class Data(Prompting):
     """Prompts."""
 
     source: UserPath = "arithmetic"
@@ -71,17 +97,10 @@ class Data(Section):
     """Column with the prompt: a string, or a list of `{role, content}` messages."""
     answer_column: str = "answer"
     """Column with the reference answer, which the built-in rewards need."""
-    system_prompt: str | None = None
-    """System message put before each prompt (with the chat template only)."""
-    prompt_suffix: str = ""
-    """Text appended to the last user message."""
-    apply_chat_template: bool = True
-    """Render prompts with the tokenizer's chat template. A prompt that ends in an assistant message
-    is continued, as in TRL."""
-    chat_template_kwargs: dict[str, Any] = {}
-    """Extra arguments of the chat template, such as `enable_thinking`."""
-    max_prompt_length: int = Field(1024, ge=1)
-    """Longest prompt, in tokens."""
+    drop_contaminated: bool = False
+    """Leave out rows that overlap a problem of `benchmarks`: that hold 60 % or more of its 8-grams."""
+    benchmarks: list[str] = BENCHMARK_NAMES
+    """`drop_contaminated` only: as in an evaluation (below)."""
     filter_overlong_prompts: bool = False
     """Drop prompts longer than `max_prompt_length` instead of stopping with an error."""
     arithmetic_max_operand: int = Field(50, ge=1)
@@ -119,15 +138,29 @@ class Reward(Section):
         return self
 
 
-class Rollout(Section):
-    """Sampling of completion groups."""
+class Engine(Section):
+    """What samples completions."""
 
     engine: Literal["auto", "vllm", "transformers"] = "auto"
     """`auto` takes vLLM where it is installed, else transformers' `generate`."""
-    num_generations: int = Field(8, ge=2)
-    """Completions per prompt (the group size G)."""
     max_completion_length: int = Field(2048, ge=1)
     """Longest completion, in tokens."""
+    gpu_memory_utilization: float = Field(0.45, gt=0, lt=1)
+    """vLLM on a GPU: share of the card's memory it may take."""
+    kv_cache_gb: float = Field(1.0, gt=0)
+    """vLLM on a CPU: size of the KV cache in GiB."""
+    max_num_seqs: int = Field(128, ge=1)
+    """Completions sampled at the same time, at least `num_generations`."""
+    quantization: str | None = None
+    """vLLM's `quantization` of what it serves: `bitsandbytes` for the 4-bit weights of an `nf4` trainer, `fp8`, ...;
+    a quantised checkpoint needs none."""
+
+
+class Rollout(Engine):
+    """Sampling of completion groups."""
+
+    num_generations: int = Field(8, ge=2)
+    """Completions per prompt (the group size G)."""
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature; training uses the distribution at this temperature too. There is no
     top-p, top-k or repetition penalty: each would bias the sampled log-probabilities."""
@@ -138,15 +171,6 @@ class Rollout(Section):
     model: Annotated[str | None, AfterValidator(lambda path: path and os.path.expanduser(path))] = None
     """vLLM: serve this checkpoint of the same model, quantised to fp8, AWQ or GPTQ, in place of `model`. How far
     that is from the trainer's policy is logged as `sampler_gap_*`, and corrected by `objective.sampler_correction`."""
-    gpu_memory_utilization: float = Field(0.45, gt=0, lt=1)
-    """vLLM on a GPU: share of the card's memory it may take."""
-    kv_cache_gb: float = Field(1.0, gt=0)
-    """vLLM on a CPU: size of the KV cache in GiB."""
-    max_num_seqs: int = Field(128, ge=1)
-    """Completions sampled at the same time, at least `num_generations`."""
-    quantization: str | None = None
-    """vLLM's `quantization` of what it serves: `bitsandbytes` for the 4-bit weights of an `nf4` trainer, `fp8`, ...;
-    a quantised checkpoint needs none."""
     sleep_level: Literal[0, 1, 2] = 1
     """vLLM on a GPU, while the trainer updates: 0 keeps its memory, 1 moves its weights to the host, 2 drops them and
     reads them from the disk again (vLLM 0.28 or newer, not with `bitsandbytes`). The adapter outlives both."""
@@ -282,6 +306,21 @@ class Log(Section):
     """Checkpoints kept, newest first."""
 
 
+class Evaluation(Section):
+    """Benchmarks during training, of completions of at most `rollout.max_completion_length` tokens."""
+
+    steps: int = Field(0, ge=0)
+    """Evaluate before the first step, every so many steps and at the end; 0 for never."""
+    benchmarks: list[str] = Field(["aime24", "aime25", "amc23"], min_length=1)
+    """As in an evaluation (below)."""
+    num_samples: int | None = Field(None, ge=1)
+    """Samples per problem; by default what each benchmark asks for."""
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling: the smallest set of tokens with this probability."""
+
+
 _NO_S2T = {"objective.s2t.enabled": False, "objective.entropy_coef": 0.0}
 _ALGORITHMS: dict[str, dict[str, Any]] = {
     "stapo": {},  # the defaults
@@ -330,17 +369,13 @@ class Config(Section):
     rollout: Rollout = Rollout()
     objective: Objective = Objective()
     train: Train = Train()
+    evaluation: Evaluation = Evaluation()
     log: Log = Log()
 
     @model_validator(mode="before")
     @classmethod
     def _presets_fill_what_is_left_open(cls, tree: Any) -> Any:
-        resolved = copy.deepcopy(tree)
-        for key, table in PRESETS.items():
-            name = _lookup(resolved, key)
-            for path, value in (table.get(name, {}) if isinstance(name, str) else {}).items():
-                _fill(resolved, path, value)
-        return resolved
+        return _fill_presets(tree, PRESETS)
 
     @model_validator(mode="after")
     def _values_fit_together(self):
@@ -359,8 +394,6 @@ class Config(Section):
             raise ValueError("lora.dtype=bfloat16 needs dtype=bfloat16: change one")
         if train.offload_activations and not train.gradient_checkpointing:
             raise ValueError("train.offload_activations needs train.gradient_checkpointing=true: switch one")
-        if self.data.system_prompt is not None and not self.data.apply_chat_template:
-            raise ValueError("data.system_prompt needs data.apply_chat_template=true: put it into the prompts instead")
         if train.max_tokens_per_microbatch < longest:
             raise ValueError(
                 f"train.max_tokens_per_microbatch={train.max_tokens_per_microbatch} is less than one "
@@ -370,6 +403,88 @@ class Config(Section):
         return self
 
 
+class EvalEngine(Engine):
+    """Sampling."""
+
+    max_completion_length: int = Field(20480, ge=1)
+    """Longest completion, in tokens."""
+    gpu_memory_utilization: float = Field(0.9, gt=0, lt=1)
+    """vLLM on a GPU: share of the card's memory it may take."""
+    num_samples: int | None = Field(None, ge=1)
+    """Samples per problem; by default 32 for AIME24, AIME25 and AMC23, 4 for the others, 1 for a file."""
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling: the smallest set of tokens with this probability."""
+
+
+class EvalPrompting(Prompting):
+    """How a problem becomes a prompt."""
+
+    prompt_suffix: str = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+    """Text appended to the last user message."""
+    max_prompt_length: int = Field(2048, ge=1)
+    """Longest prompt, in tokens."""
+
+
+class Grading(Section):
+    """Judging the answers by rules."""
+
+    timeout: float = Field(5.0, gt=0)
+    """Seconds of wall-clock time after which a worker is killed and its answer is wrong."""
+    num_workers: int = Field(2, ge=1)
+    """Worker processes."""
+
+
+class Verifier(Section):
+    """A second judge: a language model that is asked only about answers that the rules reject."""
+
+    model: Annotated[str | None, AfterValidator(lambda path: path and os.path.expanduser(path))] = None
+    """Folder or Hub name; none is asked by default."""
+    max_prompt_length: int = Field(4096, ge=64)
+    """Tokens of problem, gold and the end of the response that it sees."""
+    batch_size: int = Field(8, ge=1)
+    """Answers judged at the same time."""
+
+
+DECODING: dict[str, dict[str, Any]] = {
+    "training-aligned": {},  # the defaults
+    "justrl": {"rollout.temperature": 0.7, "rollout.top_p": 0.9},
+}
+"""The two decodings of the paper's tables."""
+
+
+class EvalConfig(Section):
+    """An evaluation: `python -m stapo_lite.evaluate`."""
+
+    model: UserPath
+    """A folder, or a name on the Hub: the adapter's base, or a merged model."""
+    adapter: Annotated[str | None, AfterValidator(lambda path: path and os.path.expanduser(path))] = None
+    """Folder with an adapter in PEFT's format."""
+    output_dir: UserPath
+    """Samples, verdicts and results; an interrupted evaluation goes on there."""
+    benchmarks: list[str] = Field(BENCHMARK_NAMES, min_length=1)
+    """Names of these six, or `.jsonl` files with `problem` and `answer`. A file whose name begins with one of the six
+    is taken for that benchmark."""
+    limit: int | None = Field(None, ge=1)
+    """Only the first so many problems of each benchmark."""
+    decoding: Literal["training-aligned", "justrl"] = "training-aligned"
+    """Sets temperature and top-p: 1.0 / 1.0, as rollouts in training have them, or 0.7 / 0.9."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Data type of the weights."""
+    seed: int = Field(0, ge=0, lt=2**31)
+    """Each sample has a seed of its own that follows from this, the problem and its number."""
+    data: EvalPrompting = EvalPrompting()
+    rollout: EvalEngine = EvalEngine()
+    grading: Grading = Grading()
+    verifier: Verifier = Verifier()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _decoding_fills_what_is_left_open(cls, tree: Any) -> Any:
+        return _fill_presets(tree, {"decoding": DECODING})
+
+
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     """Read a YAML config and apply `key.sub=value` overrides (values are YAML too).
 
@@ -377,6 +492,17 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
         InputError: the file is missing or not a mapping; a key is unknown (with the nearest match);
             a value has the wrong type or range; the batch sizes do not fit together.
     """
+    tree = _read_yaml(path)
+    _drop_what_presets_set(tree)
+    return _validate(Config, tree, path, overrides)
+
+
+def load_eval_config(path: str | Path, overrides: list[str] | None = None) -> EvalConfig:
+    """The same for an evaluation."""
+    return _validate(EvalConfig, _read_yaml(path), path, overrides)
+
+
+def _read_yaml(path: str | Path) -> dict:
     try:
         tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -385,13 +511,16 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
         raise InputError(f"{path}: cannot be read as YAML: {one_line(error)}") from None
     if not isinstance(tree, dict):
         raise InputError(f"{path}: must be a YAML mapping of keys, as in configs/quickstart.yaml")
-    _drop_what_presets_set(tree)
+    return tree
+
+
+def _validate(schema: type[S], tree: dict, path: str | Path, overrides: list[str] | None) -> S:
     for override in overrides or []:
         _apply_override(tree, override)
     try:
-        return Config.model_validate(tree)
+        return schema.model_validate(tree)
     except ValidationError as error:
-        raise InputError(f"{path}: {_explain(error.errors()[0])}") from None
+        raise InputError(f"{path}: {_explain(schema, error.errors()[0])}") from None
 
 
 def check_processes(config: Config, num_processes: int) -> None:
@@ -401,6 +530,13 @@ def check_processes(config: Config, num_processes: int) -> None:
             f"train.mini_batch_size={config.train.mini_batch_size} is not divisible by the "
             f"{num_processes} processes launched: choose a multiple of {num_processes}"
         )
+
+
+def check_launched(num_processes: int) -> None:
+    """Raises InputError where accelerate runs fewer processes than were launched; it would pass over it in silence."""
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if num_processes != launched:
+        raise InputError(f"{launched} processes were launched, but accelerate runs {num_processes}")
 
 
 def batch_arithmetic(config: Config, num_processes: int) -> str:
@@ -416,7 +552,7 @@ def batch_arithmetic(config: Config, num_processes: int) -> str:
     )
 
 
-def to_yaml(config: Config) -> str:
+def to_yaml(config: Section) -> str:
     """The resolved config as YAML that `load_config` reads back."""
     return yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
 
@@ -457,6 +593,16 @@ def _drop_what_presets_set(tree: dict) -> None:
             del _lookup(tree, parents)[last]
 
 
+def _fill_presets(tree: Any, presets: dict[str, dict[str, dict[str, Any]]]) -> Any:
+    """The tree with the fields set that its presets set and it leaves open."""
+    resolved = copy.deepcopy(tree)
+    for key, table in presets.items():
+        name = _lookup(resolved, key)
+        for path, value in (table.get(name, {}) if isinstance(name, str) else {}).items():
+            _fill(resolved, path, value)
+    return resolved
+
+
 def _lookup(tree: Any, key: str) -> Any:
     for part in key.split("."):
         tree = tree.get(part) if isinstance(tree, dict) else None
@@ -474,12 +620,12 @@ def _fill(tree: Any, key: str, value: Any) -> None:
         tree.setdefault(last, value)
 
 
-def _explain(error: Any) -> str:
+def _explain(schema: type[BaseModel], error: Any) -> str:
     """One of pydantic's errors as one line: key, what is wrong, what is allowed."""
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         *parents, last = error["loc"]
-        allowed = list(_section(parents).model_fields)
+        allowed = list(_section(schema, parents).model_fields)
         near = difflib.get_close_matches(str(last), allowed, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"allowed are {', '.join(allowed)}"
         return f"unknown key {key!r}: {hint}"
@@ -490,8 +636,7 @@ def _explain(error: Any) -> str:
     return f"key {key!r}: {error['msg'][0].lower()}{error['msg'][1:]}, got {error['input']!r}"
 
 
-def _section(path: list) -> type[BaseModel]:
-    section: type[BaseModel] = Config
+def _section(section: type[BaseModel], path: list) -> type[BaseModel]:
     for part in path:
         section = section.model_fields[part].annotation  # type: ignore[assignment]
     return section
@@ -546,6 +691,8 @@ def reference() -> str:
             add(kind, path)
 
     add(Config, "")
+    lines.extend(["# Evaluation", "", "Config of `python -m stapo_lite.evaluate`.", ""])
+    add(EvalConfig, "")
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -1,28 +1,42 @@
-"""Prompts: read, rendered with the chat template, checked, and drawn in a seeded order."""
+"""Prompts: read, rendered with the chat template, checked, and drawn in a seeded order.
 
+python -m stapo_lite.data contamination train.jsonl --benchmarks all
+"""
+
+import argparse
+import json
+import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from stapo_lite.config import InputError, one_line, read_jsonl
+from stapo_lite.benchmarks import Problem, load_benchmark
+from stapo_lite.config import BENCHMARK_NAMES, InputError, exit_on_input_error, one_line, read_jsonl
 from stapo_lite.types import Prompt
 
 
 def load_rows(
-    source: str, *, subset: str | None, split: str, prompt_column: str, answer_column: str | None, max_operand: int
+    source: str,
+    *,
+    subset: str | None,
+    split: str,
+    prompt_column: str | None,
+    answer_column: str | None,
+    max_operand: int,
 ) -> list[dict[str, Any]]:
     """Rows of the data set, checked to have the columns.
 
     Args:
-        answer_column: None where no reward needs it.
+        prompt_column, answer_column: None where it may have any name, or no reward needs it.
 
     Raises:
         InputError: no such file or Hub dataset, no rows, or a column is missing.
     """
     if source == "arithmetic":
-        return arithmetic(max_operand, prompt_column, answer_column or "answer")
+        return arithmetic(max_operand, prompt_column or "prompt", answer_column or "answer")
     path = Path(source)
     if path.suffix.lower() in (".jsonl", ".parquet") and not path.is_file():
         raise InputError(f"data.source={source}: no such file")
@@ -67,6 +81,49 @@ def arithmetic(max_operand: int, prompt_column: str, answer_column: str) -> list
         for a in operands
         for b in operands
     ]
+
+
+class Overlap(NamedTuple):
+    """A row that holds a problem, or most of it."""
+
+    row: int
+    problem: Problem
+    share: float
+    """Of the problem's n-grams."""
+
+
+def find_overlaps(texts: Sequence[str], problems: Sequence[Problem], n: int = 8, share: float = 0.6) -> list[Overlap]:
+    """The pairs of a text and a problem of whose `n`-grams of words it holds `share` or more.
+
+    Words are runs of letters and digits, in small letters. A problem of fewer than `n` words counts as one gram.
+    """
+    sizes: list[int] = []
+    index: dict[tuple[str, ...], list[int]] = {}
+    for number, problem in enumerate(problems):
+        grams = _grams(problem.text, n)
+        sizes.append(len(grams))
+        for gram in grams:
+            index.setdefault(gram, []).append(number)
+    lengths = sorted({len(gram) for gram in index})
+    overlaps = []
+    for row, text in enumerate(texts):
+        held = {gram for length in lengths for gram in _grams(text, length)}
+        hits = Counter(number for gram in held for number in index.get(gram, ()))
+        pairs = [Overlap(row, problems[number], count / sizes[number]) for number, count in hits.items()]
+        overlaps += [overlap for overlap in pairs if overlap.share >= share]
+    return overlaps
+
+
+def _grams(text: str, n: int) -> set[tuple[str, ...]]:
+    words = re.findall(r"[^\W_]+", text.lower())
+    return {tuple(words[i : i + n]) for i in range(max(1, len(words) - n + 1))}
+
+
+def prompt_text(prompt: Any) -> str:
+    """Of a prompt that is text or messages; empty for anything else."""
+    if _is_messages(prompt):
+        return "\n".join(message["content"] for message in prompt)
+    return prompt if isinstance(prompt, str) else ""
 
 
 def render_prompts(
@@ -140,7 +197,7 @@ def render_prompts(
                 continue
             raise InputError(
                 f"{where}: the prompt has {len(token_ids)} tokens, data.max_prompt_length is {max_prompt_length}; "
-                "raise it, or set data.filter_overlong_prompts=true to drop such rows"
+                "raise it, or drop such rows (in training: data.filter_overlong_prompts=true)"
             )
         columns = {name: value for name, value in row.items() if name != prompt_column}
         prompts.append(Prompt(prompt, token_ids, answer, columns))
@@ -188,3 +245,57 @@ def _is_messages(prompt: Any) -> bool:
             isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in prompt
         )
     )
+
+
+def contamination_report(overlaps: Sequence[Overlap], texts: Sequence[str], problems: Sequence[Problem]) -> str:
+    """The share of each benchmark's problems that some row holds, and every pair."""
+    lines = []
+    for name in dict.fromkeys(problem.benchmark for problem in problems):
+        total = sum(problem.benchmark == name for problem in problems)
+        found = len({o.problem.id for o in overlaps if o.problem.benchmark == name})
+        lines.append(f"{name:<14} {found:>4} of {total:>4} problems ({100 * found / total:.1f} %)")
+    for row, problem, share in overlaps:
+        start = " ".join(texts[row].split())[:80]
+        lines.append(f"  {problem.benchmark} {problem.id}: {100 * share:.0f} % in row {row + 1}: {start}")
+    lines.append(f"{len({o.row for o in overlaps})} of {len(texts)} rows overlap a benchmark")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m stapo_lite.data", description=__doc__)
+    check = parser.add_subparsers(required=True, metavar="contamination").add_parser(
+        "contamination", help="which benchmark problems a training set holds"
+    )
+    check.add_argument("source", help="a .jsonl or .parquet file, or a dataset on the Hub")
+    check.add_argument("--subset", help="configuration name of a Hub dataset")
+    check.add_argument("--split", default="train", help="split of a Hub dataset")
+    check.add_argument("--prompt-column", help="by default `prompt` or `problem`")
+    check.add_argument("--benchmarks", nargs="+", default=["all"], help="`all`, their names, or .jsonl files")
+    check.add_argument("--out", type=Path, help="write the rows that overlap none (.jsonl)")
+    arguments = parser.parse_args()
+    with exit_on_input_error():
+        names = BENCHMARK_NAMES if arguments.benchmarks == ["all"] else arguments.benchmarks
+        problems = [problem for name in names for problem in load_benchmark(name)[1]]
+        rows = load_rows(
+            arguments.source,
+            subset=arguments.subset,
+            split=arguments.split,
+            prompt_column=arguments.prompt_column,
+            answer_column=None,
+            max_operand=1,
+        )
+        column = arguments.prompt_column or ("prompt" if "prompt" in rows[0] else "problem")
+        texts = [prompt_text(row.get(column)) for row in rows]
+        overlaps = find_overlaps(texts, problems)
+        print(contamination_report(overlaps, texts, problems))
+        if arguments.out:
+            dropped = {overlap.row for overlap in overlaps}
+            with arguments.out.open("w", encoding="utf-8") as file:
+                for number, row in enumerate(rows):
+                    if number not in dropped:
+                        file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            print(f"{len(rows) - len(dropped)} rows: {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()

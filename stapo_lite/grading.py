@@ -25,11 +25,12 @@ WORKER_MEMORY_BYTES = 4 << 30  # address space; a runaway answer fails there ins
 
 @dataclass(frozen=True)
 class Question:
-    """A response to grade; the other fields are those of `answers.equivalent`."""
+    """A response to grade; the fields are those of `answers.final_answer` and `answers.equivalent`."""
 
     gold: Any
     """A bare final answer, as text or number."""
     response: str
+    finished: bool = True
     ordered: bool = False
     tolerance: float = 0.0
 
@@ -135,7 +136,7 @@ class _Worker:
 
 def grade(question: Question) -> Verdict:
     """Without a time limit."""
-    answer = final_answer(question.response)
+    answer = final_answer(question.response, question.finished)
     if answer is None:
         return Verdict(False, None)
     correct = equivalent(question.gold, answer, ordered=question.ordered, tolerance=question.tolerance)

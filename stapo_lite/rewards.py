@@ -51,7 +51,7 @@ class RewardModel:
         self._grader = MathGrader(timeout, num_workers)
 
         def score_math(completions: Sequence[Completion]) -> list[float | None]:
-            verdicts = self._grader.grade([Question(c.prompt.answer, c.text) for c in completions])
+            verdicts = self._grader.grade([Question(c.prompt.answer, c.text, not c.truncated) for c in completions])
             return [correct if verdict.correct else incorrect for verdict in verdicts]
 
         def score_arithmetic(completions: Sequence[Completion]) -> list[float | None]:
@@ -176,7 +176,8 @@ def _case(row: dict[str, Any], where: str) -> Question:
             raise InputError(f"{where}: {field} must be text or a number, got {row.get(field)!r}")
     bare = row.get("form") == "answer"
     response = f"\\boxed{{{row['pred']}}}" if bare else str(row["pred"])
-    return Question(row["gold"], response, row.get("answer_type") != "set", row.get("tolerance", 0.0))
+    ordered = row.get("answer_type") != "set"
+    return Question(row["gold"], response, ordered=ordered, tolerance=row.get("tolerance", 0.0))
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,11 @@ from accelerate import Accelerator
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from stapo_lite.scores import results_table
 from stapo_lite.types import Completion
 
 METRICS_FILE = "metrics.jsonl"
+EVALUATIONS_FILE = "evaluations.jsonl"
 
 
 class Tally:
@@ -70,10 +72,13 @@ class RunLog:
     def __init__(self, folder: Path, max_steps: int, start_step: int, accelerator: Accelerator):
         self._accelerator = accelerator
         self._max_steps = max_steps
-        self._path = folder / METRICS_FILE
+        self._path, self._evaluations = folder / METRICS_FILE, folder / EVALUATIONS_FILE
         if accelerator.is_main_process and start_step:
-            kept = [line for line in read_metrics(folder) if line["step"] <= start_step]
-            self._path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+            for path in (self._path, self._evaluations):
+                if path.exists():
+                    write_lines(path, (line for line in read_lines(path) if line["step"] <= start_step))
+        accelerator.wait_for_everyone()
+        self._evaluated = {line["step"] for line in read_lines(self._evaluations)}
 
     def step(self, metrics: dict[str, float | int | None]) -> None:
         """Append one line to the file, print the compact one, and tell the trackers."""
@@ -83,6 +88,21 @@ class RunLog:
             file.write(json.dumps(metrics) + "\n")
         tqdm.write(step_line(metrics, self._max_steps))
         self._accelerator.log({k: v for k, v in metrics.items() if v is not None and k != "step"}, step=metrics["step"])
+
+    def has_evaluation(self, step: int) -> bool:
+        """Whether the benchmarks were run after this step."""
+        return step in self._evaluated
+
+    def evaluation(self, step: int, results: dict[str, Any] | None) -> None:
+        """Note the benchmarks after a step: in a file of their own, as a table, and for the trackers."""
+        self._evaluated.add(step)
+        if results is None:  # not the main process
+            return
+        with self._evaluations.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step} | results) + "\n")
+        tqdm.write(f"benchmarks after step {step}\n{results_table(results)}")
+        scores = results["benchmarks"] | {"average": results["average"]}
+        self._accelerator.log({f"evaluation/{name}": score["avg"] for name, score in scores.items()}, step=step)
 
     def samples(self, step: int, groups: Sequence[Sequence[Completion]]) -> None:
         """Print the best and the worst completion of the first prompt."""
@@ -96,10 +116,19 @@ class RunLog:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The complete lines of a run's metrics file; none where it has no file."""
-    path = folder / METRICS_FILE
+    """The steps of a run; none where it has no metrics file."""
+    return read_lines(folder / METRICS_FILE)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The complete lines of a JSON lines file that may have been cut off; none where there is no file."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return [json.loads(line) for line in text.split("\n")[:-1]]
+
+
+def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
+    """Replace a JSON lines file."""
+    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
 
 
 def step_line(metrics: dict[str, Any], max_steps: int) -> str:

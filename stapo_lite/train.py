@@ -22,21 +22,26 @@ from tqdm.auto import tqdm
 
 from stapo_lite import checkpoint, data
 from stapo_lite.advantages import group_advantages
+from stapo_lite.benchmarks import load_benchmark
 from stapo_lite.checkpoint import flatten
 from stapo_lite.config import (
     Config,
     InputError,
     Objective,
+    Prompting,
     batch_arithmetic,
+    check_launched,
     check_processes,
     exit_on_input_error,
     load_config,
     to_yaml,
 )
+from stapo_lite.exam import draw, judge, make_tasks, sample_key, summarise
+from stapo_lite.grading import MathGrader
 from stapo_lite.policy import Policy, load_policy, load_tokenizer, make_optimizer
 from stapo_lite.report import write_report
 from stapo_lite.rewards import BUILT_IN, RewardModel, overlong_share
-from stapo_lite.rollout import RolloutEngine, Sampling, check_vllm, resolve_engine
+from stapo_lite.rollout import Decoding, RolloutEngine, Sampling, check_vllm, resolve_engine
 from stapo_lite.s2t import linear_quantiles, next_tau_p
 from stapo_lite.tracking import RunLog, Tally, read_metrics
 from stapo_lite.types import Completion, Prompt
@@ -65,6 +70,7 @@ def train(config: Config, resume: bool = False) -> Iterator[dict[str, Any]]:
     check_engine(engine_name, config)
     run_folder = open_run_folder(config, resume, accelerator)
     prompts, tokenizer, stop_tokens = load_prompts(config, accelerator.print)
+    exam = make_exam(config, tokenizer)
     accelerator.print(batch_arithmetic(config, processes))
     rewards = make_rewards(config)
     policy = make_policy(config, tokenizer, accelerator.device)
@@ -90,6 +96,10 @@ def train(config: Config, resume: bool = False) -> Iterator[dict[str, Any]]:
         #    as it takes to fill the batch with groups that have variance.
         engine.wake()
         engine.publish(policy, version=step)
+        if exam and progress.step % config.evaluation.steps == 0 and not log.has_evaluation(progress.step):
+            clock = lap(seconds, "rollout", clock)
+            log.evaluation(progress.step, exam(engine, accelerator))
+            clock = time.perf_counter()
         sampled: list[list[Completion]] = []
         batch: dict[int, list[Completion]] = {}  # this process's groups by their place in the whole batch
         filled = rounds = drawn = 0
@@ -202,6 +212,10 @@ def train(config: Config, resume: bool = False) -> Iterator[dict[str, Any]]:
             )
         yield metrics
 
+    if exam and not log.has_evaluation(progress.step):
+        engine.wake()
+        engine.publish(policy, version=progress.step + 1)
+        log.evaluation(progress.step, exam(engine, accelerator))
     if is_main:
         policy.save_adapter(run_folder / "adapter")
         print(f"{write_report(run_folder)}\nadapter: {run_folder / 'adapter'}")
@@ -335,9 +349,7 @@ def make_accelerator(config: Config) -> Accelerator:
     cores = os.cpu_count() or 1
     if on_cpu and accelerator.num_processes == 1 and torch.get_num_threads() == 1 < cores:
         print(f"running on 1 of {cores} cores: accelerate launch --num_cpu_threads_per_process {cores} uses all")
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if accelerator.num_processes != launched:
-        raise InputError(f"{launched} processes were launched, but accelerate runs {accelerator.num_processes}")
+    check_launched(accelerator.num_processes)
     return accelerator
 
 
@@ -375,6 +387,13 @@ def load_prompts(config: Config, show: Callable[[str], None]) -> tuple[list[Prom
         answer_column=answer_column,
         max_operand=d.arithmetic_max_operand,
     )
+    if d.drop_contaminated and d.source != "arithmetic":
+        problems = [problem for name in d.benchmarks for problem in load_benchmark(name)[1]]
+        overlaps = data.find_overlaps([data.prompt_text(row[d.prompt_column]) for row in rows], problems)
+        contaminated = {overlap.row for overlap in overlaps}
+        rows = [row for number, row in enumerate(rows) if number not in contaminated]
+        held = len({overlap.problem for overlap in overlaps})
+        show(f"{len(contaminated)} rows of {d.source} that hold {held} benchmark problems left out")
     longest = d.max_prompt_length + config.rollout.max_completion_length
     tokenizer, model_eos = load_tokenizer(config.model, longest, list(config.lora.target_modules))
     prompts = data.render_prompts(
@@ -394,6 +413,35 @@ def load_prompts(config: Config, show: Callable[[str], None]) -> tuple[list[Prom
     note = f"; {dropped} longer than {d.max_prompt_length} tokens left out" if dropped else ""
     show(f"{len(prompts)} prompts from {d.source}{note}")
     return prompts, tokenizer, data.stop_token_ids(tokenizer, model_eos, d.apply_chat_template)
+
+
+def make_exam(config: Config, tokenizer: Any) -> Callable[[RolloutEngine, Accelerator], dict[str, Any] | None] | None:
+    """The benchmarks during training: a function of the engine, which gives the results on the main process.
+
+    None where `evaluation.steps` is 0.
+    """
+    e, d = config.evaluation, config.data
+    if not e.steps:
+        return None
+    prompting = {name: getattr(d, name) for name in Prompting.model_fields}
+    tasks = make_tasks(e.benchmarks, e.num_samples, None, tokenizer, **prompting)
+    decoding = Decoding(config.rollout.max_completion_length, e.temperature, e.top_p)
+
+    def exam(engine: RolloutEngine, accelerator: Accelerator) -> dict[str, Any] | None:
+        mine = tasks[accelerator.process_index :: accelerator.num_processes]
+        quiet = None if accelerator.is_main_process else True
+        bar = tqdm(
+            draw(engine, mine, decoding, config.seed, tokenizer), "evaluate", len(mine), leave=False, disable=quiet
+        )
+        lines = {sample_key(line): line for line in gather_object(list(bar))}
+        if not accelerator.is_main_process:
+            return None
+        grader = MathGrader(config.reward.timeout, config.reward.num_workers)
+        judged = judge(tasks, [lines[task.key] for task in tasks], grader, None, progress=True)
+        grader.close()
+        return summarise(tasks, judged)
+
+    return exam
 
 
 def make_rewards(config: Config) -> RewardModel:

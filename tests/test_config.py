@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from stapo_lite.config import Config, InputError, check_processes, load_config, reference, to_yaml
+from stapo_lite.config import Config, InputError, check_processes, load_config, load_eval_config, reference, to_yaml
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -25,16 +25,17 @@ def write(tmp_path):
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_config_loads_and_opens_with_its_launch_command(path):
-    load_config(path)
+    load, command = (load_eval_config, "evaluate") if path.stem == "eval" else (load_config, "train")
+    load(path)
     first, second, third = path.read_text(encoding="utf-8").splitlines()[:3]
-    assert first == f"# accelerate launch -m stapo_lite.train configs/{path.name}"
+    assert first.startswith(f"# accelerate launch -m stapo_lite.{command} configs/{path.name}")
     assert second.startswith("# For: ")
     assert third.startswith("# Expect: ")
 
 
 def test_the_required_configs_are_there():
     names = {path.stem for path in CONFIGS}
-    assert {"quickstart", "qwen1.7b_lora", "qwen8b_lora", "qwen8b_qlora", "qwen14b_qlora"} <= names
+    assert {"eval", "quickstart", "qwen1.7b_lora", "qwen8b_lora", "qwen8b_qlora", "qwen14b_qlora"} <= names
 
 
 def test_defaults_are_the_papers():
@@ -125,7 +126,7 @@ def test_overrides_replace_and_add(write):
 
 
 def test_the_resolved_config_reads_back(write):
-    config = load_config(CONFIGS[0], ["data.prompt_suffix=' é \\boxed{}'"])
+    config = load_config(ROOT / "configs" / "qwen8b_lora.yaml", ["data.prompt_suffix=' é \\boxed{}'"])
     assert load_config(write(to_yaml(config))) == config
 
 
@@ -187,6 +188,18 @@ def test_bad_files_and_overrides(write, tmp_path):
     for override, message in (("train", "key.sub=value"), ("model.x=1", "model is a value"), ("seed=[", "not YAML")):
         with pytest.raises(InputError, match=message):
             load_config(write(MINIMAL), [override])
+
+
+def test_both_decodings_of_the_paper(write):
+    path = write({"model": "m", "output_dir": "o"})
+    both = [load_eval_config(path, [f"decoding={name}"]).rollout for name in ("training-aligned", "justrl")]
+    assert [(r.temperature, r.top_p) for r in both] == [(1.0, 1.0), (0.7, 0.9)]
+    rollout = load_eval_config(path, ["decoding=justrl", "rollout.top_p=0.8"]).rollout
+    assert (rollout.temperature, rollout.top_p, rollout.max_completion_length) == (0.7, 0.8, 20480)
+    with pytest.raises(InputError, match="unknown key 'rollout.num_generations'"):
+        load_eval_config(path, ["rollout.num_generations=4"])
+    with pytest.raises(InputError, match="unknown key 'decodings': did you mean 'decoding'"):
+        load_eval_config(path, ["decodings=justrl"])
 
 
 def test_mini_batches_split_over_processes():

@@ -1,10 +1,15 @@
 import json
+from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
 from stapo_lite import data
+from stapo_lite.benchmarks import Problem, load_benchmark
 from stapo_lite.config import InputError
+from stapo_lite.tracking import read_lines, write_lines
+
+DATA = Path(__file__).parent.parent.parent / "shared" / "data"
 
 COLUMNS = {"prompt_column": "prompt", "answer_column": "answer"}
 SETTINGS = {
@@ -165,3 +170,59 @@ def test_stop_tokens_include_the_end_of_an_assistant_turn(tokenizer):
     assert data.stop_token_ids(tokenizer, 7, apply_chat_template=True) == tuple(sorted((7, end_of_text, end_of_turn)))
     assert data.stop_token_ids(tokenizer, [7, 8], apply_chat_template=False) == (end_of_text, 7, 8)
     assert data.stop_token_ids(tokenizer, None, apply_chat_template=False) == (end_of_text,)
+
+
+def problem(text, name="b", number=0):
+    return Problem(name, str(number), text, "1", False, 0.0)
+
+
+def test_overlaps_by_hand():
+    """A problem of 10 words has three 8-grams."""
+    ten = problem("One two three, four five six $seven$ eight nine TEN?")
+    texts = [
+        "zero one two three four five six seven eight nine ten eleven",  # all three
+        "one two three four five six seven eight nine 10",  # two
+        "two three four five six seven eight nine",  # one
+        "ten nine eight seven six five four three two one",
+        "",
+    ]
+    found = data.find_overlaps(texts, [ten])
+    assert [(o.row, o.problem, round(o.share, 3)) for o in found] == [(0, ten, 1.0), (1, ten, 0.667)]
+    assert [o.row for o in data.find_overlaps(texts, [ten], share=0.3)] == [0, 1, 2]
+    assert [o.row for o in data.find_overlaps(texts, [ten], n=3)] == [0, 1, 2]
+    short = problem("What is 7 + 8?")
+    assert [o.row for o in data.find_overlaps(["tell me: what is 7 + 8, please", "what is 7 + 9"], [short])] == [0]
+
+
+def test_the_contamination_report(tmp_path, capsys, monkeypatch):
+    words = "the quick brown fox jumps over the lazy dog and runs away from it"
+    write_lines(tmp_path / "amc23.jsonl", [{"problem": words, "answer": 1}, {"problem": words[::-1], "answer": 1}])
+    write_lines(tmp_path / "mine.jsonl", [{"problem": f"{words} again and again", "answer": 1}])
+    messages = [{"role": "user", "content": f"Solve: {words}"}]
+    rows = [{"prompt": "something else", "solution": "é"}, {"prompt": messages, "solution": 2}]
+    write_lines(tmp_path / "train.jsonl", rows)
+    command = ["data", "contamination", str(tmp_path / "train.jsonl"), "--out", str(tmp_path / "clean.jsonl")]
+    command += ["--benchmarks", str(tmp_path / "amc23.jsonl"), str(tmp_path / "mine.jsonl")]
+    monkeypatch.setattr("sys.argv", command)
+    data.main()
+    assert capsys.readouterr().out.splitlines() == [
+        "amc23             1 of    2 problems (50.0 %)",
+        "mine              1 of    1 problems (100.0 %)",
+        f"  amc23 0: 100 % in row 2: Solve: {words}",
+        f"  mine 0: 70 % in row 2: Solve: {words}",
+        "1 of 2 rows overlap a benchmark",
+        f"1 rows: {tmp_path / 'clean.jsonl'}",
+    ]
+    assert read_lines(tmp_path / "clean.jsonl") == rows[:1]
+
+
+def test_the_cleaned_training_set_holds_no_benchmark():
+    """Its maker removed overlaps by the same rule."""
+    if not DATA.exists():
+        pytest.skip("the shared benchmark data is not here")
+    names = ("aime24", "aime25", "amc23", "math500", "minerva", "olympiadbench_674")
+    problems = [p for name in names for p in load_benchmark(str(DATA / f"{name}.jsonl"))[1]]
+    rows = read_lines(DATA / "train_math_clean.jsonl")
+    assert data.find_overlaps([row["problem"] for row in rows], problems) == []
+    again = data.find_overlaps([f"Solve this. {p.text} Think." for p in problems[:100]], problems[:100])
+    assert {o.row for o in again} == set(range(100))

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from stapo_lite.batching import collate, pad_rows
 from stapo_lite.config import PROJECTIONS, InputError
 from stapo_lite.plan import as_json, model_sizes
-from stapo_lite.rollout import check_vllm, resolve_engine
+from stapo_lite.rollout import Decoding, check_vllm, resolve_engine
 from stapo_lite.rollout.transformers_engine import TransformersEngine
 from stapo_lite.rollout.vllm_engine import _ADAPTERS
 from stapo_lite.types import Prompt
@@ -126,6 +126,74 @@ def test_completions_come_from_the_tempered_distribution(engine, make_policy, ve
     assert deviation[common].abs().max() < 4.5
     tail = p[~common].sum()
     assert abs(counts[~common].sum() - len(first) * tail) < 4.5 * (len(first) * tail * (1 - tail)).sqrt()
+
+
+DECODING = Decoding(max_completion_length=10, temperature=0.8, top_p=1.0)
+
+
+def drawn(engine, prompts, seeds, decoding=DECODING):
+    completions = dict(engine.stream(prompts, seeds, decoding))
+    assert sorted(completions) == list(range(len(prompts)))
+    return [completions[i] for i in range(len(prompts))]
+
+
+def test_each_sample_follows_from_its_own_seed(engine, make_policy, version):
+    now = version()
+    engine.publish(make_policy(), now)
+    prompts, seeds = [*PROMPTS, *PROMPTS, *PROMPTS[:2]] * 2, [*range(100, 116)]
+    first = drawn(engine, prompts, seeds)
+    assert [c.token_ids for c in drawn(engine, prompts[::-1], seeds[::-1])] == [c.token_ids for c in first][::-1]
+    assert [c.token_ids for c in drawn(engine, prompts[5:8], seeds[5:8])] == [c.token_ids for c in first[5:8]]
+    assert [c.token_ids for c in drawn(engine, prompts, range(16))] != [c.token_ids for c in first]
+    for prompt, completion in zip(prompts, first, strict=True):
+        assert completion.prompt is prompt
+        assert completion.adapter_version == now
+        assert completion.rollout_logprobs == []
+        assert 1 <= len(completion.token_ids) <= 10
+        assert completion.truncated == (completion.token_ids[-1] not in SAMPLING.stop_token_ids)
+    assert {c.truncated for c in first} == {False, True}
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.6])
+def test_streamed_samples_come_from_the_nucleus(engine, make_policy, version, top_p):
+    """The first token's frequencies against the trainer's probabilities over the smallest set that holds `top_p`."""
+    policy = make_policy()
+    engine.publish(policy, version())
+    completions = drawn(engine, [PROMPTS[0]] * 512, range(512), Decoding(1, 0.8, top_p))
+    first = torch.tensor([c.token_ids[0] for c in completions])
+    with torch.no_grad():
+        logits = policy.model(input_ids=torch.tensor([PROMPTS[0].token_ids])).logits[0, -1]
+    p, order = torch.softmax(logits / 0.8, -1).sort(descending=True)
+    nucleus = p.cumsum(0) - p < top_p
+    assert set(first.tolist()) <= set(order[nucleus].tolist())
+    p = p[nucleus] / p[nucleus].sum()
+    counts = torch.bincount(first, minlength=len(logits))[order[nucleus]].float()
+    common = p > 0.02
+    assert common.sum() > 3
+    deviation = (counts - 512 * p) / (512 * p * (1 - p)).sqrt()
+    assert deviation[common].abs().max() < 4
+
+
+def test_a_stream_that_is_left_early_leaves_nothing_behind(engine, make_policy, version):
+    engine.publish(make_policy(), version())
+    expected = [c.token_ids for c in drawn(engine, PROMPTS, [1, 2, 3])]
+    stream = engine.stream([*PROMPTS, *PROMPTS], range(6), DECODING)
+    next(stream)
+    stream.close()
+    assert [c.token_ids for c in drawn(engine, PROMPTS, [1, 2, 3])] == expected
+
+
+def test_an_adapter_from_its_folder(vllm_engine, make_policy, version, tmp_path):
+    policy = make_policy(scale=0.5)
+    vllm_engine.publish(policy, version())
+    published = [c.token_ids for c in drawn(vllm_engine, PROMPTS, [1, 2, 3])]
+    vllm_engine.publish(make_policy(adapter_seed=9), version())
+    assert [c.token_ids for c in drawn(vllm_engine, PROMPTS, [1, 2, 3])] != published
+    policy.save_adapter(tmp_path)
+    vllm_engine.load_adapter(tmp_path, version())
+    assert [c.token_ids for c in drawn(vllm_engine, PROMPTS, [1, 2, 3])] == published
+    vllm_engine.publish(policy, version())
+    assert (tmp_path / "adapter_config.json").exists()  # only the engine's own folders are cleared
 
 
 @pytest.mark.parametrize("projection", PROJECTIONS)

@@ -16,8 +16,9 @@ import yaml
 from safetensors.torch import load_file
 
 from stapo_lite import train as train_module
-from stapo_lite.config import InputError, load_config
-from stapo_lite.tracking import read_metrics
+from stapo_lite.config import InputError, load_config, load_eval_config
+from stapo_lite.evaluate import evaluate
+from stapo_lite.tracking import read_lines, read_metrics, write_lines
 
 ROOT = Path(__file__).parent.parent
 TIMES = {"tokens_per_second", "seconds_rollout", "seconds_reward", "seconds_update", "seconds_step"}
@@ -226,13 +227,66 @@ def test_resuming_gives_the_same_run_bit_for_bit(write_config, user_reward, tmp_
     run(write_config(output_dir=str(tmp_path / "cut"), train__max_steps=2, **changes))
     run(write_config(output_dir=str(tmp_path / "cut"), **changes), resume=True)
     resumed = read_metrics(tmp_path / "cut")
-    for expected, actual in zip(whole, resumed, strict=True):
-        assert {k: v for k, v in actual.items() if k not in TIMES} == {
-            k: v for k, v in expected.items() if k not in TIMES
-        }
+    assert without_times(resumed) == without_times(whole)
     for name in ("adapter_model.safetensors", "optimizer.pt"):
         expected, actual = ((tmp_path / run_ / "checkpoint-4" / name).read_bytes() for run_ in ("whole", "cut"))
         assert expected == actual
+
+
+@pytest.fixture
+def benchmark_file(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    write_lines(path, [{"problem": f"say {word}", "answer": number} for number, word in enumerate(("five", "six"))])
+    return {"steps": 2, "benchmarks": [str(path)], "num_samples": 6, "temperature": 0.7, "top_p": 0.9}
+
+
+def without_times(metrics):
+    return [{k: v for k, v in line.items() if k not in TIMES} for line in metrics]
+
+
+def test_benchmarks_during_training(write_config, benchmark_file, tiny_model, tmp_path, monkeypatch, capsys):
+    """Before, during and after; they change nothing in the training; a resumed run repeats none; and the last one gives
+    what an evaluation of the final adapter gives."""
+    plain = run(write_config(output_dir=str(tmp_path / "plain"), train__max_steps=3))
+    draw, responses = train_module.draw, []
+
+    def note(*arguments):
+        for line in draw(*arguments):
+            responses.append(line["response"])
+            yield line
+
+    monkeypatch.setattr(train_module, "draw", note)
+    run(write_config(train__max_steps=2, evaluation=benchmark_file))
+    run(write_config(train__max_steps=3, evaluation=benchmark_file), resume=True)
+    assert without_times(read_metrics(tmp_path / "run")) == without_times(plain)
+    evaluations = read_lines(tmp_path / "run" / "evaluations.jsonl")
+    assert [line["step"] for line in evaluations] == [0, 2, 3]
+    assert all(line["benchmarks"]["mine"]["samples"] == 6 for line in evaluations)
+    assert len(re.findall(r"^benchmarks after step [023]\n\| benchmark ", capsys.readouterr().out, re.MULTILINE)) == 3
+    tree = {
+        "model": str(tiny_model),
+        "adapter": str(tmp_path / "run" / "adapter"),
+        "output_dir": str(tmp_path / "evaluation"),
+        "dtype": "float32",
+        "benchmarks": benchmark_file["benchmarks"],
+        "decoding": "justrl",
+        "data": {"max_prompt_length": 64, "prompt_suffix": ""},
+        "rollout": {"engine": "transformers", "num_samples": 6, "max_completion_length": 8},
+    }
+    (tmp_path / "eval.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
+    results = evaluate(load_eval_config(tmp_path / "eval.yaml"))
+    assert results["benchmarks"] == evaluations[-1]["benchmarks"]
+    assert [line["response"] for line in read_lines(tmp_path / "evaluation" / "samples-0.jsonl")] == responses[24:]
+    assert responses[:12] != responses[12:24] != responses[24:]
+
+
+def test_contaminated_rows_are_left_out(write_config, tmp_path, capsys):
+    write_lines(tmp_path / "mine.jsonl", [{"problem": "Say two!", "answer": 1}, {"problem": "say seven", "answer": 1}])
+    config = write_config(data__drop_contaminated=True, data__benchmarks=[str(tmp_path / "mine.jsonl")])
+    prompts, _, _ = train_module.load_prompts(load_config(config), print)
+    assert [p.prompt for p in prompts] == ["say one", "say three", "say four"]
+    printed = capsys.readouterr().out
+    assert f"1 rows of {tmp_path / 'prompts.jsonl'} that hold 1 benchmark problems left out" in printed
 
 
 def test_8_bit_adamw_resumes_too(write_config, tmp_path):

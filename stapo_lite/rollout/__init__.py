@@ -1,7 +1,7 @@
 """Rollouts: one small protocol, several engines."""
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol
@@ -23,17 +23,30 @@ class Sampling:
     stop_token_ids: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Decoding:
+    """How an evaluation draws: one completion of each prompt, with a seed of its own."""
+
+    max_completion_length: int
+    temperature: float
+    top_p: float
+
+
 class RolloutEngine(Protocol):
     """Samples completions from the adapter version that was published last.
 
     `generate` returns one group of `num_generations` completions per prompt, in order; each carries
     the version it was sampled from and the log-probability of each token at the sampling temperature.
-    The draws follow from `seed`. `sleep` gives the device's memory to the trainer; after `wake` the
-    engine serves the version that it served before.
+    The draws follow from `seed`. `stream` yields the index of a prompt and its one completion, without
+    log-probabilities, as they finish; each draw follows from the prompt's own seed. `sleep` gives the
+    device's memory to the trainer; after `wake` the engine serves the version that it served before.
     """
 
     def publish(self, policy: Policy, version: int) -> None: ...
     def generate(self, prompts: Sequence[Prompt], seed: int, progress: bool = False) -> list[list[Completion]]: ...
+    def stream(
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], decoding: Decoding
+    ) -> Iterator[tuple[int, Completion]]: ...
     def sleep(self) -> None: ...
     def wake(self) -> None: ...
     def close(self) -> None: ...

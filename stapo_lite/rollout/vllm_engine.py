@@ -11,7 +11,7 @@ import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from stapo_lite.policy import Policy
-from stapo_lite.rollout import Sampling
+from stapo_lite.rollout import Decoding, Sampling
 from stapo_lite.types import Completion, Prompt
 
 ALLOWED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vllm.config.lora.MaxLoRARanks
@@ -33,7 +33,7 @@ class VLLMEngine:
     Args:
         model: folder or Hub name of the base, which may be quantised.
         max_model_len: tokens of the longest prompt and completion.
-        lora_r, target_modules: of the adapters to come.
+        lora_r, target_modules: of the adapters to come; None where there will be none.
         gpu_memory_utilization, sleep_level: used on a GPU; kv_cache_gb: on a CPU.
     """
 
@@ -45,7 +45,7 @@ class VLLMEngine:
         dtype: str,
         max_model_len: int,
         max_num_seqs: int,
-        lora_r: int,
+        lora_r: int | None,
         target_modules: list[str],
         gpu_memory_utilization: float,
         kv_cache_gb: float,
@@ -74,6 +74,11 @@ class VLLMEngine:
             torch.cuda.synchronize()  # vLLM goes on in a stream of its own, up to 0.29 without waiting
             if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # an engine per process, each on its process's card
                 placement["distributed_executor_backend"] = "external_launcher"
+        lora: dict[str, Any] = {}
+        if lora_r is not None:
+            rank = next(rank for rank in ALLOWED_RANKS if rank >= lora_r)
+            lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
+            lora["lora_target_modules"] = list(target_modules)
         make_llm: Any = LLM  # its signature lists every data type and quantisation by name
         self._llm = make_llm(
             model,
@@ -81,10 +86,7 @@ class VLLMEngine:
             quantization=quantization,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
-            enable_lora=True,
-            max_loras=1,
-            max_lora_rank=next(rank for rank in ALLOWED_RANKS if rank >= lora_r),
-            lora_target_modules=list(target_modules),
+            **lora,
             logprobs_mode="processed_logprobs",  # log_softmax(logits / temperature), as the trainer has it
             generation_config="vllm",
             enable_sleep_mode=self._sleep_level > 0,
@@ -105,19 +107,22 @@ class VLLMEngine:
         self._request: Any = None
 
     def publish(self, policy: Policy, version: int) -> None:
-        """Hot-load the adapter as `version`, which must be new, and drop the one before."""
-        from vllm.lora.request import LoRARequest
-
+        """Hot-load the adapter as `version`, which must be new."""
         folder = Path(self._folder.name) / f"v{version}"
         policy.model.peft_config["default"].save_pretrained(folder)
         names = (name.replace(".default.", ".") for name in policy.parameters)  # as PEFT would save them
         tensors = (p.detach().to("cpu", self._dtype, copy=True) for p in policy.parameters.values())
         _ADAPTERS[str(folder)] = dict(zip(names, tensors, strict=True))
+        self.load_adapter(folder, version)
+
+    def load_adapter(self, folder: Path, version: int) -> None:
+        """Serve an adapter in PEFT's format as `version`, which must be new, and drop the one before."""
+        from vllm.lora.request import LoRARequest
+
         request = LoRARequest(f"adapter-v{version}", version + 1, str(folder))  # ids begin at 1
         # Loaded before it is generated from: a bad adapter raises here, but would hang `generate`.
         self._llm.llm_engine.add_lora(request)
-        if self._request is not None:
-            self._forget(self._request.lora_path)
+        self._forget_adapter()
         self._request = request
 
     def generate(self, prompts: Sequence[Prompt], seed: int, progress: bool = False) -> list[list[Completion]]:
@@ -132,6 +137,38 @@ class VLLMEngine:
             [completion(prompt, sample, output.lora_request.lora_int_id - 1) for sample in output.outputs]
             for prompt, output in zip(prompts, outputs, strict=True)
         ]
+
+    def stream(
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], decoding: Decoding
+    ) -> Iterator[tuple[int, Completion]]:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        engine = self._llm.llm_engine
+        for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+            parameters = SamplingParams(
+                temperature=decoding.temperature,
+                top_p=decoding.top_p,
+                max_tokens=decoding.max_completion_length,
+                stop_token_ids=self._parameters.stop_token_ids,
+                seed=seed,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            request = {"prompt_token_ids": prompt.token_ids}
+            engine.add_request(str(index), request, parameters, lora_request=self._request)
+        version = self._request.lora_int_id - 1 if self._request else 0
+        try:
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    if output.finished:
+                        sample = output.outputs[0]
+                        truncated = sample.finish_reason == "length"
+                        index = int(output.request_id)
+                        yield index, Completion(prompts[index], list(sample.token_ids), [], truncated, version)
+        finally:
+            if engine.has_unfinished_requests():  # the caller stopped early
+                engine.abort_request([str(index) for index in range(len(prompts))])
 
     def sleep(self) -> None:
         if self._sleep_level:
@@ -158,14 +195,13 @@ class VLLMEngine:
             self._llm.llm_engine.remove_lora(self._request.lora_int_id)
             self._llm.llm_engine.add_lora(self._request)
 
-    def _forget(self, folder: str) -> None:
-        del _ADAPTERS[folder]
-        shutil.rmtree(folder)
+    def _forget_adapter(self) -> None:
+        if self._request is not None and _ADAPTERS.pop(self._request.lora_path, None) is not None:  # not a user's
+            shutil.rmtree(self._request.lora_path)
 
     def close(self) -> None:
-        if self._request is not None:
-            self._forget(self._request.lora_path)
-            self._request = None
+        self._forget_adapter()
+        self._request = None
         self._folder.cleanup()
 
 

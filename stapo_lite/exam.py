@@ -1,0 +1,135 @@
+"""Benchmarks with an engine at hand: draw the samples, grade them, sum up. `evaluate.py` and the training share it."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from stapo_lite import data
+from stapo_lite.benchmarks import Problem, load_benchmark
+from stapo_lite.config import InputError
+from stapo_lite.grading import MathGrader, Question
+from stapo_lite.rollout import Decoding, RolloutEngine
+from stapo_lite.scores import Sample, average_scores, benchmark_scores
+from stapo_lite.types import Prompt
+from stapo_lite.verifier import Case, Verifier
+
+
+@dataclass(frozen=True)
+class Task:
+    """One sample to draw."""
+
+    problem: Problem
+    number: int
+    """Of the sample, from 0."""
+    prompt: Prompt
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.problem.benchmark, self.problem.id, self.number
+
+
+def sample_key(line: dict[str, Any]) -> tuple[str, str, int]:
+    """`Task.key` of a line of `samples.jsonl`."""
+    return line["benchmark"], line["id"], line["sample"]
+
+
+def make_tasks(
+    benchmarks: Sequence[str], num_samples: int | None, limit: int | None, tokenizer: Any, **prompting: Any
+) -> list[Task]:
+    """Every sample of every benchmark, those of a problem together.
+
+    Args:
+        num_samples: per problem; None for what each benchmark asks for.
+        limit: only the first so many problems of each.
+        prompting: arguments of `data.render_prompts`.
+
+    Raises:
+        InputError: a benchmark is unknown, given twice, or cannot be read or rendered.
+    """
+    tasks: list[Task] = []
+    for name in benchmarks:
+        short, problems, usual = load_benchmark(name, limit)
+        if any(task.problem.benchmark == short for task in tasks):
+            raise InputError(f"benchmarks: {short} is given twice")
+        prompts = data.render_prompts(
+            [{"problem": problem.text} for problem in problems],
+            tokenizer,
+            source=name,
+            prompt_column="problem",
+            answer_column=None,
+            filter_overlong_prompts=False,
+            **prompting,
+        )
+        for problem, prompt in zip(problems, prompts, strict=True):
+            tasks += [Task(problem, number, prompt) for number in range(num_samples or usual)]
+    return tasks
+
+
+def draw(
+    engine: RolloutEngine, tasks: Sequence[Task], decoding: Decoding, seed: int, tokenizer: Any
+) -> Iterator[dict[str, Any]]:
+    """The samples as they finish, each as a line of `samples.jsonl`."""
+    prompts, seeds = [task.prompt for task in tasks], [task.problem.seed(seed, task.number) for task in tasks]
+    for index, completion in engine.stream(prompts, seeds, decoding):
+        benchmark, problem, number = tasks[index].key
+        yield {
+            "benchmark": benchmark,
+            "id": problem,
+            "sample": number,
+            "seed": seeds[index],
+            "tokens": len(completion.token_ids),
+            "truncated": completion.truncated,
+            "response": tokenizer.decode(completion.token_ids, skip_special_tokens=True),
+        }
+
+
+def judge(
+    tasks: Sequence[Task],
+    lines: Sequence[dict[str, Any]],
+    grader: MathGrader,
+    verifier: Verifier | None,
+    progress: bool,
+) -> list[Sample]:
+    """Grade the line of each task, by rules and then, where they reject an answer, by the verifier."""
+    questions = [
+        Question(
+            task.problem.gold,
+            line["response"],
+            finished=not line["truncated"],
+            ordered=task.problem.ordered,
+            tolerance=task.problem.tolerance,
+        )
+        for task, line in zip(tasks, lines, strict=True)
+    ]
+    quiet = None if progress else True  # None: only on a terminal
+    with tqdm(total=len(questions), desc="grade", unit="answer", leave=False, disable=quiet) as bar:
+        verdicts = grader.grade(questions, on_verdict=bar.update)
+    accepted: dict[int, bool] = {}
+    if verifier is not None:
+        asked = [i for i, verdict in enumerate(verdicts) if not verdict.correct and verdict.answer is not None]
+        cases = [Case(tasks[i].problem.text, tasks[i].problem.gold, lines[i]["response"]) for i in asked]
+        with tqdm(total=len(cases), desc="verify", unit="answer", leave=False, disable=quiet) as bar:
+            accepted = dict(zip(asked, verifier.accepts(cases, on_case=bar.update), strict=True))
+    return [
+        Sample(verdict.correct, verdict.answer, line["tokens"], line["truncated"], accepted.get(i))
+        for i, (verdict, line) in enumerate(zip(verdicts, lines, strict=True))
+    ]
+
+
+def summarise(tasks: Sequence[Task], samples: Sequence[Sample]) -> dict[str, Any]:
+    """The scores of each benchmark, their average, and the share of right samples of each problem (`rates`)."""
+    grouped: dict[str, dict[str, list[Sample]]] = {}
+    for task, sample in zip(tasks, samples, strict=True):
+        grouped.setdefault(task.problem.benchmark, {}).setdefault(task.problem.id, []).append(sample)
+    benchmarks = {name: benchmark_scores(list(problems.values())) for name, problems in grouped.items()}
+    rates = {
+        name: {problem: sum(s.correct for s in group) / len(group) for problem, group in problems.items()}
+        for name, problems in grouped.items()
+    }
+    average = average_scores([list(problems.values()) for problems in rates.values()])
+    if any("verified" in scores for scores in benchmarks.values()):
+        verified = [scores.get("verified", scores["avg"]) for scores in benchmarks.values()]
+        average["verified"] = sum(verified) / len(verified)
+    return {"benchmarks": benchmarks, "average": average, "rates": rates}
