@@ -59,8 +59,8 @@ _UNIT = re.compile(
 )
 _INTEGER = r"(?:[1-9]\d{0,2}(?:[ ,]\d{3})+|\d+)"
 _DECIMAL = re.compile(  # 1,234.5 and 4.5\times10^{33} and 10^{3}
-    rf"(?P<sign>[+-]?)(?:(?P<mantissa>{_INTEGER}(?:\.\d*)?|\.\d+)(?:\\times10\^(?P<e>\{{[+-]?\d{{1,4}}\}}|[+-]?\d{{1,4}}))?"
-    r"|10\^(?P<power>\{[+-]?\d{1,4}\}|\d))"
+    rf"(?P<sign>[+-]?)(?:(?P<mantissa>{_INTEGER}(?:\.\d*)?|\.\d+)(?:\\times10\^(?P<e>\{{[+-]?\d{{1,3}}\}}|[+-]?\d{{1,3}}))?"
+    r"|10\^(?P<power>\{[+-]?\d{1,3}\}|\d))"
 )
 _FRACTION = re.compile(  # \frac{1}{2}, 1\frac{1}{2}, 1/2, -3./2, (1)/(2)
     r"(?P<sign>[+-]?)(?:(?P<whole>\d*)\\frac\{(?P<a>[+-]?[\d.]+)\}\{(?P<b>[\d.]+)\}"
@@ -243,6 +243,8 @@ def _close(a: _Number, b: _Number, tolerance: Fraction) -> bool:
 
 
 def _number(text: str, decimal_comma: bool) -> _Number | None:
+    if len(text) > 1000:
+        return None
     percent = text.endswith("%")
     text = re.sub(r"(?<![\d,])\s+|\s+(?!\d)", "", text.rstrip("% "))
     if re.fullmatch(r"\([^()]*\)", text):

@@ -103,7 +103,7 @@ def _read_hub(name: str, source: Source) -> list[dict[str, Any]]:
     except Exception as error:  # the Hub raises a dozen kinds
         raise InputError(
             f"benchmarks: {name} cannot be loaded from {source.dataset} on the Hub ({one_line(error)}); "
-            f"give a file with problem and answer: benchmarks=[path/{name}.jsonl]"
+            f"give a file with problem and answer instead, path/{name}.jsonl"
         ) from None
     if len(rows) != source.problems:
         raise InputError(f"benchmarks: {source.dataset} has {len(rows)} rows now, not {source.problems}")

@@ -46,6 +46,7 @@ class Section(BaseModel):
 
 
 S = TypeVar("S", bound=Section)
+Presets = dict[str, dict[str, dict[str, Any]]]  # key of the preset -> its value -> fields that it sets
 
 
 class Lora(Section):
@@ -80,7 +81,7 @@ class Prompting(Section):
     @model_validator(mode="after")
     def _system_prompts_need_the_template(self):
         if self.system_prompt is not None and not self.apply_chat_template:
-            raise ValueError("system_prompt needs apply_chat_template=true: put it into the prompts instead")
+            raise ValueError("data.system_prompt needs data.apply_chat_template=true: put it into the prompts instead")
         return self
 
 
@@ -150,7 +151,7 @@ class Engine(Section):
     kv_cache_gb: float = Field(1.0, gt=0)
     """vLLM on a CPU: size of the KV cache in GiB."""
     max_num_seqs: int = Field(128, ge=1)
-    """Completions sampled at the same time, at least `num_generations`."""
+    """Completions sampled at the same time."""
     quantization: str | None = None
     """vLLM's `quantization` of what it serves: `bitsandbytes` for the 4-bit weights of an `nf4` trainer, `fp8`, ...;
     a quantised checkpoint needs none."""
@@ -344,7 +345,7 @@ _S2T_PRESETS: dict[str, dict[str, Any]] = {
     "high-entropy": {"objective.s2t.silence": "high-entropy"},
     "random": {"objective.s2t.silence": "random"},
 }
-PRESETS = {"algorithm": _ALGORITHMS, "objective.s2t.preset": _S2T_PRESETS}
+PRESETS: Presets = {"algorithm": _ALGORITHMS, "objective.s2t.preset": _S2T_PRESETS}
 """What these two keys set where the user leaves it open, the first one first; docs/deviations.md has the sources."""
 
 
@@ -447,9 +448,11 @@ class Verifier(Section):
     """Answers judged at the same time."""
 
 
-DECODING: dict[str, dict[str, Any]] = {
-    "training-aligned": {},  # the defaults
-    "justrl": {"rollout.temperature": 0.7, "rollout.top_p": 0.9},
+EVAL_PRESETS: Presets = {
+    "decoding": {
+        "training-aligned": {},  # the defaults
+        "justrl": {"rollout.temperature": 0.7, "rollout.top_p": 0.9},
+    }
 }
 """The two decodings of the paper's tables."""
 
@@ -482,7 +485,7 @@ class EvalConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _decoding_fills_what_is_left_open(cls, tree: Any) -> Any:
-        return _fill_presets(tree, {"decoding": DECODING})
+        return _fill_presets(tree, EVAL_PRESETS)
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
@@ -493,13 +496,15 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
             a value has the wrong type or range; the batch sizes do not fit together.
     """
     tree = _read_yaml(path)
-    _drop_what_presets_set(tree)
+    _drop_what_presets_set(Config, tree, PRESETS)
     return _validate(Config, tree, path, overrides)
 
 
 def load_eval_config(path: str | Path, overrides: list[str] | None = None) -> EvalConfig:
     """The same for an evaluation."""
-    return _validate(EvalConfig, _read_yaml(path), path, overrides)
+    tree = _read_yaml(path)
+    _drop_what_presets_set(EvalConfig, tree, EVAL_PRESETS)
+    return _validate(EvalConfig, tree, path, overrides)
 
 
 def _read_yaml(path: str | Path) -> dict:
@@ -576,24 +581,24 @@ def _apply_override(tree: dict, override: str) -> None:
     node[last] = value
 
 
-def _drop_what_presets_set(tree: dict) -> None:
-    """Take out the fields that only repeat the file's own presets, so that an override of `algorithm` can set them:
-    the config of a run folder spells them all out."""
+def _drop_what_presets_set(schema: type[Section], tree: dict, presets: Presets) -> None:
+    """Take out the fields that only repeat the file's own presets, so that an override of a preset can set them: the
+    config of a run folder spells them all out."""
     own: dict = {"model": "any", "output_dir": "any"}
-    for key in PRESETS:
+    for key in presets:
         if (name := _lookup(tree, key)) is not None:
             _fill(own, key, name)
     try:
-        own = Config.model_validate(own).model_dump()
+        own = schema.model_validate(own).model_dump()
     except ValidationError:  # the file's own validation will say
         return
-    for key in {key for table in PRESETS.values() for fields in table.values() for key in fields}:
+    for key in {key for table in presets.values() for fields in table.values() for key in fields}:
         parents, _, last = key.rpartition(".")
         if _lookup(tree, key) == _lookup(own, key):
             del _lookup(tree, parents)[last]
 
 
-def _fill_presets(tree: Any, presets: dict[str, dict[str, dict[str, Any]]]) -> Any:
+def _fill_presets(tree: Any, presets: Presets) -> Any:
     """The tree with the fields set that its presets set and it leaves open."""
     resolved = copy.deepcopy(tree)
     for key, table in presets.items():
@@ -674,8 +679,10 @@ def reference() -> str:
     """The config reference as Markdown, generated from the field docstrings."""
     lines = ["# Config reference", "", "Generated by `python -m stapo_lite.config`; do not edit.", ""]
 
-    def add(section: type[BaseModel], prefix: str) -> None:
-        lines.extend([f"## {prefix.rstrip('.') or 'top level'}", "", " ".join((section.__doc__ or "").split()), ""])
+    def add(section: type[BaseModel], prefix: str, title: str = "") -> None:
+        lines.extend(
+            [f"## {title}{prefix.rstrip('.') or 'top level'}", "", " ".join((section.__doc__ or "").split()), ""]
+        )
         lines.extend(["| key | type | default | meaning |", "|---|---|---|---|"])
         nested = []
         for name, field in section.model_fields.items():
@@ -688,11 +695,10 @@ def reference() -> str:
             lines.append(f"| `{prefix}{name}` | {_type_name(kind)} | {default} | {meaning} |")
         lines.append("")
         for kind, path in nested:
-            add(kind, path)
+            add(kind, path, title)
 
     add(Config, "")
-    lines.extend(["# Evaluation", "", "Config of `python -m stapo_lite.evaluate`.", ""])
-    add(EvalConfig, "")
+    add(EvalConfig, "", "evaluate: ")
     return "\n".join(lines).rstrip() + "\n"
 
 

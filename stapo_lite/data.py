@@ -269,7 +269,7 @@ def main() -> None:
     check.add_argument("source", help="a .jsonl or .parquet file, or a dataset on the Hub")
     check.add_argument("--subset", help="configuration name of a Hub dataset")
     check.add_argument("--split", default="train", help="split of a Hub dataset")
-    check.add_argument("--prompt-column", help="by default `prompt` or `problem`")
+    check.add_argument("--prompt-column", help="by default `prompt`, `problem` or `question`")
     check.add_argument("--benchmarks", nargs="+", default=["all"], help="`all`, their names, or .jsonl files")
     check.add_argument("--out", type=Path, help="write the rows that overlap none (.jsonl)")
     arguments = parser.parse_args()
@@ -284,16 +284,22 @@ def main() -> None:
             answer_column=None,
             max_operand=1,
         )
-        column = arguments.prompt_column or ("prompt" if "prompt" in rows[0] else "problem")
+        usual = [name for name in ("prompt", "problem", "question") if name in rows[0]]
+        if not arguments.prompt_column and not usual:
+            raise InputError(f"--prompt-column: {arguments.source} has the columns {', '.join(rows[0])}; name one")
+        column = arguments.prompt_column or usual[0]
         texts = [prompt_text(row.get(column)) for row in rows]
         overlaps = find_overlaps(texts, problems)
         print(contamination_report(overlaps, texts, problems))
         if arguments.out:
             dropped = {overlap.row for overlap in overlaps}
-            with arguments.out.open("w", encoding="utf-8") as file:
-                for number, row in enumerate(rows):
-                    if number not in dropped:
-                        file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            try:
+                with arguments.out.open("w", encoding="utf-8") as file:
+                    for number, row in enumerate(rows):
+                        if number not in dropped:
+                            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            except OSError as error:
+                raise InputError(f"--out={arguments.out}: cannot be written ({error.strerror})") from None
             print(f"{len(rows) - len(dropped)} rows: {arguments.out}")
 
 

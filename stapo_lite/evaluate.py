@@ -11,6 +11,7 @@ import argparse
 import hashlib
 import json
 from collections.abc import Sequence
+from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,10 @@ from stapo_lite.config import (
 )
 from stapo_lite.exam import Task, draw, judge, make_tasks, sample_key, summarise
 from stapo_lite.grading import MathGrader
-from stapo_lite.policy import load_policy, load_tokenizer
-from stapo_lite.rollout import Decoding, RolloutEngine, Sampling, check_vllm, resolve_engine
+from stapo_lite.policy import load_model_config, load_policy, load_tokenizer
+from stapo_lite.rollout import Decoding, RolloutEngine, Sampling, check_vllm, resolve_engine, vllm_version
 from stapo_lite.scores import Sample, comparison_table, pass_table, results_table
-from stapo_lite.tracking import read_lines, write_lines
+from stapo_lite.tracking import read_lines, write_lines, write_text
 from stapo_lite.verifier import Verifier
 
 # These decide which samples are drawn, or where, but not what is in one.
@@ -43,7 +44,10 @@ FREE_KEYS = (
     "output_dir", "adapter", "benchmarks", "limit", "decoding", "grading.", "verifier.", "rollout.num_samples",
     "rollout.max_num_seqs", "rollout.gpu_memory_utilization", "rollout.kv_cache_gb",
 )  # fmt: skip
-SPECIAL_ADAPTERS = ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern")
+SPECIAL_ADAPTERS = (
+    "use_dora", "use_rslora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern", "target_parameters",
+    "trainable_token_indices",
+)  # fmt: skip
 
 
 def evaluate(config: EvalConfig) -> dict[str, Any] | None:
@@ -53,7 +57,8 @@ def evaluate(config: EvalConfig) -> dict[str, Any] | None:
         InputError: something in the config, the benchmarks, the model or the adapter cannot be used, or `output_dir`
             holds samples that were drawn in another way.
     """
-    state = PartialState(cpu=not torch.accelerator.is_available())
+    # Processes may finish sampling hours apart.
+    state = PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=7))
     check_launched(state.num_processes)
     r = config.rollout
     engine_name = resolve_engine(r.engine)
@@ -61,6 +66,8 @@ def evaluate(config: EvalConfig) -> dict[str, Any] | None:
         check_vllm(r.quantization, sleep_level=0)
     elif r.quantization:
         raise InputError(f"rollout.quantization={r.quantization} needs vLLM")
+    if config.verifier.model:
+        load_model_config(config.verifier.model)
     adapter = read_adapter(config.adapter)
     modules = list(adapter["target_modules"]) if adapter else []
     longest = config.data.max_prompt_length + r.max_completion_length
@@ -68,20 +75,22 @@ def evaluate(config: EvalConfig) -> dict[str, Any] | None:
     tasks = make_tasks(config.benchmarks, r.num_samples, config.limit, tokenizer, **config.data.model_dump())
     folder = open_folder(config, engine_name, state)
     lines = read_samples(folder)
-    left = [task for task in tasks if task.key not in lines][state.process_index :: state.num_processes]
+    left = [task for task in tasks if task.key not in lines]
     state.wait_for_everyone()  # before anyone appends
-    if left:
+    if left:  # the same for every process: vLLM starts in all of them
         stop_tokens = data.stop_token_ids(tokenizer, model_eos, config.data.apply_chat_template)
         engine = make_engine(engine_name, config, adapter, tokenizer, stop_tokens, state.device)
         decoding = Decoding(r.max_completion_length, r.temperature, r.top_p)
+        (folder / "results.json").unlink(missing_ok=True)  # of fewer samples
         path = folder / f"samples-{state.process_index}.jsonl"
         write_lines(path, read_lines(path))  # without a line that was cut off
+        mine = left[state.process_index :: state.num_processes]
         bar = tqdm(
             total=len(tasks), initial=len(lines.keys() & {task.key for task in tasks}), desc="sample", unit="sample",
             disable=None if state.is_main_process else True, smoothing=0,
         )  # fmt: skip
         with path.open("a", encoding="utf-8", buffering=1) as file, bar:
-            for line in draw(engine, left, decoding, config.seed, tokenizer):
+            for line in draw(engine, mine, decoding, config.seed, tokenizer):
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
                 bar.update(state.num_processes)
         engine.sleep()  # leaves its memory to the verifier
@@ -108,7 +117,8 @@ def evaluate(config: EvalConfig) -> dict[str, Any] | None:
         "max_completion_length": r.max_completion_length,
         "seed": config.seed,
         "verifier": config.verifier.model,
-        "versions": {name: version(name) for name in ("stapo-lite", "math-verify", "transformers", "torch")},
+        "versions": {name: version(name) for name in ("stapo-lite", "math-verify", "transformers", "torch")}
+        | ({"vllm": str(vllm_version())} if engine_name == "vllm" else {}),
         **summarise(tasks, samples),
     }
     write_results(folder, tasks, samples, results)
@@ -131,6 +141,9 @@ def read_adapter(folder: str | None) -> dict[str, Any] | None:
     if adapter.get("peft_type") != "LORA" or special:
         kind = ", ".join(special) or adapter.get("peft_type")
         raise InputError(f"adapter={folder}: not a plain LoRA adapter ({kind})")
+    modules = adapter.get("target_modules")
+    if not isinstance(modules, list) or any("." in name for name in modules):
+        raise InputError(f"adapter={folder}: its target_modules must be a list of layer names, got {modules}")
     return adapter
 
 
@@ -144,10 +157,13 @@ def open_folder(config: EvalConfig, engine: str, state: PartialState) -> Path:
     settings = {k: v for k, v in flatten(config.model_dump(mode="json")).items() if not k.startswith(FREE_KEYS)}
     settings["rollout.engine"] = engine
     if config.adapter:
-        weights = Path(config.adapter, "adapter_model.safetensors")
-        if not weights.is_file():
-            raise InputError(f"adapter={config.adapter}: no adapter_model.safetensors there")
-        settings["adapter (its weights)"] = hashlib.sha256(weights.read_bytes()).hexdigest()
+        digest = hashlib.sha256()
+        try:
+            for name in ("adapter_config.json", "adapter_model.safetensors"):
+                digest.update(Path(config.adapter, name).read_bytes())
+        except OSError as error:
+            raise InputError(f"adapter={config.adapter}: {error.filename} cannot be read ({error.strerror})") from None
+        settings["adapter (its files)"] = digest.hexdigest()
     path = folder / "settings.json"
     if path.exists():
         before = json.loads(path.read_text(encoding="utf-8"))
@@ -161,14 +177,14 @@ def open_folder(config: EvalConfig, engine: str, state: PartialState) -> Path:
     if state.is_main_process:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(settings, indent=1), encoding="utf-8")
+            write_text(path, json.dumps(settings, indent=1))
             (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
         except OSError as error:
             raise InputError(f"output_dir={folder}: cannot be written ({error.strerror})") from None
     return folder
 
 
-def read_samples(folder: Path) -> dict[tuple[str, str, int], dict[str, Any]]:
+def read_samples(folder: Path) -> dict[tuple[str, str, int, str], dict[str, Any]]:
     """The finished samples by `Task.key`."""
     lines = [line for path in sorted(folder.glob("samples-*.jsonl")) for line in read_lines(path)]
     return {sample_key(line): line for line in lines}
@@ -255,8 +271,10 @@ def compare(folders: Sequence[Path]) -> str:
     """Runs side by side as Markdown.
 
     Raises:
-        InputError: a folder holds no results, or they have no benchmark in common.
+        InputError: there are fewer than two folders; one holds no results; they have no benchmark in common.
     """
+    if len(set(folders)) < 2:
+        raise InputError("compare: give the output_dir of two evaluations or more")
     runs = {}
     for folder in folders:
         try:

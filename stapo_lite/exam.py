@@ -1,7 +1,9 @@
 """Benchmarks with an engine at hand: draw the samples, grade them, sum up. `evaluate.py` and the training share it."""
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -25,14 +27,16 @@ class Task:
     """Of the sample, from 0."""
     prompt: Prompt
 
-    @property
-    def key(self) -> tuple[str, str, int]:
-        return self.problem.benchmark, self.problem.id, self.number
+    @cached_property
+    def key(self) -> tuple[str, str, int, str]:
+        """With a digest of the prompt: another text under the same id is another problem."""
+        digest = hashlib.sha256(str(self.prompt.token_ids).encode()).hexdigest()[:12]
+        return self.problem.benchmark, self.problem.id, self.number, digest
 
 
-def sample_key(line: dict[str, Any]) -> tuple[str, str, int]:
+def sample_key(line: dict[str, Any]) -> tuple[str, str, int, str]:
     """`Task.key` of a line of `samples.jsonl`."""
-    return line["benchmark"], line["id"], line["sample"]
+    return line["benchmark"], line["id"], line["sample"], line["prompt"]
 
 
 def make_tasks(
@@ -73,11 +77,8 @@ def draw(
     """The samples as they finish, each as a line of `samples.jsonl`."""
     prompts, seeds = [task.prompt for task in tasks], [task.problem.seed(seed, task.number) for task in tasks]
     for index, completion in engine.stream(prompts, seeds, decoding):
-        benchmark, problem, number = tasks[index].key
         yield {
-            "benchmark": benchmark,
-            "id": problem,
-            "sample": number,
+            **dict(zip(("benchmark", "id", "sample", "prompt"), tasks[index].key, strict=True)),
             "seed": seeds[index],
             "tokens": len(completion.token_ids),
             "truncated": completion.truncated,

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from stapo_lite.answers import canonical, equivalent, final_answer
 
+UNREADABLE = "?"  # it took too long, too much memory, or an exception
 WORKER_MEMORY_BYTES = 4 << 30  # address space; a runaway answer fails there instead of taking the machine
 
 
@@ -36,7 +37,7 @@ class Question:
 
 
 class Verdict(NamedTuple):
-    """`answer` is the final answer in one spelling; None where there is none, or none that could be read in time."""
+    """`answer` is the final answer in one spelling; None where there is none, `UNREADABLE` where judging it failed."""
 
     correct: bool
     answer: str | None
@@ -73,7 +74,7 @@ class MathGrader:
                 if verdict is None:  # overran or died
                     worker.kill()
                     worker = None
-                return Verdict(*verdict or (False, None))
+                return Verdict(*verdict or (False, UNREADABLE))
             finally:
                 self._idle.put(worker)
                 on_verdict()
@@ -158,7 +159,7 @@ def _serve(timeout: float) -> None:
         try:
             verdict = grade(question)
         except Exception:  # whatever a hostile answer raises, it is wrong
-            verdict = Verdict(False, None)
+            verdict = Verdict(False, UNREADABLE)
         signal.alarm(0)
         print(json.dumps(verdict), flush=True)
 

@@ -270,11 +270,17 @@ class Policy:
         self.model.save_pretrained(folder, save_embedding_layers=False)
 
     def load_adapter(self, folder: Path) -> None:
-        """Replace the adapter's values by those of a saved one of the same shape."""
+        """Replace the adapter's values by those of a saved one of the same shape.
+
+        Raises:
+            InputError: it has values for other layers.
+        """
         from peft import set_peft_model_state_dict
         from safetensors.torch import load_file
 
-        set_peft_model_state_dict(self.model, load_file(folder / "adapter_model.safetensors"))
+        result: Any = set_peft_model_state_dict(self.model, load_file(folder / "adapter_model.safetensors"))
+        if result.unexpected_keys:
+            raise InputError(f"{folder}: the adapter does not fit the model, which has no {result.unexpected_keys[0]}")
 
 
 def make_optimizer(policy: Policy, name: str, learning_rate: float, weight_decay: float) -> torch.optim.Optimizer:

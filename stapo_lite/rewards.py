@@ -155,15 +155,19 @@ def grade_file(cases: Path, out: Path, timeout: float, num_workers: int) -> str:
             whole response), `answer_type` (`set`: the order of a list does not count) and `tolerance`.
 
     Raises:
-        InputError: no such file, or a case lacks a field or has one of another type.
+        InputError: no such file, or a case lacks a field or has one of another type; `out` cannot be written.
     """
     rows = read_jsonl(cases)
     questions = [_case(row, f"{cases}, case {number}") for number, row in enumerate(rows, start=1)]
+    try:
+        file = out.open("w", encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--out={out}: cannot be written ({error.strerror})") from None
     grader = MathGrader(timeout, num_workers)
     with tqdm(total=len(rows), desc="grade", unit="answer", leave=False, disable=None) as bar:
         verdicts = grader.grade(questions, on_verdict=bar.update)
     grader.close()
-    with out.open("w", encoding="utf-8") as file:
+    with file:
         for row, verdict in zip(rows, verdicts, strict=True):
             file.write(json.dumps(row | {"correct": verdict.correct}, ensure_ascii=False) + "\n")
     missing = sum(verdict.answer is None for verdict in verdicts)
@@ -171,9 +175,11 @@ def grade_file(cases: Path, out: Path, timeout: float, num_workers: int) -> str:
 
 
 def _case(row: dict[str, Any], where: str) -> Question:
-    for field, kinds in (("gold", (str, int, float)), ("pred", (str, int, float)), ("tolerance", (int, float))):
-        if not isinstance(row.get(field, 0 if field == "tolerance" else None), kinds):
+    for field in ("gold", "pred"):
+        if not isinstance(row.get(field), str | int | float):
             raise InputError(f"{where}: {field} must be text or a number, got {row.get(field)!r}")
+    if not isinstance(row.get("tolerance", 0), int | float):
+        raise InputError(f"{where}: tolerance must be a number, got {row['tolerance']!r}")
     bare = row.get("form") == "answer"
     response = f"\\boxed{{{row['pred']}}}" if bare else str(row["pred"])
     ordered = row.get("answer_type") != "set"

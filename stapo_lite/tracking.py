@@ -73,10 +73,10 @@ class RunLog:
         self._accelerator = accelerator
         self._max_steps = max_steps
         self._path, self._evaluations = folder / METRICS_FILE, folder / EVALUATIONS_FILE
-        if accelerator.is_main_process and start_step:
+        if accelerator.is_main_process:
             for path in (self._path, self._evaluations):
-                if path.exists():
-                    write_lines(path, (line for line in read_lines(path) if line["step"] <= start_step))
+                if path.exists():  # without what a new run, or the steps to come, will write again
+                    write_lines(path, [line for line in read_lines(path) if line["step"] <= start_step and start_step])
         accelerator.wait_for_everyone()
         self._evaluated = {line["step"] for line in read_lines(self._evaluations)}
 
@@ -122,13 +122,20 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The complete lines of a JSON lines file that may have been cut off; none where there is no file."""
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    return [json.loads(line) for line in text.split("\n")[:-1]]
+    data = path.read_bytes() if path.exists() else b""
+    return [json.loads(line) for line in data.split(b"\n")[:-1]]
 
 
 def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
     """Replace a JSON lines file."""
-    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+    write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file as a whole: who is killed meanwhile leaves the old one."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
 
 
 def step_line(metrics: dict[str, Any], max_steps: int) -> str:

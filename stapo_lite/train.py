@@ -12,12 +12,13 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration, gather_object
+from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration, gather_object
 from tqdm.auto import tqdm
 
 from stapo_lite import checkpoint, data
@@ -345,7 +346,13 @@ def make_accelerator(config: Config) -> Accelerator:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     project = ProjectConfiguration(logging_dir=config.output_dir)
     on_cpu = not torch.accelerator.is_available()  # several processes on a CPU need to be told so
-    accelerator = Accelerator(cpu=on_cpu, log_with=list(config.log.report_to) or None, project_config=project)
+    patience = InitProcessGroupKwargs(timeout=timedelta(days=7))  # processes may finish sampling hours apart
+    accelerator = Accelerator(
+        cpu=on_cpu,
+        log_with=list(config.log.report_to) or None,
+        project_config=project,
+        kwargs_handlers=[patience],
+    )
     cores = os.cpu_count() or 1
     if on_cpu and accelerator.num_processes == 1 and torch.get_num_threads() == 1 < cores:
         print(f"running on 1 of {cores} cores: accelerate launch --num_cpu_threads_per_process {cores} uses all")
@@ -388,10 +395,15 @@ def load_prompts(config: Config, show: Callable[[str], None]) -> tuple[list[Prom
         max_operand=d.arithmetic_max_operand,
     )
     if d.drop_contaminated and d.source != "arithmetic":
-        problems = [problem for name in d.benchmarks for problem in load_benchmark(name)[1]]
-        overlaps = data.find_overlaps([data.prompt_text(row[d.prompt_column]) for row in rows], problems)
+        try:
+            problems = [problem for name in d.benchmarks for problem in load_benchmark(name)[1]]
+        except InputError as error:
+            raise InputError(f"data.drop_contaminated: {error}; or set data.drop_contaminated=false") from None
+        overlaps = data.find_overlaps([data.prompt_text(row.get(d.prompt_column)) for row in rows], problems)
         contaminated = {overlap.row for overlap in overlaps}
         rows = [row for number, row in enumerate(rows) if number not in contaminated]
+        if not rows:
+            raise InputError(f"data.drop_contaminated: every row of {d.source} overlaps a benchmark")
         held = len({overlap.problem for overlap in overlaps})
         show(f"{len(contaminated)} rows of {d.source} that hold {held} benchmark problems left out")
     longest = d.max_prompt_length + config.rollout.max_completion_length
@@ -439,7 +451,7 @@ def make_exam(config: Config, tokenizer: Any) -> Callable[[RolloutEngine, Accele
         grader = MathGrader(config.reward.timeout, config.reward.num_workers)
         judged = judge(tasks, [lines[task.key] for task in tasks], grader, None, progress=True)
         grader.close()
-        return summarise(tasks, judged)
+        return {"temperature": e.temperature, "top_p": e.top_p, **summarise(tasks, judged)}
 
     return exam
 

