@@ -16,22 +16,28 @@ from typing import Any, NamedTuple
 
 SIX_DIGITS = Fraction(5, 10**6)  # a decimal equals the exact value that it gives to six significant digits
 WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
+LONGEST = 1000  # characters of an answer; a longer one is compared as it is
 TAIL = 4000  # characters at the end of a response in which an answer without a box is looked for
 
 _SYMBOLS = str.maketrans(
     {"−": "-", "–": "-", "÷": "/", "，": ",", "$": " ", "€": " ", "£": " ", "\u00a0": " ", "\n": " "}  # noqa: RUF001
-    | {"×": r"\times ", "·": r"\cdot ", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge "}  # noqa: RUF001
-    | {"≠": r"\neq ", "≈": r"\approx ", "∪": r"\cup ", "∈": r"\in ", "±": r"\pm ", "²": "^2", "³": "^3", "°": " "}  # noqa: RUF001
+    | {"×": r"\times ", "·": r"\cdot ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "√": r"\sqrt "}  # noqa: RUF001
+    | {"≠": r"\neq ", "≈": r"\approx ", "∪": r"\cup ", "∈": r"\in ", "±": r"\pm ", "°": " "}  # noqa: RUF001
+    | {"α": r"\alpha ", "β": r"\beta ", "θ": r"\theta ", "λ": r"\lambda ", "π": r"\pi ", "ω": r"\omega "}  # noqa: RUF001
 )
+_SCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺₀₁₂₃₄₅₆₇₈₉", "0123456789-+0123456789")
 _REWRITES = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
+        (r"\\\\\[[^\]]*\]", r"\\\\"),  # the height of a matrix's row
         (r",\s*\\!\s*|\s*\{\s*,\s*\}\s*", ","),  # thousands: 12,\!345 and 12{,}345
         (r"\\(?:left|right|[bB]ig+[lr]?)(?![a-zA-Z])\s*\.?|\\displaystyle(?![a-zA-Z])|\\!", ""),
         (r"(?<!\\)\\(?:q?quad(?![a-zA-Z])|[,;: ])|~|\\$|\\\$|\\[()\[\]]", " "),
+        (r"\s+", " "),
         (r"\*\*", "^"),
+        (r",?\s*(?:\\text\{\s*)?(?:for (?:all|every|any|each)\b|\\forall).*$|,\s*[a-zA-Z]\s*\\in\s*\\mathbb.*$", ""),
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
-        (r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it|sf)|mbox|operatorname)\s*\{", r"\\text{"),
+        (r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|it|sf)|boldsymbol|mbox|operatorname)\s*\{", r"\\text{"),
         (r"\\text\{(e|i|d)\}", r"\1"),
         (r"\\text\{\s*(and|or)\s*\}", r" \1 "),
         (r",?\s*(?:(?<![a-zA-Z])(?:and|or)(?![a-zA-Z])|(?<=[\d)])or(?=[a-zA-Z(]))\s*", " and "),
@@ -46,17 +52,21 @@ _REWRITES = [
         (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
         (r"\\sqrt\s*([0-9a-zA-Z])", r"\\sqrt{\1}"),
         (r"\\frac\s*([0-9a-zA-Z])", r"\\frac{\1}"),
-        (r"(\\frac\s*\{[^{}]*\})\s*([0-9a-zA-Z])", r"\1{\2}"),
+        (r"(\\frac\s*\{(?:[^{}]|\{[^{}]*\})*\})\s*([0-9a-zA-Z])", r"\1{\2}"),
         (r"(?<![\w.^{(])(\d+)/(\d+)(?=\s*\\(?:pi|sqrt)|\s+[a-zA-Z(])", r"\\frac{\1}{\2} "),  # 1/2 x, not 1/(2 x)
         (r"(?<![\w.\\])(\d+\.?\d*|\.\d+)[eE]([+-]?\d+)(?!\w|\.\d)", r"\1\\times 10^{\2}"),  # 4.5e33
-        (r"(?<=[\d.])\s*(?:\\cdot|\*)\s*10\s*\^", r"\\times 10^"),
+        (r"(?<=[\d.])\s*(?:\\cdot|\*|x)\s*10\s*\^", r"\\times 10^"),
+        (r"(?<![a-zA-Z\\])pi(?![a-zA-Z])", r"\\pi "),
     )
 ]
-_UNIT = re.compile(
-    r"(?<=[^\s=,^_({\[+\-])(?:\s*(?:/|\\cdot)?\s*\\text\{[^{}]*\}\s*(?:\^\{?-?\d+\}?)?)+$"  # \text{ cm}^2
-    r"|(?<=[\d}])\s+(?!(?:and|pi)\b)(?:[a-zA-Z]{3,}|[a-zA-Z]+/)[a-zA-Z\s/]*(?:\^\d)?$"  # 45 minutes, 3 m/s
-    r"|(?<=\d)\s*(?:[ckm]?m|k?g|ft|in|hr?s?|mph)(?:\^\d)?$"
+_UNIT = re.compile(  # \text{ cm}^2, / \mathrm{s^{2}}
+    r"(?<=[^\s=,^_({\[+\-])(?:\s*(?:(?:/|\\cdot|\\mu)\s*)?\\text\{(?:[^{}]|\{[^{}]*\})*\}(?:\s*\^\{?-?\d+\}?)?)+$"
 )
+_PLAIN_UNIT = re.compile(  # 45 minutes, 3 m/s, 5eV
+    r"(?<=[\d}])\s+(?!and\b)(?:[a-zA-Z]{3,}|[a-zA-Z]+/)[a-zA-Z\s/]*(?:\^\{?-?\d\}?)?$"
+    r"|(?<=[\d}])\s*(?:[ckmnp]?m|k?g|[kM]?pc|[kMG]?eV|[kM]?Hz|[km]?[JKNWVACTLs]|Pa|mol|ft|in|hr?s?|mph|\\Omega)(?:\^\{?-?\d\}?)?$"
+)
+_WORDY_UNIT = re.compile(r"(?<=\d) +[a-z]{4,}$")  # of a gold, where letters may be variables
 _INTEGER = r"(?:[1-9]\d{0,2}(?:[ ,]\d{3})+|\d+)"
 _DECIMAL = re.compile(  # 1,234.5 and 4.5\times10^{33} and 10^{3}
     rf"(?P<sign>[+-]?)(?:(?P<mantissa>{_INTEGER}(?:\.\d*)?|\.\d+)(?:\\times10\^(?P<e>\{{[+-]?\d{{1,3}}\}}|[+-]?\d{{1,3}}))?"
@@ -64,22 +74,26 @@ _DECIMAL = re.compile(  # 1,234.5 and 4.5\times10^{33} and 10^{3}
 )
 _FRACTION = re.compile(  # \frac{1}{2}, 1\frac{1}{2}, 1/2, -3./2, (1)/(2)
     r"(?P<sign>[+-]?)(?:(?P<whole>\d*)\\frac\{(?P<a>[+-]?[\d.]+)\}\{(?P<b>[\d.]+)\}"
-    r"|\(?(?P<c>[\d.]+)\)?/\(?(?P<d>[\d.]+)\)?)"
+    r"|(?:(?P<w>\d+) )?\(?(?P<c>[\d.]+)\)?/\(?(?P<d>[\d.]+)\)?)"
 )
 _LABEL = re.compile(  # x, x_1, f(x), \frac{NO}{BO}, |AB|, A:B, (p,q)
     r"[A-Za-z](?:_\w|_\{[^{}]*\})?'*(?:\([^()=]*\))?|[^\d\s\-+][^+\-=]*[\\|:(][^+\-=]*|\\[^+\-=]*|\([^=]*\)"
 )
 _PROSE = re.compile(r"\\boxed|[\n\u3040-\u9fff]|(?<![\\a-zA-Z])[^\W\d_]{4,}|[^\W\d_]{2,}\s+[^\W\d_]{2,}")
 _WORD = re.compile(r"[A-Za-z][A-Za-z' ]{2,}")
+_CHOICE = re.compile(r"\([A-Z]\)(?!.*\([A-Z]\))(?:\s|$)|[A-Z][.:)]|[A-Z]$")  # (C), C. 12
 _BASE = re.compile(r"[0-9A-Z]+_\{?\d+\}?")
 _GREEK = (
     "alpha|beta|gamma|delta|(?:var)?epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|rho|sigma|tau|(?:var)?phi|chi|"
     "psi|omega|Gamma|Delta|Theta|Lambda|Xi|Sigma|Phi|Psi|Omega"
 )
+_SUBSCRIPT = r"(?:_(?:\w|\\[a-zA-Z]+|\{[^{}]*\}))?'*"
 _MISREAD = re.compile(
     r"(?P<as_is>\\(?:begin|end|mathbb)\{[^{}]*\})"
     r"|\\frac\{d(?:\^\{?\d\}?)?\s*[^{}]*(?:\{[^{}]*\}[^{}]*)?\}\{d\s*[^{}]*(?:\{[^{}]*\})?\}"
-    rf"|(?:\\(?:{_GREEK})(?![a-zA-Z])|(?<![\\a-z])[A-Z])(?:_(?:\w|\{{[^{{}}]*\}}))?"
+    rf"|\\d{{1,4}}ot\s*(?:\{{[^{{}}]*\}}|\\?[a-zA-Z]+){_SUBSCRIPT}"
+    rf"|\\(?:{_GREEK})(?![a-zA-Z]){_SUBSCRIPT}"
+    rf"|(?P<command>\\[a-zA-Z]+)|[A-Z]{_SUBSCRIPT}|[a-z](?=_|'){_SUBSCRIPT}"
 )
 
 
@@ -97,8 +111,8 @@ def final_answer(response: str, finished: bool = True) -> str | None:
         start, _, answer = boxes.pop()
         while boxes and (joint := _joint(response[boxes[-1][1] : start])):
             start, _, content = boxes.pop()
-            answer = answer if content == answer else f"{content}{joint}{answer}"
-        return answer.strip() or None
+            answer = answer if canonical(content) == canonical(answer) else f"{content}{joint}{answer}"
+        return answer.strip()
     if not finished:
         return None
     if len(response) < 200 and not _PROSE.search(response.strip()):
@@ -107,16 +121,15 @@ def final_answer(response: str, finished: bool = True) -> str | None:
 
 
 def _boxes(text: str) -> Iterator[tuple[int, int, str]]:
-    r"""(start, end, content) of each complete \boxed{...} or \fbox{...}."""
-    for match in re.finditer(r"\\(?:boxed|fbox)\s*\{", text):
-        depth = 1
-        for position in range(match.end(), len(text)):
-            depth += {"{": 1, "}": -1}.get(text[position], 0)
-            if depth == 0:
-                content = text[match.end() : position]
-                if not re.search(r"\\(?:boxed|fbox)\s*\{", content):  # the innermost of nested ones
-                    yield match.start(), position + 1, content
-                break
+    r"""(start, end, content) of each complete \boxed{...} or \fbox{...} with content; the innermost of nested ones."""
+    open_braces: list[tuple[int, int] | None] = []  # start and content of a box
+    for match in re.finditer(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", text):
+        if match[0][-1] == "{" and match[0] != "\\{":
+            open_braces.append((match.start(), match.end()) if len(match[0]) > 1 else None)
+        elif match[0] == "}" and open_braces and (box := open_braces.pop()):
+            content = text[box[1] : match.start()]
+            if content.strip() and not re.search(r"\\(?:boxed|fbox)\s*\{", content):
+                yield box[0], match.end(), content
 
 
 def _joint(gap: str) -> str | None:
@@ -132,9 +145,14 @@ def _stated_last(text: str) -> str | None:
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
+    *before, anchored = re.split(r"(?i)answer(?:\s+is|\s*:)[\s:*]*", text)
+    if before and (answer := re.match(r"\$([^$\n]+)\$|\\\((.+?)\\\)|([^\n]+?)\.?(?=\s+I hope|\s*$|\.\s|\n)", anchored)):
+        stated = next(group for group in answer.groups() if group).strip(" *.")
+        if re.search(r"\w", stated) and not _PROSE.search(stated):
+            return stated
     as_written = NormalizationConfig(False, False, False, False, boxed="none")
     text = re.sub(r"([\u3040-\u9fff\uff00-\uffef])", r" \1 ", text)  # no spaces around numbers in these scripts
-    text = re.sub(r"(?m)\$[ \t]*\n[^$]*\n[ \t]*\$", " ", text)  # as in Markdown, $ $ within a line only
+    text = re.sub(r"(?<!\$)\$[ \t]*\n[^$]*\n[ \t]*\$(?!\$)", " ", text)  # as in Markdown, $ $ within a line only
     found = parse(
         text,
         [LatexExtractionConfig(normalization_config=as_written), ExprExtractionConfig()],
@@ -146,6 +164,8 @@ def _stated_last(text: str) -> str | None:
 
 def canonical(answer: str) -> str:
     r"""An answer in one spelling, for counting votes: `\dfrac12`, `1/2` and `0.5` are all `1/2`."""
+    if len(answer) > LONGEST:
+        return _key(answer)
     text = _clean(answer)
     number = _number(text, decimal_comma=False)
     return str(number.value) if number else _key(text)
@@ -166,22 +186,27 @@ def equivalent(gold: Any, answer: str, *, ordered: bool = True, tolerance: float
         gold = gold.rpartition("\\boxed{")[2]  # cut off
     elif "\\boxed" in gold or "answer is" in gold:
         gold = final_answer(gold) or gold
-    return _equal(_clean(gold), _clean(answer), ordered, Fraction(tolerance))
+    if max(len(gold), len(answer)) > LONGEST:
+        return _key(gold) == _key(answer)
+    gold = _clean(gold, _WORDY_UNIT)
+    answer = _clean(answer, _WORDY_UNIT if _has_letters(gold) else _PLAIN_UNIT)
+    return _equal(gold, answer, ordered, Fraction(tolerance))
 
 
-def _clean(text: str) -> str:
-    """One spelling of what can be written in many ways; without units."""
+def _clean(text: str, unit: re.Pattern = _PLAIN_UNIT) -> str:
+    r"""One spelling of what can be written in many ways; without units in \text{}, and without a plain `unit`."""
     text = text.strip().translate(_SYMBOLS)
+    text = re.sub("[⁰¹²³⁴-⁹⁻⁺]+", lambda match: f"^{{{match[0].translate(_SCRIPTS)}}}", text)
+    text = re.sub("[₀-₉]+", lambda match: f"_{{{match[0].translate(_SCRIPTS)}}}", text)
     if "matrix" not in text:
         text = re.sub(r"\\\\(?=[a-zA-Z])", r"\\", text)  # escaped once too often
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     text = text.strip().rstrip(" .,;:")
-    stripped = _UNIT.sub("", text).strip()
-    while stripped and stripped != text:
-        text, stripped = stripped, _UNIT.sub("", stripped).strip()
+    for pattern in (_UNIT, unit):
+        text = pattern.sub("", text).strip() or text
     text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text).strip()
-    text = re.sub(r"^[A-Za-z]\s*\\in(?![a-z])", "", text).strip()
+    text = re.sub(r"(?i)^(?:the )?(?:final )?answer(?: is)?\s*:?\s+|^[A-Za-z]\s*\\in(?![a-z])", "", text).strip()
     if "(" not in text and "[" not in text:
         text = text.rstrip(")")  # (so it is 5)
     while text.startswith("{") and _closing(text) == len(text) - 1:
@@ -237,17 +262,15 @@ def _close(a: _Number, b: _Number, tolerance: Fraction) -> bool:
     if difference <= tolerance or coarse.places == fine.places:
         return difference <= tolerance
     if fine.places == math.inf:
-        return difference <= SIX_DIGITS * abs(fine.value)
+        return coarse.places > 0 and difference <= SIX_DIGITS * abs(fine.value)
     unit = Fraction(10) ** -int(coarse.places)
     return coarse.places > 0 and difference <= unit / 2 and abs(coarse.value) >= 10_000 * unit
 
 
 def _number(text: str, decimal_comma: bool) -> _Number | None:
-    if len(text) > 1000:
-        return None
     percent = text.endswith("%")
     text = re.sub(r"(?<![\d,])\s+|\s+(?!\d)", "", text.rstrip("% "))
-    if re.fullmatch(r"\([^()]*\)", text):
+    if re.fullmatch(r"\([^(),]*\)", text):
         text = text[1:-1]
     if decimal_comma and re.fullmatch(r"[+-]?\d+,\d+", text) and not _DECIMAL.fullmatch(text):
         text = text.replace(",", ".")
@@ -259,9 +282,10 @@ def _number(text: str, decimal_comma: bool) -> _Number | None:
         places = len(mantissa.partition(".")[2]) - exponent
     elif match := _FRACTION.fullmatch(text):
         try:
-            value = int(match["whole"] or 0) + Fraction(match["a"] or match["c"]) / Fraction(match["b"] or match["d"])
+            value = Fraction(match["a"] or match["c"]) / Fraction(match["b"] or match["d"])
         except (ValueError, ZeroDivisionError):  # 1.2.3/4, 1/0
             return None
+        value += int(match["whole"] or match["w"] or 0)
         bottom = value.denominator
         places = next((k for k in range(bottom.bit_length()) if 10**k % bottom == 0), math.inf)
     else:
@@ -325,7 +349,11 @@ def _equal_lists(golds: Sequence[str], answers: Sequence[str], ordered: bool, to
 
 def _equal_tuples(golds: Sequence[str], answers: Sequence[str], tolerance: Fraction) -> bool:
     """`(1, 2)` against `1, 2`."""
-    sides = [_tuple(side[0]) if len(side) == 1 else side for side in (golds, answers)]
+
+    def parts(side: Sequence[str]) -> Sequence[str]:
+        return _tuple(side[0]) if len(side) == 1 and side[0][0] + side[0][-1] == "()" else side
+
+    sides = [parts(golds), parts(answers)]
     return all(len(side) > 1 for side in sides) and _equal_lists(sides[0], sides[1], True, tolerance)
 
 
@@ -361,14 +389,14 @@ def _equal_single(gold: str, answer: str, ordered: bool, tolerance: Fraction) ->
     elif not gold_label and not label and len(gold_values) == len(values) == 1:
         if _WORD.fullmatch(gold) or _WORD.fullmatch(answer):
             return gold.casefold() == answer.casefold()
-        if re.fullmatch(r"\(?[A-Z]\)?", gold) and re.match(r"\([A-Z]\)(?:\s|$)|[A-Z][.:)]|[A-Z]$", answer):  # (C) 12
+        if re.fullmatch(r"\(?[A-Z]\)?", gold) and _CHOICE.match(answer):
             return gold.strip("()") == answer.lstrip("(")[0]
         if _BASE.fullmatch(gold) or _BASE.fullmatch(answer):
             return False  # other digits, or another base
         return _symbolic(gold, answer, tolerance)
     if any(_equal(g, a, ordered, tolerance) for g in gold_values for a in values):
         return True
-    return "=" in gold and "=" in answer and _symbolic(gold, answer, tolerance)
+    return gold_label != label and "=" in gold and "=" in answer and _symbolic(gold, answer, tolerance)
 
 
 def _labelled(text: str) -> tuple[str, list[str]]:
@@ -396,7 +424,7 @@ def _symbolic(gold: str, answer: str, tolerance: Fraction) -> bool:
     try:
         if getattr(a, "is_number", False) and getattr(b, "is_number", False):
             return _equal_values(a, b, tolerance)
-        return bool(verify(a, b, timeout_seconds=None))
+        return bool(verify(a, b, allow_set_relation_comp=True, timeout_seconds=None))
     except Exception:  # sympy raises what it likes
         return False
 
@@ -418,18 +446,24 @@ def _equal_values(a: Any, b: Any, tolerance: Fraction) -> bool:
 @lru_cache(maxsize=4096)
 def _parse(text: str) -> Any:
     """The sympy expression of a clean text; None where it has none."""
+    from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse
-    from sympy import FiniteSet
+    from sympy import FiniteSet, I, Symbol
 
     text = re.sub(r"\[([^\[\]]*)\]\s*\^", r"(\1)^", text)
-    text = _MISREAD.sub(lambda match: match["as_is"] or _symbol(match[0]), text)
-    found = parse(f"\\boxed{{{text}}}", [LatexExtractionConfig(boxed_match_priority=0)], parsing_timeout=None)
+    text = re.sub(r"\^\s*(?:\{((?:\\prime\s*)+)\}|\\prime(?![a-zA-Z]))", lambda m: "'" * m[0].count("prime"), text)
+    text = _MISREAD.sub(lambda match: match["as_is"] or match["command"] or _symbol(match[0]), text)
+    # units=False: what it takes for units may be variables
+    normal = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True)
+    config = LatexExtractionConfig(boxed_match_priority=0, normalization_config=normal)
+    found = parse(f"\\boxed{{{text}}}", [config], parsing_timeout=None)
     if not found or isinstance(found[0], str | FiniteSet):  # what is a list has been read as one
         return None
-    return found[0]
+    symbols = getattr(found[0], "free_symbols", ())  # real ones, whether the imaginary unit occurs or not
+    return found[0].xreplace({s: I if s.name == "i" else Symbol(s.name, real=True) for s in symbols})
 
 
 def _symbol(latex: str) -> str:
     r"""A symbol that the parser keeps apart from others: `E_{1}` -> `q_{ue1}`, `\gamma` -> `q_{gamma}`."""
-    name = re.sub("([A-Z])", r"u\1", re.sub(r"[^a-zA-Z0-9]", "", latex)).lower()
+    name = re.sub("([A-Z])", r"u\1", re.sub(r"[^a-zA-Z0-9]", "", latex.replace("'", "prime"))).lower()
     return f" q_{{{name}}} "

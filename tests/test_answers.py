@@ -1,5 +1,6 @@
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,17 @@ def read(name):
         (r"first \boxed{5}, no: \boxed{4}", "4"),
         (r"\boxed{\boxed{7}}", "7"),
         (r"\boxed{7}, so \boxed{7}", "7"),
+        (r"\boxed{\frac12} or \boxed{0.5}", "0.5"),
+        (r"\boxed{5} \boxed{}", "5"),
+        (r"Put it in \boxed{}. The answer is 5.", "5"),
+        (r"\boxed{\{1,2\}}", r"\{1,2\}"),
+        (r"\boxed{f(x)=\left\{x\right.}", r"f(x)=\left\{x\right."),
+        ("the answer is\n$$\n\\frac34\n$$", r"\frac34"),
+        ("The answer is (1, 2).", "(1, 2)"),
+        ("Answer: B", "B"),
+        ("the answer is 4.5e3", "4.5e3"),
+        ("The final answer is $\\frac{1}{2}$. I hope it is correct.", r"\frac{1}{2}"),
+        ("The answer is that x is even and it is 4.", "4"),
         (r"$\boxed{-2}$ and $\boxed{1}$.", "-2 and 1"),
         (r"\(x_1 = \boxed{3}\), \quad \(x_2 = \boxed{4}\)", "3, 4"),
         (r"\boxed{3} \text{ or } \boxed{4}", "3 and 4"),
@@ -95,6 +107,52 @@ EQUAL = [
     (r"\frac{1}{3} E_{1}+\frac{2}{3} E_{2}", r"\frac{E_1+2E_2}{3}"),
     (r"m \frac{d v}{d t}+b v=f", r"b v + m\frac{dv}{dt} = f"),
     ("1 000 000", "1,000,000"),
+    (r"\frac1m t", r"\frac tm"),
+    (r"\frac1{\sqrt2}c", r"\frac c{\sqrt2}"),
+    ("a + b + c", "c+b+a"),
+    ("1 - t", "-t+1"),
+    (r"-8-8 \sqrt{3} i", r"-8-8i\sqrt3"),
+    (r"\frac{e^{2 i t}}{(2+2 i)}", r"\frac{e^{2it}}{2+2i}"),
+    (r"\frac{e^{2 i t}}{(2+2 i)}", r"\frac{1-i}{4}e^{2it}"),
+    (r"\frac1s-\frac1s e^{-s T}", r"\frac{1-e^{-sT}}s"),
+    (r"\frac{a M^{1 / 3}}{G M^{2 / 3}+b}", r"\frac{aM^{1/3}}{GM^{2/3}+b}"),
+    (r"y^{\prime}+r y-r x(t)=0", "y' + ry - r x(t) = 0"),
+    (r"(5,\infty)", "x>5"),
+    (r"(-\infty,0]", r"x\le0"),
+    (r"x \in [-2,7]", r"-2\le x\le7"),
+    (r"137 \frac12", "137 1/2"),
+    ("9.81", r"9.81 \, \mathrm{m/s^{2}}"),
+    ("5", r"5 \mathrm{~W~m^{-2}}"),
+    ("3.3e12", r"3.3 \times 10^{12} \mathrm{erg\ s^{-1}}"),
+    ("5", "5 K"),
+    ("5", "5 eV"),
+    ("100", "100 nm"),
+    ("5", "5°C"),
+    ("1.6", "1.6cm"),
+    ("1e-3", "10⁻³"),
+    ("x^4", "x⁴"),
+    (r"\sqrt{3}", "√3"),
+    (r"\theta", "θ"),
+    ("1.04e-3", "1.04 x 10^-3"),
+    (r"12\pi", "12*pi"),
+    (r"12\pi", "12pi"),
+    ("f(n)=n", r"f(n)=n \text{ for all } n \in \mathbb{N}"),
+    ("f(n)=n", r"f(n)=n, \forall n"),
+    (r"k \ge 2", r"k\ge2, k\in\mathbb Z"),
+    ("5", r"\text{The answer is } 5"),
+    ("5", "Answer: 5"),
+    ("5", r"\boldsymbol{5}"),
+    ("125", "125 miles"),
+    ("125 miles", "125"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\[4pt]2\end{pmatrix}"),
+    (
+        r"\frac{2-\omega^{2}-\omega i / 4}{\omega^{4}-\frac{63}{16} \omega^{2}+4}",
+        r"\frac{2-\omega^2-\frac{i\omega}{4}}{4-\frac{63}{16}\omega^2+\omega^4}",
+    ),
+    (r"\hbar \omega(v+1 / 2)", r"\hbar\omega(v+\frac12)"),
+    (r"1+\sqrt{3} i", r"1+i\sqrt{3}"),
+    (r"\ln 2 + i\pi / 3", r"\ln 2+\frac{i\pi}{3}"),
+    ("2+3i", "3i+2"),
 ]
 DIFFERENT = [
     ("4.5e33", "4.6e33"),
@@ -132,6 +190,32 @@ DIFFERENT = [
     (r"(-\infty, 0]", r"(\infty, 0]"),
     (r"\frac{25}{2}R", r"\frac{25}{2}r"),
     ("42", "41 or 42"),
+    (r"\frac{1}{\sqrt2}c", r"\frac1{\sqrt2}"),
+    (r"\frac1m t", r"\frac1m"),
+    ("2ab", "2"),
+    (r"2\pi r h", r"2\pi r"),
+    ("c_1+c_2 t", "c_1+c_2"),
+    ("kT", "kt"),
+    ("mR^2", "mr^2"),
+    ("f'", "f"),
+    ("y'+ry=0", "y+ry=0"),
+    ("$6m$", "6"),
+    ("2a+3h", "2a+3"),
+    ("4h^2", "4"),
+    ("5m", "5"),
+    ("2 xyz", "2"),
+    (r"\frac12 abc", r"\frac12"),
+    ("8/9", "4 4/9"),
+    ("(2,251,252)", "2251252"),
+    ("(1,234)", "1234"),
+    ("(1,5)", "1.5"),
+    ("142857", "1000000/7"),
+    ("333333", r"\frac{1000000}3"),
+    (r"x\in[-2,7]", "-2,7"),
+    ("1,2", "(1,2]"),
+    (r"\frac{37}{4} m", r"\frac{37}{4}"),
+    ("16", "32/3"),
+    ("C", "(C) (D)"),
     ("42", ""),
 ]
 
@@ -237,3 +321,16 @@ def test_no_gold_matches_a_perturbed_value(name):
         if equivalent(gold, text, ordered=ordered)
     ]
     assert not wrong
+
+
+@pytest.mark.parametrize(
+    "text", ["{" * 20_000, "(" * 20_000, " " * 20_000, r"\boxed{" * 3000, "5" + r" \text{a}" * 30 + "!x"]
+)
+def test_hostile_text_is_read_quickly(text):
+    """What is slow all the same ends with its worker."""
+    started = time.monotonic()
+    assert not equivalent("5", text)
+    assert not equivalent(text, "5")
+    final_answer(text, finished=False)
+    canonical(text)
+    assert time.monotonic() - started < 5
