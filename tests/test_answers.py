@@ -190,6 +190,14 @@ DIFFERENT = [
     (r"(-\infty, 0]", r"(\infty, 0]"),
     (r"\frac{25}{2}R", r"\frac{25}{2}r"),
     ("42", "41 or 42"),
+    ("1.6", "1.64"),
+    ("x + 5", "x + 5 m"),
+    ("D = (0, 1)", "D = (0, 1.5)"),
+    (r"\frac{1}{3}", "0.333"),
+    ("-5", "5"),
+    (r"\frac{1}{2}", r"-\frac{1}{2}"),
+    ("(1,2), 5, 3", "(1,2), 3, 5"),
+    (r"\frac{E_1}{2}", r"\frac{e_1}{2}"),
     (r"\frac{1}{\sqrt2}c", r"\frac1{\sqrt2}"),
     (r"\frac1m t", r"\frac1m"),
     ("2ab", "2"),
@@ -234,6 +242,7 @@ def test_different(gold, answer):
 def test_what_the_answer_type_decides():
     assert equivalent("1,3,5", "5, 1, 3", ordered=False)
     assert not equivalent("16,3,1,1", "16,3,1", ordered=False)
+    assert not equivalent("1,1,2", "1,2,2", ordered=False)
     assert not equivalent("(1,2)", "(2,1)", ordered=False)
     assert equivalent("1,22", "1.22")
     assert not equivalent("1,22", "1.22", ordered=False)

@@ -229,7 +229,7 @@ def test_the_resolved_config_takes_another_decoding(run, tmp_path):
 
 
 def lines_and_tasks():
-    problems = [Problem("b", "0", "p0", "4", False, 0.0), Problem("b", "1", "p1", "1, 3", False, 0.0)]
+    problems = [Problem("b", "0", "p0", "4.1", False, 0.2), Problem("b", "1", "p1", "1, 3", False, 0.0)]
     responses = [(r"\boxed{4}", False), ("it is 4", True), ("it is 5", False), (r"\boxed{3, 1}", False)]
     tasks = [Task(problem, number, Prompt("", [1], None)) for problem in problems for number in range(2)]
     return tasks, [{"response": r, "tokens": len(r), "truncated": t} for r, t in responses]

@@ -183,6 +183,12 @@ def test_arithmetic_is_the_last_integer(text, correct):
     assert last_integer_equals(text, "22") == correct
 
 
+def test_a_completion_that_was_cut_off_states_no_answer():
+    pair = [completion("the answer is 4"), completion("the answer is 4")]
+    pair[1].truncated = True
+    assert score(["math"], pair) == [1.0, -1.0]
+
+
 def test_scales_and_weights():
     pair = [completion("4"), completion("5")]
     assert score(["arithmetic"], pair) == [1.0, -1.0]

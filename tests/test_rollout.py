@@ -177,7 +177,7 @@ def test_streamed_samples_come_from_the_nucleus(engine, make_policy, version, to
 def test_a_stream_that_is_left_early_leaves_nothing_behind(engine, make_policy, version):
     engine.publish(make_policy(), version())
     expected = [c.token_ids for c in drawn(engine, PROMPTS, [1, 2, 3])]
-    stream = engine.stream([*PROMPTS, *PROMPTS], range(6), DECODING)
+    stream = engine.stream(PROMPTS * 20, range(60), DECODING)
     next(stream)
     stream.close()
     assert [c.token_ids for c in drawn(engine, PROMPTS, [1, 2, 3])] == expected
