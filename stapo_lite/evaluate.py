@@ -144,6 +144,8 @@ def read_adapter(folder: str | None) -> dict[str, Any] | None:
     modules = adapter.get("target_modules")
     if not isinstance(modules, list) or any("." in name for name in modules):
         raise InputError(f"adapter={folder}: its target_modules must be a list of layer names, got {modules}")
+    if not 1 <= adapter["r"] <= 512:
+        raise InputError(f"adapter={folder}: its rank must be at most 512, got {adapter['r']}")
     return adapter
 
 

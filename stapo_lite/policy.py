@@ -273,14 +273,15 @@ class Policy:
         """Replace the adapter's values by those of a saved one of the same shape.
 
         Raises:
-            InputError: it has values for other layers.
+            InputError: it has values for other layers, or none for some.
         """
         from peft import set_peft_model_state_dict
         from safetensors.torch import load_file
 
         result: Any = set_peft_model_state_dict(self.model, load_file(folder / "adapter_model.safetensors"))
-        if result.unexpected_keys:
-            raise InputError(f"{folder}: the adapter does not fit the model, which has no {result.unexpected_keys[0]}")
+        wrong = [*result.unexpected_keys, *(name for name in result.missing_keys if "lora_" in name)]
+        if wrong:
+            raise InputError(f"{folder}: the adapter does not fit the model, {wrong[0]} is on one side only")
 
 
 def make_optimizer(policy: Policy, name: str, learning_rate: float, weight_decay: float) -> torch.optim.Optimizer:

@@ -191,7 +191,8 @@ def test_bad_input_is_one_line(run, adapter, tmp_path, monkeypatch, changes, mes
         ("peft_type", "IA3", r"not a plain LoRA adapter \(IA3\)"),
         ("target_modules", "all-linear", "must be a list of layer names, got all-linear"),
         ("target_modules", ["mlp.up_proj"], "must be a list of layer names"),
-        ("target_modules", ["up_proj"], "the adapter does not fit the model, which has no "),
+        ("target_modules", ["up_proj"], "the adapter does not fit the model, .* is on one side only"),
+        ("r", 600, "its rank must be at most 512, got 600"),
     ],
 )
 def test_adapters_that_the_engines_would_not_apply_alike(run, adapter, field, value, message):
