@@ -47,7 +47,7 @@ _REWRITES = [
         (r"\\lt(?![a-zA-Z])", "<"),
         (r"\\gt(?![a-zA-Z])", ">"),
         (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))|\\degree(?![a-zA-Z])", " "),
-        (r"\\text\{\s*(?:\\?%|perc?ent(?:age)?|pct)\s*\}|\\?%|(?<![a-zA-Z])(?:percent(?:age)?|pct)(?![a-zA-Z])", "%"),
+        (r"\\text\{\s*(?:\\?%|percent(?:age)?|pct)\s*\}|\\?%|(?<![a-zA-Z])(?:percent(?:age)?|pct)(?![a-zA-Z])", "%"),
         (r"(?<![a-zA-Z\\])(?:np\.|(?=(?:(?:arc)?(?:sin|cos|tan)|sqrt|ln|log|exp)(?![a-zA-Z])))", r"\\"),  # np.arcsin
         (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
         (r"\\sqrt\s*([0-9a-zA-Z])", r"\\sqrt{\1}"),
@@ -123,9 +123,9 @@ def final_answer(response: str, finished: bool = True) -> str | None:
 def _boxes(text: str) -> Iterator[tuple[int, int, str]]:
     r"""(start, end, content) of each complete \boxed{...} or \fbox{...} with content; the innermost of nested ones."""
     open_braces: list[tuple[int, int] | None] = []  # start and content of a box
-    for match in re.finditer(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", text):
-        if match[0][-1] == "{" and match[0] != "\\{":
-            open_braces.append((match.start(), match.end()) if len(match[0]) > 1 else None)
+    for match in re.finditer(r"\\(?:boxed|fbox)\s*\{|(?<!\\)\\[{}]|[{}]", text):
+        if "box" in match[0] or match[0] == "{":
+            open_braces.append((match.start(), match.end()) if "box" in match[0] else None)
         elif match[0] == "}" and open_braces and (box := open_braces.pop()):
             content = text[box[1] : match.start()]
             if content.strip() and not re.search(r"\\(?:boxed|fbox)\s*\{", content):

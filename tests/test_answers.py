@@ -31,6 +31,8 @@ def read(name):
         (r"\boxed{7}, so \boxed{7}", "7"),
         (r"\boxed{\frac12} or \boxed{0.5}", "0.5"),
         (r"\boxed{5} \boxed{}", "5"),
+        (r"\\boxed{5}", "5"),
+        (r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
         (r"Put it in \boxed{}. The answer is 5.", "5"),
         (r"\boxed{\{1,2\}}", r"\{1,2\}"),
         (r"\boxed{f(x)=\left\{x\right.}", r"f(x)=\left\{x\right."),
