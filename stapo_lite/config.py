@@ -20,6 +20,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 UserPath = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
 BENCHMARK_NAMES = ["aime24", "aime25", "amc23", "math500", "minerva", "olympiadbench"]
+OptionalPath = Annotated[str | None, AfterValidator(lambda path: path and os.path.expanduser(path))]
 PROJECTIONS: list[Projection] = list(get_args(Projection))
 
 
@@ -169,7 +170,7 @@ class Rollout(Engine):
     """Drop groups whose rewards are all equal and draw further prompts until the batch is full (DAPO)."""
     max_sampling_rounds: int = Field(10, ge=1)
     """`dynamic_sampling` only: after this many rounds the step goes on with the groups it has."""
-    model: Annotated[str | None, AfterValidator(lambda path: path and os.path.expanduser(path))] = None
+    model: OptionalPath = None
     """vLLM: serve this checkpoint of the same model, quantised to fp8, AWQ or GPTQ, in place of `model`. How far
     that is from the trainer's policy is logged as `sampler_gap_*`, and corrected by `objective.sampler_correction`."""
     sleep_level: Literal[0, 1, 2] = 1
@@ -440,7 +441,7 @@ class Grading(Section):
 class Verifier(Section):
     """A second judge: a language model that is asked only about answers that the rules reject."""
 
-    model: Annotated[str | None, AfterValidator(lambda path: path and os.path.expanduser(path))] = None
+    model: OptionalPath = None
     """Folder or Hub name; none is asked by default."""
     max_prompt_length: int = Field(4096, ge=64)
     """Tokens of problem, gold and the end of the response that it sees."""
@@ -462,7 +463,7 @@ class EvalConfig(Section):
 
     model: UserPath
     """A folder, or a name on the Hub: the adapter's base, or a merged model."""
-    adapter: Annotated[str | None, AfterValidator(lambda path: path and os.path.expanduser(path))] = None
+    adapter: OptionalPath = None
     """Folder with an adapter in PEFT's format."""
     output_dir: UserPath
     """Samples, verdicts and results; an interrupted evaluation goes on there."""
@@ -495,19 +496,15 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
         InputError: the file is missing or not a mapping; a key is unknown (with the nearest match);
             a value has the wrong type or range; the batch sizes do not fit together.
     """
-    tree = _read_yaml(path)
-    _drop_what_presets_set(Config, tree, PRESETS)
-    return _validate(Config, tree, path, overrides)
+    return _load(Config, PRESETS, path, overrides)
 
 
 def load_eval_config(path: str | Path, overrides: list[str] | None = None) -> EvalConfig:
     """The same for an evaluation."""
-    tree = _read_yaml(path)
-    _drop_what_presets_set(EvalConfig, tree, EVAL_PRESETS)
-    return _validate(EvalConfig, tree, path, overrides)
+    return _load(EvalConfig, EVAL_PRESETS, path, overrides)
 
 
-def _read_yaml(path: str | Path) -> dict:
+def _load(schema: type[S], presets: Presets, path: str | Path, overrides: list[str] | None) -> S:
     try:
         tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -516,10 +513,7 @@ def _read_yaml(path: str | Path) -> dict:
         raise InputError(f"{path}: cannot be read as YAML: {one_line(error)}") from None
     if not isinstance(tree, dict):
         raise InputError(f"{path}: must be a YAML mapping of keys, as in configs/quickstart.yaml")
-    return tree
-
-
-def _validate(schema: type[S], tree: dict, path: str | Path, overrides: list[str] | None) -> S:
+    _drop_what_presets_set(schema, tree, presets)
     for override in overrides or []:
         _apply_override(tree, override)
     try:

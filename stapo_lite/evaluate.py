@@ -301,7 +301,10 @@ def main() -> None:
             print(compare([Path(folder) for folder in arguments.overrides]))
             return
         config = load_eval_config(arguments.config, arguments.overrides)
-        results = evaluate(config)
+        try:
+            results = evaluate(config)
+        except KeyboardInterrupt:
+            raise SystemExit(f"\ninterrupted; the same command goes on with what is in {config.output_dir}") from None
         if results is not None:
             print(f"{results_table(results)}\n\n{pass_table(results)}\n\nresults: {config.output_dir}")
 
