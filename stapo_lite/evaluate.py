@@ -105,7 +105,7 @@ def evaluate(config: EvalConfig) -> dict[str, Any] | None:
     if v.model:
         verifier = Verifier(v.model, getattr(torch, config.dtype), state.device, v.max_prompt_length, v.batch_size)
     grader = MathGrader(config.grading.timeout, config.grading.num_workers)
-    samples = judge(tasks, [lines[task.key] for task in tasks], grader, verifier, progress=True)
+    samples = judge(tasks, [lines[task.key] for task in tasks], grader, verifier)
     grader.close()
     results = {
         "model": config.model,

@@ -87,11 +87,7 @@ def draw(
 
 
 def judge(
-    tasks: Sequence[Task],
-    lines: Sequence[dict[str, Any]],
-    grader: MathGrader,
-    verifier: Verifier | None,
-    progress: bool,
+    tasks: Sequence[Task], lines: Sequence[dict[str, Any]], grader: MathGrader, verifier: Verifier | None = None
 ) -> list[Sample]:
     """Grade the line of each task, by rules and then, where they reject an answer, by the verifier."""
     questions = [
@@ -104,14 +100,13 @@ def judge(
         )
         for task, line in zip(tasks, lines, strict=True)
     ]
-    quiet = None if progress else True  # None: only on a terminal
-    with tqdm(total=len(questions), desc="grade", unit="answer", leave=False, disable=quiet) as bar:
+    with tqdm(total=len(questions), desc="grade", unit="answer", leave=False, disable=None) as bar:
         verdicts = grader.grade(questions, on_verdict=bar.update)
     accepted: dict[int, bool] = {}
     if verifier is not None:
         asked = [i for i, verdict in enumerate(verdicts) if not verdict.correct and verdict.answer is not None]
         cases = [Case(tasks[i].problem.text, tasks[i].problem.gold, lines[i]["response"]) for i in asked]
-        with tqdm(total=len(cases), desc="verify", unit="answer", leave=False, disable=quiet) as bar:
+        with tqdm(total=len(cases), desc="verify", unit="answer", leave=False, disable=None) as bar:
             accepted = dict(zip(asked, verifier.accepts(cases, on_case=bar.update), strict=True))
     return [
         Sample(verdict.correct, verdict.answer, line["tokens"], line["truncated"], accepted.get(i))

@@ -449,7 +449,7 @@ def make_exam(config: Config, tokenizer: Any) -> Callable[[RolloutEngine, Accele
         if not accelerator.is_main_process:
             return None
         grader = MathGrader(config.reward.timeout, config.reward.num_workers)
-        judged = judge(tasks, [lines[task.key] for task in tasks], grader, None, progress=True)
+        judged = judge(tasks, [lines[task.key] for task in tasks], grader)
         grader.close()
         return {"temperature": e.temperature, "top_p": e.top_p, **summarise(tasks, judged)}
 

@@ -240,7 +240,7 @@ def test_grading_by_hand():
     """A response that was cut off states no answer."""
     grader = MathGrader(GENEROUS, 1)
     tasks, lines = lines_and_tasks()
-    samples = judge(tasks, lines, grader, None, progress=False)
+    samples = judge(tasks, lines, grader)
     assert [(s.correct, s.answer, s.truncated, s.accepted) for s in samples] == (
         [(True, "4", False, None), (False, None, True, None), (False, "5", False, None), (True, "3,1", False, None)]
     )
@@ -250,7 +250,7 @@ def test_grading_by_hand():
             assert cases == [Case("p1", "1, 3", "it is 5")]  # only what the rules reject and has an answer
             return [True]
 
-    samples = judge(tasks, lines, grader, Lenient(), progress=False)
+    samples = judge(tasks, lines, grader, Lenient())
     grader.close()
     assert [s.accepted for s in samples] == [None, None, True, None]
     results = summarise(tasks, samples)
