@@ -256,7 +256,12 @@ def test_benchmarks_during_training(write_config, benchmark_file, tiny_model, tm
             yield line
 
     monkeypatch.setattr(train_module, "draw", note)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    write_lines(folder / "evaluations.jsonl", [{"step": 0}])  # of a run that was killed in its first step
     run(write_config(train__max_steps=2, evaluation=benchmark_file))
+    for name in ("evaluations.jsonl", "metrics.jsonl"):  # of a step after the checkpoint
+        write_lines(folder / name, [*read_lines(folder / name), {"step": 3}])
     run(write_config(train__max_steps=3, evaluation=benchmark_file), resume=True)
     assert without_times(read_metrics(tmp_path / "run")) == without_times(plain)
     evaluations = read_lines(tmp_path / "run" / "evaluations.jsonl")
