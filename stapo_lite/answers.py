@@ -166,7 +166,7 @@ def canonical(answer: str) -> str:
     r"""An answer in one spelling, for counting votes: `\dfrac12`, `1/2` and `0.5` are all `1/2`."""
     if len(answer) > LONGEST:
         return _key(answer)
-    text = _clean(answer)
+    text = _clean(answer, _PLAIN_UNIT)
     number = _number(text, decimal_comma=False)
     return str(number.value) if number else _key(text)
 
@@ -193,7 +193,8 @@ def equivalent(gold: Any, answer: str, *, ordered: bool = True, tolerance: float
     return _equal(gold, answer, ordered, Fraction(tolerance))
 
 
-def _clean(text: str, unit: re.Pattern = _PLAIN_UNIT) -> str:
+@lru_cache(maxsize=4096)  # a gold comes with every sample, an answer to be judged and to be counted
+def _clean(text: str, unit: re.Pattern) -> str:
     r"""One spelling of what can be written in many ways; without units in \text{}, and without a plain `unit`."""
     text = text.strip().translate(_SYMBOLS)
     text = re.sub("[⁰¹²³⁴-⁹⁻⁺]+", lambda match: f"^{{{match[0].translate(_SCRIPTS)}}}", text)
@@ -360,8 +361,8 @@ def _equal_tuples(golds: Sequence[str], answers: Sequence[str], tolerance: Fract
 def _tuple(text: str) -> list[str]:
     """The parts of a tuple or interval; none if it is neither."""
     if text[0] in "([" and text[-1] in ")]" and _closing(text) == len(text) - 1:
-        inner = text[1:-1]
-        return _split(inner, ";") if len(_split(inner, ";")) > 1 else _split(inner, ",")
+        parts = _split(text[1:-1], ";")
+        return parts if len(parts) > 1 else _split(text[1:-1], ",")
     return []
 
 

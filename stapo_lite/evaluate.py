@@ -180,7 +180,7 @@ def open_folder(config: EvalConfig, engine: str, state: PartialState) -> Path:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             write_text(path, json.dumps(settings, indent=1))
-            (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+            write_text(folder / "config.yaml", to_yaml(config))
         except OSError as error:
             raise InputError(f"output_dir={folder}: cannot be written ({error.strerror})") from None
     return folder
@@ -261,12 +261,12 @@ def write_results(folder: Path, tasks: Sequence[Task], samples: Sequence[Sample]
             for task, sample in zip(tasks, samples, strict=True)
         ),
     )
-    (folder / "results.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
+    write_text(folder / "results.json", json.dumps(results, indent=1))
     adapter = f" with {results['adapter']}" if results["adapter"] else ""
     decoding = f"temperature {results['temperature']}, top-p {results['top_p']}"
     head = f"In per cent, at {decoding}, at most {results['max_completion_length']} tokens; intervals by bootstrap."
     document = f"# {results['model']}{adapter}\n\n{head}\n\n{results_table(results)}\n\n{pass_table(results)}\n"
-    (folder / "results.md").write_text(document, encoding="utf-8")
+    write_text(folder / "results.md", document)
 
 
 def compare(folders: Sequence[Path]) -> str:
