@@ -18,7 +18,7 @@ from pathlib import Path
 from common import now, save
 
 from stapo_lite.benchmarks import BENCHMARKS
-from stapo_lite.config import read_jsonl
+from stapo_lite.files import read_jsonl
 from stapo_lite.grading import MathGrader, Question, grade
 
 THOUGHTS = "We compute the value step by step, $x = 3$ and then $y^2 + 4 = 7$. " * 30

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stapo_lite.config import InputError, one_line, read_jsonl
+from stapo_lite.config import InputError, one_line
+from stapo_lite.files import read_jsonl
 
 
 @dataclass(frozen=True)

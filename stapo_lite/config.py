@@ -6,7 +6,6 @@ Every field carries its own docstring; `docs/config.md` is generated from them
 
 import copy
 import difflib
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -644,29 +643,6 @@ def _section(section: type[BaseModel], path: list) -> type[BaseModel]:
 def one_line(error: BaseException) -> str:
     """An error's text, for an InputError to quote."""
     return " ".join(str(error).split())
-
-
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """One JSON object per line, values as they are (the `datasets` reader turns text into dates).
-
-    Raises:
-        InputError: no such file, or a line is not a JSON object.
-    """
-    rows = []
-    try:
-        file = path.open(encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
-    with file:
-        for number, line in enumerate(file, start=1):
-            try:
-                row = json.loads(line) if line.strip() else None
-            except ValueError as error:
-                raise InputError(f"{path}, line {number}: not JSON ({error})") from None
-            if not isinstance(row, dict | None):
-                raise InputError(f"{path}, line {number}: must be a JSON object, got {type(row).__name__}")
-            rows += [] if row is None else [row]
-    return rows
 
 
 def reference() -> str:

@@ -4,7 +4,6 @@ python -m stapo_lite.data contamination train.jsonl --benchmarks all
 """
 
 import argparse
-import json
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -14,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from stapo_lite.benchmarks import Problem, load_benchmark
-from stapo_lite.config import BENCHMARK_NAMES, InputError, exit_on_input_error, one_line, read_jsonl
+from stapo_lite.config import BENCHMARK_NAMES, InputError, exit_on_input_error, one_line
+from stapo_lite.files import read_jsonl, write_lines
 from stapo_lite.types import Prompt
 
 
@@ -294,10 +294,7 @@ def main() -> None:
         if arguments.out:
             dropped = {overlap.row for overlap in overlaps}
             try:
-                with arguments.out.open("w", encoding="utf-8") as file:
-                    for number, row in enumerate(rows):
-                        if number not in dropped:
-                            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                write_lines(arguments.out, (row for number, row in enumerate(rows) if number not in dropped))
             except OSError as error:
                 raise InputError(f"--out={arguments.out}: cannot be written ({error.strerror})") from None
             print(f"{len(rows) - len(dropped)} rows: {arguments.out}")

@@ -32,11 +32,11 @@ from stapo_lite.config import (
     to_yaml,
 )
 from stapo_lite.exam import Task, draw, judge, make_tasks, sample_key, summarise
+from stapo_lite.files import append_lines, read_lines, write_lines, write_text
 from stapo_lite.grading import MathGrader
 from stapo_lite.policy import load_model_config, load_policy, load_tokenizer
 from stapo_lite.rollout import Decoding, RolloutEngine, Sampling, check_vllm, resolve_engine, vllm_version
 from stapo_lite.scores import Sample, comparison_table, pass_table, results_table
-from stapo_lite.tracking import read_lines, write_lines, write_text
 from stapo_lite.verifier import Verifier
 
 # These decide which samples are drawn, or where, but not what is in one.
@@ -89,9 +89,9 @@ def evaluate(config: EvalConfig) -> dict[str, Any] | None:
             total=len(tasks), initial=len(lines.keys() & {task.key for task in tasks}), desc="sample", unit="sample",
             disable=None if state.is_main_process else True, smoothing=0,
         )  # fmt: skip
-        with path.open("a", encoding="utf-8", buffering=1) as file, bar:
+        with bar:
             for line in draw(engine, mine, decoding, config.seed, tokenizer):
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                append_lines(path, [line])
                 bar.update(state.num_processes)
         engine.sleep()  # leaves its memory to the verifier
         engine.close()

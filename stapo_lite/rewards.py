@@ -15,7 +15,8 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from stapo_lite.config import InputError, exit_on_input_error, one_line, read_jsonl
+from stapo_lite.config import InputError, exit_on_input_error, one_line
+from stapo_lite.files import read_jsonl
 from stapo_lite.grading import MathGrader, Question
 from stapo_lite.types import Completion
 

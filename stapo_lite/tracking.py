@@ -1,8 +1,7 @@
 """What a person sees of a run: the metrics file, one line per step, samples, accelerate's trackers."""
 
-import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from stapo_lite.files import append_lines, read_lines, write_lines
 from stapo_lite.scores import results_table
 from stapo_lite.types import Completion
 
@@ -84,8 +84,7 @@ class RunLog:
         """Append one line to the file, print the compact one, and tell the trackers."""
         if not self._accelerator.is_main_process:
             return
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(metrics) + "\n")
+        append_lines(self._path, [metrics])
         tqdm.write(step_line(metrics, self._max_steps))
         self._accelerator.log({k: v for k, v in metrics.items() if v is not None and k != "step"}, step=metrics["step"])
 
@@ -98,8 +97,7 @@ class RunLog:
         self._evaluated.add(step)
         if results is None:  # not the main process
             return
-        with self._evaluations.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step} | results) + "\n")
+        append_lines(self._evaluations, [{"step": step} | results])
         tqdm.write(f"benchmarks after step {step}\n{results_table(results)}")
         scores = results["benchmarks"] | {"average": results["average"]}
         self._accelerator.log({f"evaluation/{name}": score["avg"] for name, score in scores.items()}, step=step)
@@ -118,24 +116,6 @@ class RunLog:
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The steps of a run; none where it has no metrics file."""
     return read_lines(folder / METRICS_FILE)
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a JSON lines file that may have been cut off; none where there is no file."""
-    data = path.read_bytes() if path.exists() else b""
-    return [json.loads(line) for line in data.split(b"\n")[:-1]]
-
-
-def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    """Replace a JSON lines file."""
-    write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replace a file as a whole: who is killed meanwhile leaves the old one."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
 
 
 def step_line(metrics: dict[str, Any], max_steps: int) -> str:

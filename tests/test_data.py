@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 from stapo_lite import data
 from stapo_lite.benchmarks import Problem, load_benchmark
 from stapo_lite.config import InputError
-from stapo_lite.tracking import read_lines, write_lines
+from stapo_lite.files import read_lines, write_lines
 
 DATA = Path(__file__).parent.parent.parent / "shared" / "data"
 

@@ -19,8 +19,8 @@ from stapo_lite.benchmarks import Problem
 from stapo_lite.config import InputError, load_eval_config
 from stapo_lite.evaluate import evaluate, main
 from stapo_lite.exam import Task, judge, sample_key, summarise
+from stapo_lite.files import read_lines, write_lines
 from stapo_lite.grading import MathGrader
-from stapo_lite.tracking import read_lines, write_lines
 from stapo_lite.types import Prompt
 from stapo_lite.verifier import INSTRUCTION, Case, Verifier
 

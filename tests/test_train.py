@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from stapo_lite import train as train_module
 from stapo_lite.config import InputError, load_config, load_eval_config
 from stapo_lite.evaluate import evaluate
-from stapo_lite.tracking import read_lines, read_metrics, write_lines
+from stapo_lite.files import read_lines, write_lines
+from stapo_lite.tracking import read_metrics
 
 ROOT = Path(__file__).parent.parent
 TIMES = {"tokens_per_second", "seconds_rollout", "seconds_reward", "seconds_update", "seconds_step"}
