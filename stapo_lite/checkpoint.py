@@ -77,12 +77,17 @@ def check_same_config(folder: Path, config: dict[str, Any]) -> None:
 
     Raises:
         InputError: a key differs that decides what the run computes; the number of steps, the folder,
-            benchmarks and logging do not.
+            benchmarks, audit and logging do not.
     """
     before, now = (flatten(tree) for tree in (read_state(folder)["config"], config))
     free = {"output_dir", "train.max_steps"}
+    shown = ("log.", "evaluation.", "audit.")
     for key in sorted(before.keys() | now.keys()):
-        if before.get(key) != now.get(key) and key not in free and not key.startswith(("log.", "evaluation.")):
+        if (
+            before.get(key) != now.get(key)
+            and key not in free
+            and not key.startswith(shown)
+        ):
             raise InputError(
                 f"--resume: {key}={now.get(key)}, but {folder} was written with {before.get(key)}: set it back, "
                 "or start a new run in another output_dir"

@@ -307,6 +307,18 @@ class Log(Section):
     """Checkpoints kept, newest first."""
 
 
+class Audit(Section):
+    """The token log: what S2T makes of its candidates, for `python -m stapo_lite.audit`."""
+
+    enabled: bool = False
+    """Write the candidates of each step, in context and with alternatives, and where tokens lie in the
+    probability-entropy plane."""
+    tokens_per_step: int = Field(64, ge=1)
+    """Most candidates, and points of the plane, that a step writes; about 0.7 kB for each of both."""
+    context: int = Field(40, ge=0)
+    """Tokens shown before and after a candidate."""
+
+
 class Evaluation(Section):
     """Benchmarks during training, of completions of at most `rollout.max_completion_length` tokens."""
 
@@ -371,6 +383,7 @@ class Config(Section):
     objective: Objective = Objective()
     train: Train = Train()
     evaluation: Evaluation = Evaluation()
+    audit: Audit = Audit()
     log: Log = Log()
 
     @model_validator(mode="before")

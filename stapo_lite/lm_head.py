@@ -75,6 +75,39 @@ def token_statistics(
         return TokenStatistics(*head.apply(hidden, weight, bias, targets, temperature, memory_bytes, folding))
 
 
+@torch.no_grad()
+def top_tokens(
+    hidden: Tensor,
+    weight: Tensor,
+    k: int,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    memory_bytes: int = 256 << 20,
+) -> tuple[Tensor, Tensor]:
+    """The k most probable tokens, the most probable first; arguments as in `token_statistics`.
+
+    Returns:
+        ids [N, k] int64, and their probabilities at the temperature, [N, k] fp32.
+    """
+    n, v = chunk_sizes(len(hidden), len(weight), weight.shape[1], memory_bytes)
+    found: list[tuple[Tensor, Tensor]] = []
+    with torch.autocast(hidden.device.type, enabled=False), _bf16_products(weight):
+        for rows in hidden.split(n):
+            best = rows.new_empty(len(rows), 0, dtype=torch.float32)
+            ids = torch.empty_like(best, dtype=torch.int64)
+            log_normaliser = torch.full_like(rows[:, 0], -math.inf, dtype=torch.float32)
+            for columns, _, _, logits in _logit_tiles(rows, weight, bias, temperature, v):
+                log_normaliser = torch.logaddexp(log_normaliser, logits.logsumexp(1))
+                values, places = logits.topk(min(k, logits.shape[1]))
+                ids = torch.cat([ids, places + columns.start], 1)
+                best, order = torch.cat([best, values], 1).sort(descending=True)
+                best, ids = best[:, :k], ids.gather(1, order)[:, :k]
+            found.append((ids, (best - log_normaliser[:, None]).exp()))
+    all_ids, probabilities = zip(*found, strict=True)
+    return torch.cat(all_ids), torch.cat(probabilities)
+
+
 def chunk_sizes(tokens: int, vocabulary: int, width: int, memory_bytes: int) -> tuple[int, int]:
     """Rows of hidden and of weight per tile, so that the fp32 workspace stays within the budget.
 

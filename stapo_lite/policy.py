@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from stapo_lite.config import InputError
-from stapo_lite.lm_head import token_statistics
+from stapo_lite.lm_head import token_statistics, top_tokens
 from stapo_lite.types import MicroBatch, TokenStatistics
 
 
@@ -194,11 +194,9 @@ class Policy:
         self._causal_lm = model.get_base_model()
         self._dtype = dtype
         self._offload_activations = offload_activations
-        self._lm_head: dict[str, Any] = {
-            "temperature": temperature,
-            "memory_bytes": lm_head_memory_bytes,
-            "triton": lm_head_triton,
-        }
+        self._temperature = temperature
+        self._lm_head_memory_bytes = lm_head_memory_bytes
+        self._lm_head_triton = lm_head_triton
         self._host_copies: dict[nn.Parameter, Tensor] = {}
 
     @property
@@ -231,22 +229,45 @@ class Policy:
         Returns:
             TokenStatistics of [B, C] fp32, 0 where `completion_mask` is False.
         """
+        return self.score(batch, self.hidden_states(batch), differentiable_entropy)
+
+    def hidden_states(self, batch: MicroBatch) -> Tensor:
+        """What predicts each completion token, [N, D] in the head's dtype; row after row."""
         with self.autocast(), self._keep_activations():
             hidden = self._causal_lm.get_decoder()(input_ids=batch.input_ids, use_cache=False).last_hidden_state
         # The causal shift, here and nowhere else: completion token t is predicted at prompt_length + t - 1.
         row, t = batch.completion_mask.nonzero(as_tuple=True)
-        hidden = hidden[row, batch.prompt_lengths[row] + t - 1]
-        head = self._causal_lm.get_output_embeddings()
+        return hidden[row, batch.prompt_lengths[row] + t - 1].to(self._head.weight.dtype)
+
+    def score(self, batch: MicroBatch, hidden: Tensor, differentiable_entropy: bool = False) -> TokenStatistics:
+        """`statistics` of a batch whose hidden states are known."""
         flat = token_statistics(
-            hidden.to(head.weight.dtype),
-            head.weight,
-            batch.completion_ids[row, t],
-            bias=head.bias,
+            hidden,
+            self._head.weight,
+            batch.completion_ids[batch.completion_mask],
+            bias=self._head.bias,
+            temperature=self._temperature,
+            memory_bytes=self._lm_head_memory_bytes,
             differentiable_entropy=differentiable_entropy,
-            **self._lm_head,
+            triton=self._lm_head_triton,
         )
         blank = torch.zeros(batch.completion_ids.shape, device=hidden.device)
         return TokenStatistics(*(blank.masked_scatter(batch.completion_mask, values) for values in flat))
+
+    def top_tokens(self, hidden: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The k most probable tokens for each of [n, D] hidden states: ids and probabilities, [n, k]."""
+        return top_tokens(
+            hidden,
+            self._head.weight,
+            k,
+            bias=self._head.bias,
+            temperature=self._temperature,
+            memory_bytes=self._lm_head_memory_bytes,
+        )
+
+    @property
+    def _head(self) -> Any:
+        return self._causal_lm.get_output_embeddings()
 
     @torch.no_grad()
     def reference_logprobs(self, batch: MicroBatch) -> Tensor:

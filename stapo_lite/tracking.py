@@ -74,9 +74,7 @@ class RunLog:
         self._max_steps = max_steps
         self._path, self._evaluations = folder / METRICS_FILE, folder / EVALUATIONS_FILE
         if accelerator.is_main_process:
-            for path in (self._path, self._evaluations):
-                if path.exists():  # without what a new run, or the steps to come, will write again
-                    write_lines(path, [line for line in read_lines(path) if line["step"] <= start_step and start_step])
+            keep_steps((self._path, self._evaluations), start_step)
         accelerator.wait_for_everyone()
         self._evaluated = {line["step"] for line in read_lines(self._evaluations)}
 
@@ -111,6 +109,13 @@ class RunLog:
         for completion in (group[-1], group[0]):
             lines.append(f"    reward {_number(completion.reward)} | {_shorten(completion.text)}")
         tqdm.write("\n".join(lines))
+
+
+def keep_steps(paths: Sequence[Path], start_step: int) -> None:
+    """Drop the lines that a run from this step on will write again; all of them where it is new, at step 0."""
+    for path in paths:
+        if path.exists():
+            write_lines(path, [line for line in read_lines(path) if line["step"] <= start_step and start_step])
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

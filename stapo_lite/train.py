@@ -44,6 +44,7 @@ from stapo_lite.report import write_report
 from stapo_lite.rewards import BUILT_IN, RewardModel, overlong_share
 from stapo_lite.rollout import Decoding, RolloutEngine, Sampling, check_vllm, resolve_engine
 from stapo_lite.s2t import linear_quantiles, next_tau_p
+from stapo_lite.token_log import TokenLog
 from stapo_lite.tracking import RunLog, Tally, read_metrics
 from stapo_lite.types import Completion, Prompt
 from stapo_lite.update import MAXIMA, SUMS, VALUES, Statistics, Update, measure, old_inputs, update, with_gradient
@@ -84,6 +85,17 @@ def train(config: Config, resume: bool = False) -> Iterator[dict[str, Any]]:
     engine = make_engine(engine_name, config, stop_tokens)
     accelerator.init_trackers(config.log.project, config={k: str(v) for k, v in flatten(config.model_dump()).items()})
     log = RunLog(run_folder, config.train.max_steps, progress.step, accelerator)
+    token_log = None
+    if config.audit.enabled:
+        token_log = TokenLog(
+            run_folder,
+            progress.step,
+            config.audit.tokens_per_step,
+            config.audit.context,
+            policy,
+            tokenizer,
+            accelerator,
+        )
     dynamic = config.rollout.dynamic_sampling
     max_rounds = config.rollout.max_sampling_rounds if dynamic else 1
 
@@ -177,6 +189,7 @@ def train(config: Config, resume: bool = False) -> Iterator[dict[str, Any]]:
                     accelerator=accelerator,
                     tally=tally,
                     on_tokens=bar.update,
+                    token_log=token_log,
                 )
                 if done is not None:
                     updates.append(done)
@@ -204,6 +217,8 @@ def train(config: Config, resume: bool = False) -> Iterator[dict[str, Any]]:
                 s2t.tau_p, metrics["silenced_share"], s2t.target_share, s2t.tau_p_min, s2t.tau_p_max
             )
         log.step(metrics)
+        if token_log is not None:
+            token_log.write(step, objective.s2t.tau_p)
         if config.log.log_completions_steps and step % config.log.log_completions_steps == 0:
             log.samples(step, sampled)
         last = step == config.train.max_steps

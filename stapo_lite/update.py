@@ -1,7 +1,6 @@
 """One optimiser update: keep-mask, denominators, micro-batches, step. This is the method; `train.py` is the loop."""
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +19,9 @@ from stapo_lite.objective import (
 )
 from stapo_lite.policy import Policy, sum_gradients
 from stapo_lite.s2t import candidate_mask, linear_quantile, random_scores, spurious_mask, top_entropy_mask
+from stapo_lite.token_log import TokenLog
 from stapo_lite.tracking import Tally, gather_values
-from stapo_lite.types import Completion, TokenStatistics
+from stapo_lite.types import Completion, MicroBatch, TokenStatistics
 
 Statistics = dict[Completion, TokenStatistics]
 """Of each completion, [length] fp32, without gradient."""
@@ -71,6 +71,7 @@ def update(
     accelerator: Accelerator,
     tally: Tally,
     on_tokens: Callable[[int], Any] = lambda tokens: None,
+    token_log: TokenLog | None = None,
 ) -> Update | None:
     """One optimiser update on this process's share of a mini-batch.
 
@@ -83,22 +84,26 @@ def update(
         max_completion_length: the denominator of `aggregation: constant`.
         max_tokens: of a micro-batch.
         on_tokens: told of the completion tokens done.
+        token_log: notes the candidates.
 
     Returns:
         None, with nothing changed, where no token that is kept has a gradient.
     """
     micro_batches = split_by_tokens(with_gradient(mini_batch, objective), max_tokens)
-    forward = partial(policy.statistics, differentiable_entropy=objective.entropy_coef > 0)
+
+    def forward(batch: MicroBatch) -> tuple[Tensor, TokenStatistics]:
+        hidden = policy.hidden_states(batch)
+        return hidden.detach(), policy.score(batch, hidden, differentiable_entropy=objective.entropy_coef > 0)
 
     # The keep-mask and the denominators, from the whole mini-batch before any gradient. Where the mask depends on
     # the policy as it is now, the first micro-batch's forward pass serves both.
-    first: TokenStatistics | None = None
+    first: tuple[Tensor, TokenStatistics] | None = None
     given: Statistics = {}
     if old is not None and objective.s2t.statistics == "old":
         given = old
     elif mask_inputs(mini_batch, objective) and micro_batches:
         first = forward(collate(micro_batches[0], policy.pad_token_id, policy.device))
-        given = by_completion(micro_batches[0], first)
+        given = by_completion(micro_batches[0], first[1])
     masks = find_masks(policy, mini_batch, given, objective, max_tokens, accelerator)
     kept_counts = torch.stack([masks.keep[c].sum() for c in mini_batch]).tolist() if mini_batch else []
     kept = dict(zip(mini_batch, kept_counts, strict=True))
@@ -119,8 +124,13 @@ def update(
         active = batch.completion_mask & (batch.advantages != 0)[:, None]
         rollout_logprobs = pad_rows([torch.tensor(c.rollout_logprobs) for c in rows]).to(policy.device)
         ref_logprobs = policy.reference_logprobs(batch) if objective.beta else None
-        now, first = forward(batch) if first is None else first, None
+        (hidden, now), first = forward(batch) if first is None else first, None
         logprobs, entropy, collision = (values.detach() for values in now)
+        statistics = by_completion(rows, now)
+        if token_log is not None:
+            judged = concatenate(rows, deciding(statistics, masks, objective.s2t), policy.device)
+            token_log.see(rows, hidden, candidate_mask(judged[0], judged[2], objective.s2t.tau_p))
+        del hidden
 
         # The policy that sampled, as the trainer and as the engine see it: any difference is numerical.
         old_logprobs, correction = rollout_logprobs, torch.ones_like(rollout_logprobs)
@@ -164,10 +174,10 @@ def update(
             clipped_low=(token.clipped_low & trains).sum(),
             clipped_high=(token.clipped_high & trains).sum(),
         )
-        current |= by_completion(rows, now)
+        current |= statistics
         norms |= dict(unpad(rows, norm))
         on_tokens(sum(len(c.token_ids) for c in rows))
-    tau_h = tally_spurious(current, norms, masks, objective.s2t, accelerator, tally, policy.device)
+    tau_h = tally_spurious(current, norms, masks, objective.s2t, accelerator, tally, policy.device, token_log)
 
     # One clip, one step, the same on every process.
     if accelerator.num_processes > 1:
@@ -282,20 +292,20 @@ def tally_spurious(
     accelerator: Accelerator,
     tally: Tally,
     device: torch.device,
+    token_log: TokenLog | None,
 ) -> float | None:
     """Count the spurious tokens and their gradients among the completions with an advantage, silenced or not.
 
     Args:
         current: statistics of the completions that ran.
         norms: norm of the logit gradient of each token, silenced ones included.
-        masks: their tau_h decides, and for A > 0 their statistics; where S2T is off, `current` does both.
+        masks: their tau_h decides; where S2T is off, that of `current`.
 
     Returns:
         tau_h.
     """
     active = [completion for completion in current if completion.advantage != 0]
-    judged = current | {c: s for c, s in masks.statistics.items() if s2t.enabled and c.advantage > 0}
-    logprobs, entropy, advantages = concatenate(active, judged, device)
+    logprobs, entropy, advantages = concatenate(active, deciding(current, masks, s2t), device)
     norm = torch.cat([entropy[:0]] + [norms[c] for c in active]).double()
     candidates = candidate_mask(logprobs, advantages, s2t.tau_p)
     tau_h = masks.tau_h if s2t.enabled else threshold(entropy, candidates, s2t, accelerator)
@@ -308,7 +318,16 @@ def tally_spurious(
     tally.add(negative_rare=rare.sum(), negative_rare_mass=total(norm, rare))
     tally.add(negative_sure=sure.sum(), negative_sure_mass=total(norm, sure))
     tally.collect(entropies=concatenate(active, current, device)[1])
+    if token_log is not None:
+        kept = torch.cat([candidates[:0]] + [masks.keep[c] for c in active])
+        token_log.note(active, logprobs, entropy, advantages, norm, kept, spurious, s2t.tau_p, tau_h)
     return tau_h
+
+
+def deciding(current: Statistics, masks: Masks, s2t: S2T) -> Statistics:
+    """The statistics that say which tokens are candidates and spurious: the mask's own for A > 0, `current` for the
+    rest, and for all where S2T is off."""
+    return {c: masks.statistics[c] if s2t.enabled and c.advantage > 0 else s for c, s in current.items()}
 
 
 def concatenate(

@@ -1,0 +1,189 @@
+"""The token log: what became of S2T's candidates in each step, and where tokens lie in the probability-entropy plane.
+
+It takes no pass of its own: what it notes is at hand while the policy trains, but for the alternatives of a candidate,
+which are one more row of the LM head. `audit.py` draws it.
+
+    tokens.jsonl      one candidate a line: in its context, with alternatives
+    quadrants.jsonl   one step a line: thresholds, tokens and their mean gradient norm in each quadrant, some points
+"""
+
+import bisect
+import itertools
+import math
+from collections.abc import Sequence
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from stapo_lite.files import append_lines
+from stapo_lite.policy import Policy
+from stapo_lite.s2t import random_scores
+from stapo_lite.tracking import keep_steps
+from stapo_lite.types import Completion
+
+TOKENS_FILE = "tokens.jsonl"
+QUADRANTS_FILE = "quadrants.jsonl"
+QUADRANTS = ("rare, sure", "rare, unsure", "likely, sure", "likely, unsure")
+"""pi < tau_p or not; H < tau_h or not. S2T silences the first."""
+ALTERNATIVES = 5
+
+
+class TokenLog:
+    """Notes the tokens of a step while it trains and writes them at its end, on the main process.
+
+    Args:
+        start_step: of a resumed run; later lines are dropped. 0 for a new one.
+        tokens_per_step: most candidates, and most points of the plane, that a step writes. Of more candidates a
+            random share is written, the same for any number of processes.
+        context: tokens shown before and after a candidate.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        start_step: int,
+        tokens_per_step: int,
+        context: int,
+        policy: Policy,
+        tokenizer: Any,
+        accelerator: Accelerator,
+    ):
+        self._tokens, self._quadrants = folder / TOKENS_FILE, folder / QUADRANTS_FILE
+        self._limit, self._context = tokens_per_step, context
+        self._policy, self._tokenizer, self._accelerator = policy, tokenizer, accelerator
+        if accelerator.is_main_process:
+            keep_steps((self._tokens, self._quadrants), start_step)
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._alternatives: dict[tuple[Completion, int], list[tuple[int, float]]] = {}
+        self._candidates: list[tuple[float, dict[str, Any]]] = []
+        self._points: list[list[float]] = []
+        self._sums = torch.zeros(2, len(QUADRANTS), dtype=torch.float64, device=self._policy.device)
+        self._thresholds: list[float] = []
+
+    def see(self, rows: Sequence[Completion], hidden: Tensor, candidates: Tensor) -> None:
+        """Find the alternatives of a micro-batch's candidates.
+
+        Args:
+            hidden: [N, D], from `Policy.hidden_states`.
+            candidates: [N] bool.
+        """
+        starts = _starts(rows)
+        drawn = []
+        for index in candidates.nonzero()[:, 0].tolist():
+            owner = bisect.bisect_right(starts, index) - 1
+            drawn.append((index, (rows[owner], index - starts[owner])))
+        drawn = sorted(drawn, key=lambda item: _lot(*item[1]))[: self._limit]
+        if drawn:
+            indices = torch.tensor([index for index, _ in drawn], device=hidden.device)
+            ids, probabilities = self._policy.top_tokens(hidden[indices], ALTERNATIVES)
+            for (_, place), *alternatives in zip(drawn, ids.tolist(), probabilities.tolist(), strict=True):
+                self._alternatives[place] = list(zip(*alternatives, strict=True))
+
+    def note(
+        self,
+        completions: Sequence[Completion],
+        logprobs: Tensor,
+        entropy: Tensor,
+        advantages: Tensor,
+        gradient_norms: Tensor,
+        kept: Tensor,
+        spurious: Tensor,
+        tau_p: float,
+        tau_h: float | None,
+    ) -> None:
+        """Note a mini-batch of which `see` saw every micro-batch.
+
+        Args:
+            logprobs, entropy, advantages, gradient_norms: [n] fp32, of every token of the completions.
+            kept, spurious: [n] bool.
+        """
+        values = torch.stack([logprobs.exp(), entropy, gradient_norms], 1)
+        positive = (advantages > 0).nonzero()[:, 0]
+        self._points += values[_thin(positive, self._limit)].tolist()
+        if tau_h is None:  # without candidates there is nothing to note, and no quadrant
+            return
+        self._thresholds.append(tau_h)
+        quadrant = 2 * (logprobs >= math.log(tau_p)) + (entropy.double() >= tau_h)
+        weights = torch.stack([torch.ones_like(gradient_norms), gradient_norms]).double()
+        self._sums.index_add_(1, quadrant[positive], weights[:, positive])
+
+        starts = dict(zip(completions, _starts(completions), strict=True))
+        places = [place for place in self._alternatives if place[0] in starts]
+        indices = torch.tensor([starts[c] + t for c, t in places], dtype=torch.int64, device=logprobs.device)
+        flags = torch.stack([kept, spurious], 1)[indices].tolist()
+        for (completion, t), numbers, flag in zip(places, values[indices].tolist(), flags, strict=True):
+            text = completion.prompt.token_ids + completion.token_ids
+            at = len(completion.prompt.token_ids) + t
+            candidate = {
+                "token_id": completion.token_ids[t],
+                "position": t,
+                "before": text[max(0, at - self._context) : at],
+                "after": text[at + 1 : at + 1 + self._context],
+                **dict(zip(("probability", "entropy", "gradient_norm"), numbers, strict=True)),
+                "advantage": completion.advantage,
+                "tau_h": tau_h,
+                **dict(zip(("kept", "spurious"), flag, strict=True)),
+                "alternatives": self._alternatives.pop((completion, t)),
+            }
+            self._candidates.append((_lot(completion, t), candidate))
+        self._candidates = self._draw(self._candidates)
+
+    def write(self, step: int, tau_p: float) -> None:
+        """Append what was noted to the files; every process takes part."""
+        candidates, points, thresholds = (
+            gather_object(part) for part in (self._candidates, self._points, self._thresholds)
+        )
+        counts, sums = self._accelerator.reduce(self._sums, "sum").tolist()
+        if self._accelerator.is_main_process:
+            append_lines(self._tokens, [{"step": step} | self._readable(line) for _, line in self._draw(candidates)])
+            line = {
+                "step": step,
+                "tau_p": tau_p,
+                "tau_h": sum(thresholds) / len(thresholds) if thresholds else None,
+                "tokens": [int(count) for count in counts],
+                "gradient_norm": [_short(s / n) if n else None for s, n in zip(sums, counts, strict=True)],
+                "points": [[_short(value) for value in point] for point in _thin(points, self._limit)],
+            }
+            append_lines(self._quadrants, [line])
+        self._begin_step()
+
+    def _draw(self, candidates: list[tuple[float, dict[str, Any]]]) -> list[tuple[float, dict[str, Any]]]:
+        return sorted(candidates, key=itemgetter(0))[: self._limit]
+
+    def _readable(self, line: dict[str, Any]) -> dict[str, Any]:
+        """Text in place of token ids."""
+        ids, shares = zip(*line["alternatives"], strict=True)
+        token, before, after, *texts = self._tokenizer.batch_decode(
+            [[line["token_id"]], line["before"], line["after"], *([i] for i in ids)]
+        )
+        numbers = {name: _short(value) for name, value in line.items() if isinstance(value, float)}
+        alternatives = [[text, _short(share)] for text, share in zip(texts, shares, strict=True)]
+        text = {"token": token, "before": before, "after": after, "alternatives": alternatives}
+        return {name: (numbers | text).get(name, value) for name, value in ({"token": token} | line).items()}
+
+
+def _starts(completions: Sequence[Completion]) -> list[int]:
+    """Where each begins when their tokens are put one after the other."""
+    return [0, *itertools.accumulate(len(c.token_ids) for c in completions)][: len(completions)]
+
+
+def _lot(completion: Completion, t: int) -> float:
+    """Decides which candidates are written where there are more than fit."""
+    return float(random_scores(completion.token_ids, completion.adapter_version)[t])
+
+
+def _thin(values: Any, limit: int) -> Any:
+    """At most `limit` of a list's or tensor's elements, evenly spaced."""
+    return values[:: math.ceil(len(values) / limit) or 1]
+
+
+def _short(value: float) -> float:
+    """Four significant digits, for the file's sake."""
+    return float(f"{value:.4g}")
