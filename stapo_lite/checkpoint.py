@@ -83,11 +83,7 @@ def check_same_config(folder: Path, config: dict[str, Any]) -> None:
     free = {"output_dir", "train.max_steps"}
     shown = ("log.", "evaluation.", "audit.")
     for key in sorted(before.keys() | now.keys()):
-        if (
-            before.get(key) != now.get(key)
-            and key not in free
-            and not key.startswith(shown)
-        ):
+        if before.get(key) != now.get(key) and key not in free and not key.startswith(shown):
             raise InputError(
                 f"--resume: {key}={now.get(key)}, but {folder} was written with {before.get(key)}: set it back, "
                 "or start a new run in another output_dir"

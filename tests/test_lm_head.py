@@ -64,6 +64,17 @@ def test_frozen_head_matches_dense(statistics, dtype, tolerance, bias, temperatu
     assert relative(hidden.grad, reference.grad) < tolerance
 
 
+@pytest.mark.parametrize(("k", "budget"), [(1, BUDGET), (20, BUDGET), (20, 1 << 20), (V, BUDGET)])
+@pytest.mark.parametrize(("dtype", "bias"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_top_tokens_match_dense(dtype, bias, k, budget):
+    hidden, weight, offset, _ = make(dtype, bias)
+    logits = hidden.double() @ weight.double().T + (0 if offset is None else offset.double())
+    expected = (logits / 1.3).softmax(-1).topk(k)
+    ids, probabilities = lm_head.top_tokens(hidden, weight, k, bias=offset, temperature=1.3, memory_bytes=budget)
+    assert torch.equal(ids, expected.indices)
+    torch.testing.assert_close(probabilities.double(), expected.values, rtol=1e-5, atol=1e-9)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("trained_head", [False, True])
 def test_recomputed_head_matches_dense(statistics, trained_head, bias):

@@ -245,6 +245,32 @@ def without_times(metrics):
     return [{k: v for k, v in line.items() if k not in TIMES} for line in metrics]
 
 
+def test_an_audit_changes_nothing_and_is_continued(write_config, tmp_path):
+    plain = run(write_config(output_dir=str(tmp_path / "plain"), train__max_steps=3))
+    audited = {"audit": {"enabled": True, "tokens_per_step": 3, "context": 2}}
+    run(write_config(output_dir=str(tmp_path / "whole"), train__max_steps=3, **audited))
+    run(write_config(train__max_steps=2, **audited))
+    files = ("tokens.jsonl", "quadrants.jsonl")
+    for name in files:  # of a step after the checkpoint
+        write_lines(tmp_path / "run" / name, [*read_lines(tmp_path / "run" / name), {"step": 3}])
+    run(write_config(train__max_steps=3, **audited), resume=True)
+    assert without_times(read_metrics(tmp_path / "whole")) == without_times(plain)
+    adapters = [tmp_path / name / "adapter" / "adapter_model.safetensors" for name in ("plain", "whole", "run")]
+    assert len({path.read_bytes() for path in adapters}) == 1
+    for name in files:
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "run" / name).read_bytes()
+    lines, steps = (read_lines(tmp_path / "run" / name) for name in files)
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    for step, m in zip(steps, plain, strict=True):
+        written = [line for line in lines if line["step"] == step["step"]]
+        batch_tokens = 16 * m["completion_length"]
+        assert sum(step["tokens"][:2]) == pytest.approx(m["candidate_share"] * batch_tokens)
+        assert step["tokens"][0] == pytest.approx(m["spurious_share"] * batch_tokens)
+        assert len(written) == min(3, sum(step["tokens"][:2]))
+        assert step["tau_h"] == pytest.approx(m["tau_h"]) if m["tau_h"] else step["tau_h"] is None
+    assert any(sum(step["tokens"][:2]) > 3 for step in steps)
+
+
 def test_benchmarks_during_training(write_config, benchmark_file, tiny_model, tmp_path, monkeypatch, capsys):
     """Before, during and after; they change nothing in the training; a resumed run repeats none; and the last one gives
     what an evaluation of the final adapter gives."""
@@ -509,7 +535,8 @@ def test_a_finished_run_is_not_overwritten(write_config, tmp_path, monkeypatch, 
 
 def test_two_processes_train_together(write_config, user_reward, tmp_path):
     user_reward(RARELY_RIGHT)
-    config = write_config(algorithm="dapo", train__max_steps=2, train__mini_batch_size=2)
+    audit = {"enabled": True, "tokens_per_step": 5}
+    config = write_config(algorithm="dapo", train__max_steps=2, train__mini_batch_size=2, audit=audit)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     done = subprocess.run(
         [sys.executable, *launcher, "-m", "stapo_lite.train", str(config)],
@@ -527,6 +554,10 @@ def test_two_processes_train_together(write_config, user_reward, tmp_path):
     assert all(m["batch_groups"] == 4 and m["updates"] == 2 for m in metrics)
     assert len(re.findall("^step ", done.stdout, re.MULTILINE)) == 2
     assert (tmp_path / "run" / "checkpoint-2" / "state.json").exists()
+    steps = read_lines(tmp_path / "run" / "quadrants.jsonl")
+    candidates = [round(m["candidate_share"] * 16 * m["completion_length"]) for m in metrics]
+    assert [sum(step["tokens"][:2]) for step in steps] == candidates
+    assert len(read_lines(tmp_path / "run" / "tokens.jsonl")) == sum(min(5, n) for n in candidates) > 0
 
 
 def launch(*arguments, timeout):

@@ -31,7 +31,7 @@ def objective(algorithm="stapo", s2t=None, **changes):
     return Config(model="m", output_dir="o", algorithm=algorithm, objective=tree).objective
 
 
-def run_update(policy, completions, objective, *, old=None, max_tokens=10_000, max_grad_norm=1e9):
+def run_update(policy, completions, objective, *, old=None, max_tokens=10_000, max_grad_norm=1e9, token_log=None):
     """(gradient of the loss, metrics, result): with SGD at rate 1 the parameters move by minus the gradient."""
     before = torch.cat([p.detach().flatten() for p in policy.parameters.values()])
     optimizer = torch.optim.SGD(policy.parameters.values(), lr=1.0)
@@ -48,6 +48,7 @@ def run_update(policy, completions, objective, *, old=None, max_tokens=10_000, m
         max_grad_norm=max_grad_norm,
         accelerator=accelerator,
         tally=tally,
+        token_log=token_log,
     )
     after = torch.cat([p.detach().flatten() for p in policy.parameters.values()])
     return before - after, tally.reduce(accelerator), result

@@ -1,0 +1,169 @@
+"""The token log against plain loops over all logits."""
+
+import copy
+import math
+
+import oracle
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import SAMPLING, fake_completions, randomise_adapter
+from test_update import ADVANTAGES, LONGEST, TAU_P, objective, run_update, sampled_by_an_engine
+
+from stapo_lite.files import read_lines
+from stapo_lite.token_log import TokenLog
+from stapo_lite.update import measure
+
+
+class Letters:
+    """A tokenizer whose text is the token ids."""
+
+    def batch_decode(self, rows):
+        return [" ".join(map(str, row)) for row in rows]
+
+
+def logged(policy, folder, mini_batches, *, limit=10_000, context=3, max_tokens=10_000, algorithm="stapo", olds=None):
+    """(candidates, the step's line) of updates that all start from `policy`."""
+    folder.mkdir(exist_ok=True)
+    log = TokenLog(folder, 0, limit, context, policy, Letters(), Accelerator(cpu=True))
+    start = copy.deepcopy(policy.model.state_dict())
+    for completions, old in zip(mini_batches, olds or [None] * len(mini_batches), strict=True):
+        policy.model.load_state_dict(start)
+        run_update(policy, completions, objective(algorithm), old=old, max_tokens=max_tokens, token_log=log)
+    policy.model.load_state_dict(start)
+    log.write(7, TAU_P)
+    (line,) = read_lines(folder / "quadrants.jsonl")
+    return read_lines(folder / "tokens.jsonl"), line
+
+
+def expected(policy, completions, numbers, ratios, kept_all=False):
+    """{(tokens before, token): line} of the candidates, and of every token with A > 0 (probability, entropy, norm)."""
+    kept, _, tau_h = oracle.masks(completions, numbers, oracle.Settings(tau_p=TAU_P))
+    candidates, points = {}, []
+    for c in completions:
+        if c.advantage <= 0:
+            continue
+        distributions = torch.softmax(oracle.token_logits(policy, c, SAMPLING.temperature).detach().double(), -1)
+        for t, token in enumerate(c.token_ids):
+            p = distributions[t]
+            norm = abs(c.advantage) * ratios(c, t) * (1 - 2 * p[token] + p.square().sum()).sqrt().item()
+            points.append((math.exp(numbers[c][0][t]), numbers[c][1][t], norm))
+            if points[-1][0] >= TAU_P:
+                continue
+            text = c.prompt.token_ids + c.token_ids
+            at = len(c.prompt.token_ids) + t
+            best = sorted(range(len(p)), key=lambda v: -p[v])[:5]
+            candidates[" ".join(map(str, text[max(0, at - 3) : at])), str(token), t] = {
+                "after": " ".join(map(str, text[at + 1 : at + 4])),
+                "probability": points[-1][0],
+                "entropy": points[-1][1],
+                "gradient_norm": norm,
+                "advantage": c.advantage,
+                "tau_h": tau_h,
+                "kept": kept_all or (c, t) in kept,
+                "spurious": points[-1][1] < tau_h,
+                "alternatives": [(str(v), p[v].item()) for v in best],
+            }
+    return candidates, points, tau_h
+
+
+def check(lines, candidates):
+    assert len(lines) == len(candidates) > 3
+    for line in lines:
+        want = candidates[line["before"], line["token"], line["position"]]
+        assert line["step"] == 7
+        assert line["token"] == str(line["token_id"])
+        for name in ("after", "kept", "spurious"):
+            assert line[name] == want[name]
+        for name in ("probability", "entropy", "gradient_norm", "advantage", "tau_h"):
+            assert line[name] == pytest.approx(want[name], rel=1e-3), name
+        assert [text for text, _ in line["alternatives"]] == [text for text, _ in want["alternatives"]]
+        assert [p for _, p in line["alternatives"]] == pytest.approx([p for _, p in want["alternatives"]], rel=1e-3)
+
+
+@pytest.fixture
+def batch(make_policy):
+    """Random tokens, and tokens of medium and highest probability between them."""
+    policy = make_policy()
+    completions = fake_completions(3, ADVANTAGES, LONGEST)
+    for c in completions:
+        for t in range(0, len(c.token_ids), 2):
+            order = oracle.token_logits(policy.model, c, SAMPLING.temperature)[t].argsort(descending=True)
+            c.token_ids[t] = order[t % 4].item()
+    return policy, sampled_by_an_engine(policy, completions, noise=0.0)
+
+
+@pytest.mark.parametrize("max_tokens", [10_000, 40])
+@pytest.mark.parametrize("algorithm", ["stapo", "justrl"])
+def test_candidates_in_context(batch, tmp_path, algorithm, max_tokens):
+    policy, completions = batch
+    numbers = oracle.statistics(oracle.double(policy.model), completions, SAMPLING.temperature)
+    lines, step = logged(policy, tmp_path, [completions], algorithm=algorithm, max_tokens=max_tokens)
+    model = oracle.double(policy.model)
+    candidates, points, tau_h = expected(model, completions, numbers, lambda c, t: 1.0, kept_all=algorithm == "justrl")
+    check(lines, candidates)
+    assert any(line["spurious"] for line in lines)
+    assert any(not line["spurious"] for line in lines)
+    assert all(line["kept"] for line in lines) == (algorithm == "justrl")
+
+    quadrants = [[], [], [], []]
+    for p, entropy, norm in points:
+        quadrants[2 * (p >= TAU_P) + (entropy >= tau_h)].append(norm)
+    assert step["tokens"] == [len(norms) for norms in quadrants]
+    assert all(step["tokens"])
+    assert step["gradient_norm"] == pytest.approx([sum(norms) / len(norms) for norms in quadrants], rel=1e-3)
+    assert (step["tau_p"], step["tau_h"]) == (TAU_P, pytest.approx(tau_h, rel=1e-4))
+    for got, want in zip(sorted(step["points"]), sorted(points), strict=True):
+        assert got == pytest.approx(want, rel=1e-3)
+
+
+def test_a_later_mini_batch_is_judged_by_the_policy_before_the_first_update(batch, tmp_path):
+    """Probability and entropy are those that the mask was made from; norm and alternatives are of the update."""
+    policy, completions = batch
+    numbers = oracle.statistics(oracle.double(policy.model), completions, SAMPLING.temperature)
+    old = measure(policy, completions, 10_000)
+    randomise_adapter(policy, seed=2, scale=0.1)
+    now = oracle.statistics(oracle.double(policy.model), completions, SAMPLING.temperature)
+    lines, _ = logged(policy, tmp_path, [completions], olds=[old])
+
+    def ratio(c, t):
+        rho = math.exp(now[c][0][t] - numbers[c][0][t])
+        return rho if rho <= 1.28 else 0.0
+
+    candidates, _, _ = expected(oracle.double(policy.model), completions, numbers, ratio)
+    check(lines, candidates)
+    by_now, _, _ = expected(oracle.double(policy.model), completions, now, ratio)
+    assert by_now.keys() != candidates.keys(), "the case tests nothing"
+
+
+def test_a_step_writes_no_more_than_its_limit(batch, tmp_path):
+    """Which candidates it writes depends on the tokens alone; the quadrants count all."""
+    policy, completions = batch
+    everything, whole = logged(policy, tmp_path, [completions[:4], completions[4:]])
+    written = []
+    for number, (mini_batches, max_tokens) in enumerate(
+        [([completions[:4], completions[4:]], 10_000), ([completions[:4], completions[4:]][::-1], 40)]
+    ):
+        lines, step = logged(policy, tmp_path / str(number), mini_batches, limit=5, max_tokens=max_tokens)
+        assert len(lines) == 5 < len(everything)
+        assert len(step["points"]) <= 5
+        assert step["tokens"] == whole["tokens"]
+        assert all(line in everything for line in lines)
+        written.append(lines)
+    assert [line["before"] for line in written[0]] == [line["before"] for line in written[1]]
+
+
+def test_a_step_without_candidates(batch, tmp_path):
+    policy, completions = batch
+    for c in completions:
+        c.advantage = -abs(c.advantage)
+    lines, step = logged(policy, tmp_path, [completions])
+    assert lines == []
+    assert step == {
+        "step": 7,
+        "tau_p": TAU_P,
+        "tau_h": None,
+        "tokens": [0, 0, 0, 0],
+        "gradient_norm": [None] * 4,
+        "points": [],
+    }
