@@ -4,8 +4,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from stapo_lite.config import InputError, exit_on_input_error
-from stapo_lite.tracking import read_metrics
+from stapo_lite.config import exit_on_input_error
+from stapo_lite.tracking import run_metrics
 
 ROWS = (
     # label, metric, format
@@ -59,9 +59,7 @@ def write_report(run_folder: Path) -> str:
     Raises:
         InputError: the folder holds no metrics.
     """
-    metrics = read_metrics(run_folder)
-    if not metrics:
-        raise InputError(f"{run_folder}: no metrics.jsonl with steps in it; is it a run folder?")
+    metrics = run_metrics(run_folder)
     plot(metrics, run_folder / "reward.png")
     return f"{summary_table(metrics)}\nplot: {run_folder / 'reward.png'}"
 

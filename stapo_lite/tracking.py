@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from stapo_lite.config import InputError
 from stapo_lite.files import append_lines, read_lines, write_lines
 from stapo_lite.scores import results_table
 from stapo_lite.types import Completion
@@ -109,6 +110,18 @@ class RunLog:
         for completion in (group[-1], group[0]):
             lines.append(f"    reward {_number(completion.reward)} | {_shorten(completion.text)}")
         tqdm.write("\n".join(lines))
+
+
+def run_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The same.
+
+    Raises:
+        InputError: there are none.
+    """
+    metrics = read_metrics(folder)
+    if not metrics:
+        raise InputError(f"{folder}: no metrics.jsonl with steps in it; is it a run folder?")
+    return metrics
 
 
 def keep_steps(paths: Sequence[Path], start_step: int) -> None:
