@@ -27,7 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from stapo_lite.config import Config, InputError, exit_on_input_error, load_config
 from stapo_lite.lm_head import token_statistics
 from stapo_lite.policy import add_adapter, load_model_config
-from stapo_lite.rollout.vllm_engine import ALLOWED_RANKS
+from stapo_lite.rollout.vllm_engine import served_rank
 
 GIB = 2**30
 CUDA_CONTEXT = int(0.5 * GIB)
@@ -102,7 +102,7 @@ def make_plan(config: Config, model: Any, gpu_memory: int, host_memory: int | No
     }
 
     # Rollouts: vLLM takes a share of the card, and what its other needs leave of that is KV cache.
-    rank = next(rank for rank in ALLOWED_RANKS if rank >= config.lora.r)
+    rank = served_rank(config.lora.r)
     engine = {
         "vLLM: weights": sum(served),
         "vLLM: adapter slot": lora // config.lora.r * rank * width,

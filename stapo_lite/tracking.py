@@ -17,6 +17,7 @@ from stapo_lite.types import Completion
 
 METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
+ENVIRONMENT_FILE = "environment.json"
 
 
 class Tally:

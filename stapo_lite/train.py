@@ -8,11 +8,14 @@ departs from the paper; first of all, a LoRA adapter trains instead of the whole
 
 import argparse
 import importlib.util
+import json
 import math
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,7 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration, gather_object
 from tqdm.auto import tqdm
 
-from stapo_lite import checkpoint, data
+from stapo_lite import __version__, checkpoint, data
 from stapo_lite.advantages import group_advantages
 from stapo_lite.benchmarks import load_benchmark
 from stapo_lite.checkpoint import flatten
@@ -45,7 +48,7 @@ from stapo_lite.rewards import BUILT_IN, RewardModel, overlong_share
 from stapo_lite.rollout import Decoding, RolloutEngine, Sampling, check_vllm, resolve_engine
 from stapo_lite.s2t import linear_quantiles, next_tau_p
 from stapo_lite.token_log import TokenLog
-from stapo_lite.tracking import RunLog, Tally, read_metrics
+from stapo_lite.tracking import ENVIRONMENT_FILE, RunLog, Tally, read_metrics
 from stapo_lite.types import Completion, Prompt
 from stapo_lite.update import MAXIMA, SUMS, VALUES, Statistics, Update, measure, old_inputs, update, with_gradient
 
@@ -391,10 +394,24 @@ def open_run_folder(config: Config, resume: bool, accelerator: Accelerator) -> P
     if accelerator.is_main_process:
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(folder / "adapter", ignore_errors=True)  # a resumed run's, of its last end
             (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+            hardware = environment(accelerator.num_processes)
+            (folder / ENVIRONMENT_FILE).write_text(json.dumps(hardware, indent=1), encoding="utf-8")
         except OSError as error:
             raise InputError(f"output_dir={folder}: cannot be written ({error.strerror})") from None
     return folder
+
+
+def environment(processes: int) -> dict[str, str]:
+    """What the run runs on: hardware and versions, for its model card."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU with {os.cpu_count()} cores"
+    names = ("torch", "transformers", "peft", "accelerate")
+    return {
+        "hardware": f"{processes} x {device}" if torch.cuda.is_available() else device,
+        "stapo_lite": __version__,
+        **{name: version(name) for name in names},
+    }
 
 
 def load_prompts(config: Config, show: Callable[[str], None]) -> tuple[list[Prompt], Any, tuple[int, ...]]:

@@ -27,6 +27,11 @@ from stapo_lite.types import Completion, Prompt
 ALLOWED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vllm.config.lora.MaxLoRARanks
 
 
+def served_rank(lora_r: int) -> int:
+    """The smallest `max_lora_rank` that serves adapters of this rank."""
+    return next(rank for rank in ALLOWED_RANKS if rank >= lora_r)
+
+
 class VLLMEngine:
     """vLLM's `LLM` with one adapter slot.
 
@@ -76,8 +81,7 @@ class VLLMEngine:
                 placement["distributed_executor_backend"] = "external_launcher"
         lora: dict[str, Any] = {}
         if lora_r is not None:
-            rank = next(rank for rank in ALLOWED_RANKS if rank >= lora_r)
-            lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
+            lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": served_rank(lora_r)}
             lora["lora_target_modules"] = list(target_modules)
         make_llm: Any = LLM  # its signature lists every data type and quantisation by name
         self._llm = make_llm(
