@@ -34,6 +34,7 @@ from stapo_lite.tracking import ENVIRONMENT_FILE, EVALUATIONS_FILE, run_metrics
 
 DTYPES = ("float32", "bfloat16", "float16")
 MANIFEST = "stapo_lite.json"
+SHARD_SIZE = "5GB"
 HELD_OUT = (
     "What is 17 times 23? Let us think step by step: 17 times 20 is 340, and 17 times 3 is 51, so",
     "def fibonacci(n: int) -> int:\n    if n < 2:\n        return n\n    return",
@@ -187,7 +188,7 @@ def write_merged(base: str, adapter: Path, folder: Path, config: Config, dtype: 
     merged.to(getattr(torch, dtype))
     # The tokens that ended a completion in training, so that whoever serves the model stops there too.
     merged.generation_config.eos_token_id = list(stop_token_ids(tokenizer, model_eos, config.data.apply_chat_template))
-    merged.save_pretrained(folder, max_shard_size="5GB")
+    merged.save_pretrained(folder, max_shard_size=SHARD_SIZE)
     tokenizer.save_pretrained(folder)
     del model, merged
     gc.collect()  # one model in memory at a time

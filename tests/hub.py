@@ -1,0 +1,117 @@
+"""A stand-in for the Hub's upload endpoints, over real HTTP."""
+
+import base64
+import hashlib
+import json
+import re
+import threading
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+TOKENS = {"hf_writer": "write", "hf_reader": "read"}
+
+
+class Hub:
+    """Takes repositories, LFS objects and commits, as huggingface_hub sends them.
+
+    Attributes:
+        files: {repository: {path: content}} of the commits.
+        created: {repository: what was asked for}.
+        puts: how often each LFS object's upload began, by sha256.
+        cut: how many uploads of large files are yet to lose their connection halfway.
+    """
+
+    def __init__(self):
+        self.files, self.created, self.objects, self.puts, self.cut = {}, {}, {}, Counter(), 0
+        hub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def answer(self, document, status=200):
+                body = json.dumps(document).encode()
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def body(self):
+                return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+            def role(self):
+                return TOKENS.get(self.headers.get("Authorization", "").removeprefix("Bearer "))
+
+            def do_GET(self):
+                if self.path == "/api/whoami-v2" and self.role():
+                    self.answer({"name": "me", "auth": {"accessToken": {"role": self.role()}}})
+                elif self.path == "/api/whoami-v2":
+                    self.answer({"error": "Invalid user token."}, 401)
+                else:
+                    self.answer({"error": f"unknown {self.path}"}, 404)
+
+            def do_POST(self):
+                body = self.body()
+                document = json.loads(body) if body[:1] == b"{" and b"\n" not in body.strip() else None
+                if self.role() != "write":
+                    self.answer({"error": "Forbidden"}, 403)
+                elif self.path == "/api/repos/create":
+                    name = f"{document.get('organization') or 'me'}/{document['name']}"
+                    if not name.startswith("me/"):
+                        return self.answer({"error": "You don't have the rights to create a model here"}, 403)
+                    status = 409 if name in hub.files else 200
+                    hub.files.setdefault(name, {})
+                    hub.created.setdefault(name, document)
+                    self.answer({"url": f"{hub.url}/{name}"}, status)
+                elif self.path == "/api/validate-yaml":
+                    self.answer({"errors": [], "warnings": []})
+                elif "/preupload/" in self.path:
+                    modes = {True: "lfs", False: "regular"}
+                    files = [
+                        {"path": f["path"], "uploadMode": modes[f["path"].endswith(".safetensors")]}
+                        | {"shouldIgnore": False, "oid": None}
+                        for f in document["files"]
+                    ]
+                    self.answer({"files": files})
+                elif self.path.endswith(".git/info/lfs/objects/batch"):
+                    objects = []
+                    for entry in document["objects"]:
+                        action = {"upload": {"href": f"{hub.url}/lfs/{entry['oid']}", "header": {}}}
+                        objects.append(entry | ({} if entry["oid"] in hub.objects else {"actions": action}))
+                    self.answer({"transfer": "basic", "objects": objects})
+                elif match := re.fullmatch(r"/api/models/(.+)/commit/main", self.path):
+                    for line in map(json.loads, body.splitlines()):
+                        value = line["value"]
+                        if line["key"] == "file":
+                            hub.files[match[1]][value["path"]] = base64.b64decode(value["content"])
+                        elif line["key"] == "lfsFile":
+                            hub.files[match[1]][value["path"]] = hub.objects[value["oid"]]
+                    self.answer({"commitUrl": f"{hub.url}/{match[1]}/commit/1", "commitOid": "1" * 40})
+                else:
+                    self.answer({"error": f"unknown {self.path}"}, 404)
+
+            def do_PUT(self):
+                oid = self.path.rpartition("/")[2]
+                hub.puts[oid] += 1
+                size = int(self.headers["Content-Length"])
+                if hub.cut and size > 10_000:
+                    hub.cut -= 1
+                    self.rfile.read(size // 2)
+                    self.close_connection = True
+                    self.connection.close()
+                    return
+                content = self.rfile.read(size)
+                assert hashlib.sha256(content).hexdigest() == oid
+                hub.objects[oid] = content
+                self.answer({})
+
+            def log_message(self, *arguments):
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self):
+        self._server.shutdown()
+        self._server.server_close()

@@ -1,0 +1,396 @@
+"""Exports against base + adapter computed by hand, and pushing them to a stand-in for the Hub."""
+
+import json
+import re
+import shutil
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from conftest import adapted_policy
+from hub import Hub
+from huggingface_hub import ModelCard, constants
+from peft import LoraModel, PeftModel
+from random_model import VOCABULARY, build, qwen3
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from stapo_lite import export as export_module
+from stapo_lite.config import InputError
+from stapo_lite.files import write_lines
+
+export = export_module.export
+
+
+@pytest.fixture(scope="module")
+def tied_model(tmp_path_factory):
+    """In bfloat16, its head the embedding."""
+    config = qwen3(
+        "1.7B",
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+    )
+    return build(tmp_path_factory.mktemp("tied"), config, torch.bfloat16)
+
+
+@pytest.fixture
+def make_run(tied_model, tmp_path):
+    """A run folder as training leaves it."""
+
+    def make(model=None, name="run", **changes):
+        folder = tmp_path / name
+        folder.mkdir()
+        policy = adapted_policy(model or tied_model)
+        policy.save_adapter(folder / "adapter")
+        tree = {"model": str(model or tied_model), "output_dir": str(folder), "lora": {"r": 8, "lora_alpha": 16}}
+        tree |= {"data": {"source": "me/sums", "subset": "en", "prompt_suffix": "\nThink!"}}
+        (folder / "config.yaml").write_text(yaml.safe_dump(tree | changes), encoding="utf-8")
+        write_lines(folder / "metrics.jsonl", [{"step": 1, "reward": -0.5}, {"step": 2, "reward": 0.25}])
+        environment = {"hardware": "2 x a card", "stapo_lite": "0.1.0"}
+        (folder / "environment.json").write_text(json.dumps(environment), encoding="utf-8")
+        return folder
+
+    return make
+
+
+def by_hand(model, adapter, dtype):
+    """{name: weight} of base + adapter: W + alpha / r B A in float64, rounded once."""
+    weights = AutoModelForCausalLM.from_pretrained(model, dtype="auto").state_dict()
+    adapter = load_file(adapter / "adapter_model.safetensors")
+    for name in weights:
+        a, b = (adapter.get(f"base_model.model.{name.removesuffix('.weight')}.lora_{x}.weight") for x in "AB")
+        if a is not None:
+            weights[name] = weights[name].double() + 16 / 8 * b.double() @ a.double()
+    return {name: weight.to(dtype) for name, weight in weights.items()}
+
+
+def saved(folder):
+    return {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_merged_model_is_base_plus_adapter_rounded_once(make_run, tied_model, tmp_path, capsys, dtype):
+    run = make_run()
+    export(run, tmp_path / "out", merge=True, dtype=dtype)
+    weights, expected = saved(tmp_path / "out"), by_hand(tied_model, run / "adapter", getattr(torch, dtype))
+    assert set(expected) - set(weights) == {"lm_head.weight"}  # tied to the embedding
+    for name, weight in weights.items():
+        assert weight.dtype == getattr(torch, dtype)
+        if dtype == "float32":
+            torch.testing.assert_close(weight, expected[name], rtol=1e-6, atol=1e-7)
+        else:  # the sum in float32 falls on the other side of a bf16 midpoint once in a while
+            assert (weight != expected[name]).float().mean() < 1e-3
+    assert (expected["model.layers.0.mlp.up_proj.weight"] != 0).all()
+    report = re.search(
+        rf"log-probabilities in {dtype}: (\S+) from base .* at most (\S+); .* by (\S+)", capsys.readouterr().out
+    )
+    mean, largest, adapter = map(float, report.groups())
+    assert mean <= largest < (1e-4 if dtype == "float32" else 0.3)
+    assert adapter > 0.5
+    assert not list(tmp_path.glob(".*partial"))
+
+
+def test_what_serves_the_merged_model_comes_along(make_run, tmp_path, tied_model, monkeypatch):
+    monkeypatch.setattr(export_module, "SHARD_SIZE", "50KB")
+    export(make_run(), tmp_path / "out", merge=True)
+    assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 1
+    tokenizer, base = (AutoTokenizer.from_pretrained(path) for path in (tmp_path / "out", tied_model))
+    turns = [{"role": "user", "content": "one and one?"}]
+    assert tokenizer.apply_chat_template(turns) == base.apply_chat_template(turns)
+    stops = {base.convert_tokens_to_ids(token) for token in ("<|endoftext|>", "<|im_end|>")}
+    assert set(GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id) == stops
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert model.dtype == torch.bfloat16
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+
+
+def test_an_untied_model_keeps_its_head(make_run, tiny_model, tmp_path):
+    export(make_run(tiny_model), tmp_path / "out", merge=True, dtype="float32")
+    head = load_file(tiny_model / "model.safetensors")["lm_head.weight"]
+    assert torch.equal(saved(tmp_path / "out")["lm_head.weight"], head)
+
+
+def test_a_4_bit_run_merges_into_the_full_precision_base(make_run, tmp_path):
+    export(make_run(name="a"), tmp_path / "plain", merge=True)
+    export(make_run(name="b", quantization="nf4"), tmp_path / "nf4", merge=True)
+    plain, nf4 = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("plain", "nf4"))
+    assert plain == nf4
+    assert "trained on a base in 4 bits (nf4)" in (tmp_path / "nf4" / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_quantised_base_is_refused_and_another_one_taken(make_run, tied_model, tmp_path):
+    quantised = shutil.copytree(tied_model, tmp_path / "quantised")
+    tree = json.loads((quantised / "config.json").read_text(encoding="utf-8"))
+    tree["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (quantised / "config.json").write_text(json.dumps(tree), encoding="utf-8")
+    run = make_run(model=None, name="run")
+    config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")) | {"model": str(quantised)}
+    (run / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    with pytest.raises(InputError, match="is quantised: name the base in full precision with --base-model"):
+        export(run, tmp_path / "out", merge=True)
+    export(run, tmp_path / "out", merge=True, base_model=str(tied_model))
+    assert saved(tmp_path / "out")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_adapter_alone(make_run, tied_model, tmp_path, dtype):
+    run = make_run()
+    export(run, tmp_path / "out", dtype=dtype)
+    original, written = (load_file(path / "adapter_model.safetensors") for path in (run / "adapter", tmp_path / "out"))
+    assert original.keys() == written.keys()
+    assert all(torch.equal(written[name], value.to(getattr(torch, dtype))) for name, value in original.items())
+    base = AutoModelForCausalLM.from_pretrained(tied_model, dtype="auto")
+    model = PeftModel.from_pretrained(base, tmp_path / "out")
+    assert model.peft_config["default"].base_model_name_or_path == str(tied_model)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
+
+
+def test_without_a_final_adapter_the_newest_checkpoint(make_run, tmp_path):
+    run = make_run()
+    for step in (4, 12):
+        adapted_policy(yaml.safe_load((run / "config.yaml").read_text())["model"], adapter_seed=step).save_adapter(
+            run / f"checkpoint-{step}"
+        )
+    shutil.rmtree(run / "adapter")
+    export(run, tmp_path / "out", dtype="float32")
+    written, newest = (path / "adapter_model.safetensors" for path in (tmp_path / "out", run / "checkpoint-12"))
+    assert load_file(written).keys() == load_file(newest).keys()
+    assert all(torch.equal(value, load_file(newest)[name]) for name, value in load_file(written).items())
+    shutil.rmtree(run / "checkpoint-4")
+    shutil.rmtree(run / "checkpoint-12")
+    with pytest.raises(InputError, match="no adapter and no checkpoint yet"):
+        export(run, tmp_path / "other")
+
+
+def test_a_merge_that_went_wrong_is_not_exported(make_run, tmp_path, monkeypatch):
+    monkeypatch.setattr(LoraModel, "merge_and_unload", lambda self: self.unload())  # the base alone
+    for dtype in ("float32", "bfloat16"):
+        with pytest.raises(InputError, match="is not the model that was trained and was not exported"):
+            export(make_run(name=dtype), tmp_path / "out", merge=True, dtype=dtype)
+        assert not (tmp_path / "out").exists()
+
+
+def test_an_interrupted_export_leaves_nothing_that_looks_complete(make_run, tmp_path, monkeypatch):
+    run, load = make_run(), export_module.load_base
+    monkeypatch.setattr(
+        export_module, "load_base", lambda model, dtype: load(model, dtype) if "partial" not in model else sys.exit(1)
+    )
+    with pytest.raises(SystemExit):  # between writing and checking
+        export(run, tmp_path / "out", merge=True)
+    assert not (tmp_path / "out").exists()
+    (left,) = tmp_path.glob(".*.partial")
+    (left / "stray.safetensors").write_bytes(b"")
+    monkeypatch.undo()
+    export(run, tmp_path / "out", merge=True)
+    assert not (tmp_path / "out" / "stray.safetensors").exists()
+    assert not left.exists()
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_the_disk_is_checked_before_the_weights_are_loaded(make_run, tied_model, tmp_path, monkeypatch, missing):
+    tensors = load_file(tied_model / "model.safetensors")
+    needed = 4 * sum(t.numel() for t in tensors.values()) + (100 << 20)
+    monkeypatch.setattr(export_module.shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - missing))
+    monkeypatch.setattr(export_module, "load_base", lambda *_: sys.exit("loaded"))
+    error, message = (
+        (InputError, "out needs 0.1 GiB, but its disk has 0.1 GiB left") if missing else (SystemExit, "loaded")
+    )
+    with pytest.raises(error, match=message):
+        export(make_run(), tmp_path / "out", merge=True, dtype="float32")
+
+
+def test_a_folder_that_is_there_is_left_alone(make_run, tmp_path, capsys):
+    run = make_run()
+    (tmp_path / "out").mkdir()
+    with pytest.raises(InputError, match="out exists: delete it, or choose another folder"):
+        export(run, tmp_path / "out")
+    export(run, tmp_path / "adapter")
+    with pytest.raises(InputError, match="adapter exists"):
+        export(run, tmp_path / "adapter", merge=True)
+    written = (tmp_path / "adapter" / "adapter_model.safetensors").stat().st_mtime_ns
+    export(run, tmp_path / "adapter")
+    assert "adapter holds this export already" in capsys.readouterr().out
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").stat().st_mtime_ns == written
+
+
+RESULTS = {
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "max_completion_length": 512,
+    "average": {"avg": 0.5, "low": 0.4, "high": 0.6},
+    "benchmarks": {
+        "aime24": {"problems": 30, "samples": 32, "avg": 0.5, "low": 0.4, "high": 0.6, "maj": 0.55}
+        | {"length": 100.0, "truncated": 0.0, "no_answer": 0.01}
+    },
+}
+
+
+def test_the_card_of_a_merged_model(make_run, tied_model, tmp_path):
+    (tied_model / "README.md").write_text("---\nlicense: mit\n---\n", encoding="utf-8")
+    (tmp_path / "eval").mkdir()
+    (tmp_path / "eval" / "results.json").write_text(json.dumps(RESULTS), encoding="utf-8")
+    export(make_run(quantization="nf4"), tmp_path / "out", merge=True, evaluation=tmp_path / "eval")
+    (tied_model / "README.md").unlink()
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert card.data.license == "mit"
+    assert card.data.datasets == ["me/sums"]
+    assert card.data.library_name == "transformers"
+    assert card.data.base_model is None  # a folder of this machine
+    for text in (
+        f"`{tied_model.name}` with a LoRA adapter merged",
+        "| base model | `" + tied_model.name + "`, licence mit |",
+        "| data | `me/sums en train` |",
+        "| algorithm | `stapo` |",
+        "| adapter | rank 8, alpha 16, trained on a base in 4 bits (nf4) |",
+        "| steps | 2 of 64 prompts x 8 completions of at most 2048 tokens |",
+        "-0.500 in the first step, 0.250 in the last",
+        "2 x a card",
+        "stapo_lite 0.1.0 ([paper](https://arxiv.org/abs/2602.15620))",
+        "temperature 0.7, top-p 0.9, at most 512 tokens",
+        "| aime24    | 30       | 32 | 50.0",
+        'AutoModelForCausalLM.from_pretrained("out"',
+        "vllm serve out\n",
+        'each followed by "\\nThink!"',
+        "  tau_p: 0.002\n",
+    ):
+        assert text in card.text, text
+    assert str(tmp_path) not in card.text
+
+
+def test_the_card_of_an_adapter(make_run, tied_model, tmp_path):
+    run = make_run(
+        algorithm="grpo", data={"source": str(tmp_path / "secret" / "mine.jsonl"), "system_prompt": "Be brief."}
+    )
+    write_lines(run / "evaluations.jsonl", [{"step": 0} | RESULTS, {"step": 2} | RESULTS | {"temperature": 0.3}])
+    export(run, tmp_path / "out")
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert card.data.library_name == "peft"
+    assert card.data.datasets is None
+    assert card.data.license is None
+    for text in (
+        f"A LoRA adapter for `{tied_model.name}`",
+        "see its licence",
+        "| data | `mine.jsonl` |",
+        "temperature 0.3",
+        'AutoPeftModelForCausalLM.from_pretrained("out"',
+        'model.load_adapter("out")',
+        "--enable-lora --max-lora-rank 8 --lora-modules out=out\n",
+        'the system prompt "Be brief."',
+        "aggregation: sequence-mean\n",
+    ):
+        assert text in card.text, text
+    assert "secret" not in card.text
+    assert "Not evaluated" not in card.text
+
+
+@pytest.fixture(scope="module")
+def hub():
+    hub = Hub()
+    yield hub
+    hub.close()
+
+
+@pytest.fixture
+def online(hub, monkeypatch):
+    """The Hub's client, talking to the stand-in."""
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+    monkeypatch.setenv("HF_TOKEN", "hf_writer")
+    return hub
+
+
+def local_files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def test_pushing_a_merged_model(online, make_run, tmp_path, capsys):
+    online.cut = 1  # the client tries again by itself
+    export(make_run(), tmp_path / "out", merge=True, push_to_hub="me/merged", private=True)
+    assert online.files["me/merged"] == local_files(tmp_path / "out")
+    assert online.created["me/merged"]["visibility"] == "private"
+    assert f"pushed: {online.url}/me/merged" in capsys.readouterr().out
+    assert "vllm serve me/merged" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_push_that_lost_its_connection_goes_on(online, make_run, tmp_path, monkeypatch):
+    monkeypatch.setattr(export_module, "SHARD_SIZE", "50KB")
+    run, online.cut = make_run(), 10_000
+    online.puts.clear()
+    with pytest.raises(InputError, match="--push-to-hub=me/cut: .*; the same command goes on"):
+        export(run, tmp_path / "out", merge=True, push_to_hub="me/cut")
+    assert online.files["me/cut"] == {}
+    online.cut = 0
+    arrived = set(online.objects)
+    online.puts.clear()
+    export(run, tmp_path / "out", merge=True, push_to_hub="me/cut")
+    assert online.files["me/cut"] == local_files(tmp_path / "out")
+    assert online.puts
+    assert not arrived & set(online.puts), "what had arrived was sent again"
+    assert set(online.puts.values()) == {1}
+
+
+@pytest.mark.parametrize(
+    ("token", "repository", "message"),
+    [
+        (None, "me/x", "--push-to-hub: no Hugging Face token: run `hf auth login`, or set HF_TOKEN"),
+        ("hf_reader", "me/x", "--push-to-hub: the Hugging Face token can only read: make one that can write"),
+        ("hf_nobody", "me/x", "--push-to-hub=me/x: .*[Ii]nvalid"),
+        ("hf_writer", "them/x", "--push-to-hub=them/x: .*403"),
+        ("hf_writer", "not a name!", "--push-to-hub=not a name!: "),
+    ],
+)
+def test_who_may_not_push_learns_it_at_once(
+    online, make_run, tmp_path, monkeypatch, capsys, token, repository, message
+):
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+    if token:
+        monkeypatch.setenv("HF_TOKEN", token)
+    else:
+        monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr(export_module, "load_base", lambda *_: pytest.fail("loaded"))
+    arguments = [str(make_run()), "--out", str(tmp_path / "out"), "--merge", "--push-to-hub", repository]
+    monkeypatch.setattr(sys, "argv", ["export", *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        export_module.main()
+    assert exit_.value.code == 2
+    error = capsys.readouterr().err.strip()
+    assert re.search(f"^error: {message}", error.splitlines()[-1])
+    assert "Traceback" not in error
+    assert "hf_" not in error
+
+
+def test_an_adapter_of_a_local_base_is_not_pushed(online, make_run, tmp_path):
+    with pytest.raises(InputError, match="is a local folder, of no use to others: --merge, or --base-model"):
+        export(make_run(), tmp_path / "out", push_to_hub="me/x")
+
+
+@pytest.mark.parametrize("merge", [True, False])
+def test_the_command_for_a_gguf_file(make_run, tied_model, tmp_path, monkeypatch, capsys, merge):
+    script = "convert_hf_to_gguf.py" if merge else "convert_lora_to_gguf.py"
+    monkeypatch.setattr(
+        sys, "argv", ["export", str(make_run()), "--out", str(tmp_path / "out"), "--gguf", *["--merge"][: int(merge)]]
+    )
+    tail = f" {tmp_path / 'out'} --outfile {tmp_path / 'out'}.gguf --outtype bf16" + (
+        "" if merge else f" --base {tied_model}"
+    )
+    export_module.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2:] == [
+        f"{script} is not on the PATH; from a checkout of llama.cpp:",
+        f"python llama.cpp/{script}{tail}",
+    ]
+    (tmp_path / script).touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    export_module.main()
+    assert capsys.readouterr().out.splitlines()[-1] == f"{tmp_path / script}{tail}"
