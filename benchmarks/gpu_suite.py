@@ -62,7 +62,9 @@ class Watch(threading.Thread):
 
 def run_config(name: str, gpu_memory: int, scratch: Path) -> dict[str, Any]:
     """Three steps of a shipped config; see above."""
-    from stapo_lite import train as train_module
+    import importlib
+
+    train_module = importlib.import_module("stapo_lite.train")
     from stapo_lite.config import load_config
     from stapo_lite.plan import GIB, make_plan
     from stapo_lite.rollout.vllm_engine import VLLMEngine

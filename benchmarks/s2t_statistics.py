@@ -8,6 +8,7 @@ summary; FILE gets it as JSON.
 """
 
 import argparse
+import importlib
 import tempfile
 from collections import defaultdict
 from pathlib import Path
@@ -15,10 +16,11 @@ from pathlib import Path
 import torch
 from common import now, save
 
-from stapo_lite import train as train_module
 from stapo_lite import update as update_module
 from stapo_lite.batching import split_by_tokens
 from stapo_lite.config import exit_on_input_error, load_config
+
+train_module = importlib.import_module("stapo_lite.train")  # the package's attribute is the function
 
 CURRENT = "objective.s2t.statistics=current"
 

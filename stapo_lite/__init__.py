@@ -1,3 +1,41 @@
-"""STAPO: reinforcement learning of LoRA adapters that leaves out spurious tokens (arXiv 2602.15620)."""
+"""STAPO: reinforcement learning of LoRA adapters that leaves out spurious tokens (arXiv 2602.15620).
+
+from stapo_lite import load_config, train
+
+for metrics in train(load_config("configs/quickstart.yaml")):
+    print(metrics["reward"])
+"""
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stapo_lite.audit import audit, compare
+    from stapo_lite.config import load_config, load_eval_config
+    from stapo_lite.evaluate import evaluate
+    from stapo_lite.export import export
+    from stapo_lite.train import train
 
 __version__ = "0.1.0"
+__all__ = ["audit", "compare", "evaluate", "export", "load_config", "load_eval_config", "train"]
+
+_MODULES = {"compare": "audit", "load_config": "config", "load_eval_config": "config"}
+
+
+class _Package(ModuleType):
+    """Imports a function when it is asked for: reward workers have no use for torch."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{self.__name__}.{_MODULES.get(name, name)}"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # The first import of `stapo_lite.train`, wherever it happens, would put the module in the function's place.
+        is_module = isinstance(value, ModuleType) and name in __all__
+        super().__setattr__(name, getattr(value, name) if is_module else value)
+
+
+sys.modules[__name__].__class__ = _Package

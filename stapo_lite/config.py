@@ -501,30 +501,29 @@ class EvalConfig(Section):
         return _fill_presets(tree, EVAL_PRESETS)
 
 
-def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
+def load_config(source: str | Path | dict[str, Any], overrides: list[str] | None = None) -> Config:
     """Read a YAML config and apply `key.sub=value` overrides (values are YAML too).
+
+    Args:
+        source: the file, or what it would hold as nested dictionaries.
 
     Raises:
         InputError: the file is missing or not a mapping; a key is unknown (with the nearest match);
             a value has the wrong type or range; the batch sizes do not fit together.
     """
-    return _load(Config, PRESETS, path, overrides)
+    return _load(Config, PRESETS, source, overrides)
 
 
-def load_eval_config(path: str | Path, overrides: list[str] | None = None) -> EvalConfig:
+def load_eval_config(source: str | Path | dict[str, Any], overrides: list[str] | None = None) -> EvalConfig:
     """The same for an evaluation."""
-    return _load(EvalConfig, EVAL_PRESETS, path, overrides)
+    return _load(EvalConfig, EVAL_PRESETS, source, overrides)
 
 
-def _load(schema: type[S], presets: Presets, path: str | Path, overrides: list[str] | None) -> S:
-    try:
-        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such config file") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InputError(f"{path}: cannot be read as YAML: {one_line(error)}") from None
-    if not isinstance(tree, dict):
-        raise InputError(f"{path}: must be a YAML mapping of keys, as in configs/quickstart.yaml")
+def _load(schema: type[S], presets: Presets, source: str | Path | dict, overrides: list[str] | None) -> S:
+    if isinstance(source, dict):
+        path, tree = "config", copy.deepcopy(source)
+    else:
+        path, tree = str(source), _read_yaml(Path(source))
     _drop_what_presets_set(schema, tree, presets)
     for override in overrides or []:
         _apply_override(tree, override)
@@ -532,6 +531,18 @@ def _load(schema: type[S], presets: Presets, path: str | Path, overrides: list[s
         return schema.model_validate(tree)
     except ValidationError as error:
         raise InputError(f"{path}: {_explain(schema, error.errors()[0])}") from None
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such config file") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InputError(f"{path}: cannot be read as YAML: {one_line(error)}") from None
+    if not isinstance(tree, dict):
+        raise InputError(f"{path}: must be a YAML mapping of keys, as in configs/quickstart.yaml")
+    return tree
 
 
 def check_processes(config: Config, num_processes: int) -> None:

@@ -61,6 +61,8 @@ ROLLOUT_SUMS = (
 def train(config: Config, resume: bool = False) -> Iterator[dict[str, Any]]:
     """Run the training; yields the metrics of each step (docs/metrics.md).
 
+    Who stops iterating ends the run there: adapter and checkpoint are written as at the last step.
+
     Args:
         resume: continue from the newest checkpoint in `config.output_dir`.
 
@@ -99,149 +101,161 @@ def train(config: Config, resume: bool = False) -> Iterator[dict[str, Any]]:
             tokenizer,
             accelerator,
         )
-    dynamic = config.rollout.dynamic_sampling
-    max_rounds = config.rollout.max_sampling_rounds if dynamic else 1
 
-    while progress.step < config.train.max_steps:
-        step = progress.step + 1
-        clock = time.perf_counter()
-        seconds = dict.fromkeys(("rollout", "reward", "update"), 0.0)
-        objective = with_tau_p(config.objective, progress.tau_p)
-
-        # 1. Groups of completions from the adapter as it is now: one round, or with dynamic sampling as many
-        #    as it takes to fill the batch with groups that have variance.
-        engine.wake()
-        engine.publish(policy, version=step)
-        if exam and progress.step % config.evaluation.steps == 0 and not log.has_evaluation(progress.step):
-            clock = lap(seconds, "rollout", clock)
-            log.evaluation(progress.step, exam(engine, accelerator))
-            clock = time.perf_counter()
-        sampled: list[list[Completion]] = []
-        batch: dict[int, list[Completion]] = {}  # this process's groups by their place in the whole batch
-        filled = rounds = drawn = 0
-        while filled < config.train.batch_size and rounds < max_rounds:
-            # The same order for any number of processes, and our share of it.
-            count = prompts_wanted(filled, config.train.batch_size, drawn, processes)
-            order = data.prompt_order(len(prompts), config.seed, progress.prompts_drawn, count)
-            mine = range(rank, count, processes)
-            seed = (config.seed * 1_000_003 + progress.prompts_drawn + rank) % 2**31
-            groups = engine.generate([prompts[order[i]] for i in mine], seed, progress=is_main)
-            assert all(c.adapter_version == step for group in groups for c in group), "the engine lost the adapter"
-            sampled += groups
-            progress.prompts_drawn += count
-            drawn += count
-            rounds += 1
-            clock = lap(seconds, "rollout", clock)
-
-            # 2. Rewards, and the groups that go into the batch.
-            completions = [completion for group in groups for completion in group]
-            texts = tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
-            for completion, text in zip(completions, texts, strict=True):
-                completion.text = text
-            rewards.score(completions)
-            usable = [(i, not dynamic or has_variance(group)) for i, group in zip(mine, groups, strict=True)]
-            places = fill_places(sorted(gather_object(usable)), filled, config.train.batch_size)
-            batch |= {places[i]: group for i, group in zip(mine, groups, strict=True) if i in places}
-            filled += len(places)
-            clock = lap(seconds, "reward", clock)
-        engine.sleep()
-        policy.unpark()
-        tally = Tally(ROLLOUT_SUMS + SUMS, MAXIMA, VALUES, policy.device)
-        count_rollouts(tally, sampled)
-
-        # 3. Group advantages, of the rewards less the soft overlong punishment.
-        for group in batch.values():
-            penalties = [
-                config.reward.overlong_penalty
-                * overlong_share(len(c.token_ids), config.rollout.max_completion_length, config.reward.overlong_buffer)
-                for c in group
-            ]
-            scores = [math.nan if c.reward is None else c.reward - p for c, p in zip(group, penalties, strict=True)]
-            advantages = group_advantages(torch.tensor(scores, dtype=torch.float64), objective.scale_rewards == "group")
-            for completion, advantage in zip(group, advantages.tolist(), strict=True):
-                completion.advantage = advantage
-            tally.add(batch_completions=len(group), overlong_penalty=sum(penalties))
-
-        # 4. What later mini-batches need of the policy as it was before the step's first update.
-        size = config.train.mini_batch_size
-        mini_batches = [
-            [completion for place in sorted(batch) if place // size == index for completion in batch[place]]
-            for index in range(math.ceil(filled / size))
-        ]
-        old: Statistics = {}
-        for mini_batch in mini_batches[1:]:
-            old |= measure(policy, old_inputs(mini_batch, objective), config.train.max_tokens_per_microbatch)
-
-        # 5. One update for each mini-batch.
-        updates = []
-        work = sum(len(c.token_ids) for mini_batch in mini_batches for c in with_gradient(mini_batch, objective))
-        with tqdm(total=work, desc="update", unit="tok", leave=False, disable=None if is_main else True) as bar:
-            for index, mini_batch in enumerate(mini_batches):
-                rate = learning_rate(config.train.learning_rate, config.train.warmup_steps, progress.updates)
-                for parameters in optimizer.param_groups:
-                    parameters["lr"] = rate
-                done = update(
-                    policy,
-                    optimizer,
-                    mini_batch,
-                    old if index > 0 else None,
-                    objective,
-                    max_completion_length=config.rollout.max_completion_length,
-                    max_tokens=config.train.max_tokens_per_microbatch,
-                    max_grad_norm=config.train.max_grad_norm,
-                    accelerator=accelerator,
-                    tally=tally,
-                    on_tokens=bar.update,
-                    token_log=token_log,
-                )
-                if done is not None:
-                    updates.append(done)
-                    progress.updates += 1
-        progress.step = step
-        if config.train.park_trainer:
-            policy.park()
-        lap(seconds, "update", clock)
-
-        # 6. Log, show, save.
-        totals = tally.reduce(accelerator)
-        metrics = step_metrics(
-            step,
-            totals,
-            updates,
-            seconds,
-            sampling_rounds=rounds,
-            batch_groups=filled,
-            tau_p=progress.tau_p,
-            learning_rate=optimizer.param_groups[0]["lr"],
-        )
-        if objective.s2t.adaptive and metrics["silenced_share"] is not None:
-            s2t = objective.s2t
-            progress.tau_p = next_tau_p(
-                s2t.tau_p, metrics["silenced_share"], s2t.target_share, s2t.tau_p_min, s2t.tau_p_max
-            )
-        log.step(metrics)
-        if token_log is not None:
-            token_log.write(step, objective.s2t.tau_p)
-        if config.log.log_completions_steps and step % config.log.log_completions_steps == 0:
-            log.samples(step, sampled)
-        last = step == config.train.max_steps
-        if is_main and (last or (config.log.save_steps and step % config.log.save_steps == 0)):
+    def save_checkpoint() -> None:
+        if is_main:
             checkpoint.save_checkpoint(
                 run_folder, progress, policy, optimizer, config.model_dump(), config.log.save_total_limit
             )
-        yield metrics
 
-    if exam and not log.has_evaluation(progress.step):
-        engine.wake()
-        engine.publish(policy, version=progress.step + 1)
-        log.evaluation(progress.step, exam(engine, accelerator))
+    dynamic = config.rollout.dynamic_sampling
+    max_rounds = config.rollout.max_sampling_rounds if dynamic else 1
+
+    try:
+        while progress.step < config.train.max_steps:
+            step = progress.step + 1
+            clock = time.perf_counter()
+            seconds = dict.fromkeys(("rollout", "reward", "update"), 0.0)
+            objective = with_tau_p(config.objective, progress.tau_p)
+
+            # 1. Groups of completions from the adapter as it is now: one round, or with dynamic sampling as many
+            #    as it takes to fill the batch with groups that have variance.
+            engine.wake()
+            engine.publish(policy, version=step)
+            if exam and progress.step % config.evaluation.steps == 0 and not log.has_evaluation(progress.step):
+                clock = lap(seconds, "rollout", clock)
+                log.evaluation(progress.step, exam(engine, accelerator))
+                clock = time.perf_counter()
+            sampled: list[list[Completion]] = []
+            batch: dict[int, list[Completion]] = {}  # this process's groups by their place in the whole batch
+            filled = rounds = drawn = 0
+            while filled < config.train.batch_size and rounds < max_rounds:
+                # The same order for any number of processes, and our share of it.
+                count = prompts_wanted(filled, config.train.batch_size, drawn, processes)
+                order = data.prompt_order(len(prompts), config.seed, progress.prompts_drawn, count)
+                mine = range(rank, count, processes)
+                seed = (config.seed * 1_000_003 + progress.prompts_drawn + rank) % 2**31
+                groups = engine.generate([prompts[order[i]] for i in mine], seed, progress=is_main)
+                assert all(c.adapter_version == step for group in groups for c in group), "the engine lost the adapter"
+                sampled += groups
+                progress.prompts_drawn += count
+                drawn += count
+                rounds += 1
+                clock = lap(seconds, "rollout", clock)
+
+                # 2. Rewards, and the groups that go into the batch.
+                completions = [completion for group in groups for completion in group]
+                texts = tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
+                for completion, text in zip(completions, texts, strict=True):
+                    completion.text = text
+                rewards.score(completions)
+                usable = [(i, not dynamic or has_variance(group)) for i, group in zip(mine, groups, strict=True)]
+                places = fill_places(sorted(gather_object(usable)), filled, config.train.batch_size)
+                batch |= {places[i]: group for i, group in zip(mine, groups, strict=True) if i in places}
+                filled += len(places)
+                clock = lap(seconds, "reward", clock)
+            engine.sleep()
+            policy.unpark()
+            tally = Tally(ROLLOUT_SUMS + SUMS, MAXIMA, VALUES, policy.device)
+            count_rollouts(tally, sampled)
+
+            # 3. Group advantages, of the rewards less the soft overlong punishment.
+            for group in batch.values():
+                penalties = [
+                    config.reward.overlong_penalty
+                    * overlong_share(
+                        len(c.token_ids), config.rollout.max_completion_length, config.reward.overlong_buffer
+                    )
+                    for c in group
+                ]
+                scores = [math.nan if c.reward is None else c.reward - p for c, p in zip(group, penalties, strict=True)]
+                advantages = group_advantages(
+                    torch.tensor(scores, dtype=torch.float64), objective.scale_rewards == "group"
+                )
+                for completion, advantage in zip(group, advantages.tolist(), strict=True):
+                    completion.advantage = advantage
+                tally.add(batch_completions=len(group), overlong_penalty=sum(penalties))
+
+            # 4. What later mini-batches need of the policy as it was before the step's first update.
+            size = config.train.mini_batch_size
+            mini_batches = [
+                [completion for place in sorted(batch) if place // size == index for completion in batch[place]]
+                for index in range(math.ceil(filled / size))
+            ]
+            old: Statistics = {}
+            for mini_batch in mini_batches[1:]:
+                old |= measure(policy, old_inputs(mini_batch, objective), config.train.max_tokens_per_microbatch)
+
+            # 5. One update for each mini-batch.
+            updates = []
+            work = sum(len(c.token_ids) for mini_batch in mini_batches for c in with_gradient(mini_batch, objective))
+            with tqdm(total=work, desc="update", unit="tok", leave=False, disable=None if is_main else True) as bar:
+                for index, mini_batch in enumerate(mini_batches):
+                    rate = learning_rate(config.train.learning_rate, config.train.warmup_steps, progress.updates)
+                    for parameters in optimizer.param_groups:
+                        parameters["lr"] = rate
+                    done = update(
+                        policy,
+                        optimizer,
+                        mini_batch,
+                        old if index > 0 else None,
+                        objective,
+                        max_completion_length=config.rollout.max_completion_length,
+                        max_tokens=config.train.max_tokens_per_microbatch,
+                        max_grad_norm=config.train.max_grad_norm,
+                        accelerator=accelerator,
+                        tally=tally,
+                        on_tokens=bar.update,
+                        token_log=token_log,
+                    )
+                    if done is not None:
+                        updates.append(done)
+                        progress.updates += 1
+            progress.step = step
+            if config.train.park_trainer:
+                policy.park()
+            lap(seconds, "update", clock)
+
+            # 6. Log, show, save.
+            totals = tally.reduce(accelerator)
+            metrics = step_metrics(
+                step,
+                totals,
+                updates,
+                seconds,
+                sampling_rounds=rounds,
+                batch_groups=filled,
+                tau_p=progress.tau_p,
+                learning_rate=optimizer.param_groups[0]["lr"],
+            )
+            if objective.s2t.adaptive and metrics["silenced_share"] is not None:
+                s2t = objective.s2t
+                progress.tau_p = next_tau_p(
+                    s2t.tau_p, metrics["silenced_share"], s2t.target_share, s2t.tau_p_min, s2t.tau_p_max
+                )
+            log.step(metrics)
+            if token_log is not None:
+                token_log.write(step, objective.s2t.tau_p)
+            if config.log.log_completions_steps and step % config.log.log_completions_steps == 0:
+                log.samples(step, sampled)
+            if step == config.train.max_steps or (config.log.save_steps and step % config.log.save_steps == 0):
+                save_checkpoint()
+            yield metrics
+
+        if exam and not log.has_evaluation(progress.step):
+            engine.wake()
+            engine.publish(policy, version=progress.step + 1)
+            log.evaluation(progress.step, exam(engine, accelerator))
+    except GeneratorExit:  # the caller has seen enough: what was learned is kept
+        save_checkpoint()
+    finally:
+        engine.close()
+        rewards.close()
     if is_main:
         policy.save_adapter(run_folder / "adapter")
         print(f"{write_report(run_folder)}\nadapter: {run_folder / 'adapter'}")
     for tracker in accelerator.trackers:
         tracker.finish()
-    engine.close()
-    rewards.close()
 
 
 def learning_rate(peak: float, warmup_steps: int, updates_done: int) -> float:

@@ -1,5 +1,6 @@
 """Whole evaluations: on the tiny model in the process, and through the real command with vLLM, killed on the way."""
 
+import importlib
 import itertools
 import json
 import os
@@ -14,7 +15,6 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from stapo_lite import evaluate as evaluate_module
 from stapo_lite.benchmarks import Problem
 from stapo_lite.config import InputError, load_eval_config
 from stapo_lite.evaluate import evaluate, main
@@ -23,6 +23,8 @@ from stapo_lite.files import read_lines, write_lines
 from stapo_lite.grading import MathGrader
 from stapo_lite.types import Prompt
 from stapo_lite.verifier import INSTRUCTION, Case, Verifier
+
+evaluate_module = importlib.import_module("stapo_lite.evaluate")  # the package's attribute is the function
 
 GENEROUS = 20.0
 ROOT = Path(__file__).parent.parent

@@ -1,5 +1,6 @@
 """Exports against base + adapter computed by hand, and pushing them to a stand-in for the Hub."""
 
+import importlib
 import json
 import re
 import shutil
@@ -17,9 +18,10 @@ from random_model import VOCABULARY, build, qwen3
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from stapo_lite import export as export_module
 from stapo_lite.config import InputError
 from stapo_lite.files import write_lines
+
+export_module = importlib.import_module("stapo_lite.export")  # the package's attribute is the function
 
 export = export_module.export
 

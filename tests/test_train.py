@@ -1,5 +1,6 @@
 """Whole runs: in the process on the tiny model, and through the real command with a real model and vLLM."""
 
+import importlib
 import itertools
 import json
 import math
@@ -15,11 +16,12 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from stapo_lite import train as train_module
 from stapo_lite.config import InputError, load_config, load_eval_config
 from stapo_lite.evaluate import evaluate
 from stapo_lite.files import read_lines, write_lines
 from stapo_lite.tracking import read_metrics
+
+train_module = importlib.import_module("stapo_lite.train")  # the package's attribute is the function
 
 ROOT = Path(__file__).parent.parent
 TIMES = {"tokens_per_second", "seconds_rollout", "seconds_reward", "seconds_update", "seconds_step"}
@@ -323,6 +325,39 @@ def test_contaminated_rows_are_left_out(write_config, tmp_path, capsys):
     assert f"1 rows of {tmp_path / 'prompts.jsonl'} that hold 1 benchmark problems left out" in printed
 
 
+def test_who_stops_early_keeps_what_was_learned(write_config, tmp_path):
+    whole = run(write_config(output_dir=str(tmp_path / "whole")))
+    for metrics in train_module.train(load_config(write_config(log__save_steps=0))):
+        if metrics["step"] == 3:
+            break
+    del metrics
+    folder = tmp_path / "run"
+    saved, final = (load_file(folder / name / "adapter_model.safetensors") for name in ("checkpoint-3", "adapter"))
+    assert all(torch.equal(value, saved[name]) for name, value in final.items())
+    assert (folder / "reward.png").exists()
+    assert without_times(run(write_config(), resume=True)) == without_times(whole[3:])
+    expected, actual = (tmp_path / name / "adapter" / "adapter_model.safetensors" for name in ("whole", "run"))
+    assert expected.read_bytes() == actual.read_bytes()
+
+
+def test_a_resumed_run_has_no_adapter_until_it_ends(write_config, tmp_path):
+    run(write_config(train__max_steps=1))
+    assert (tmp_path / "run" / "adapter").exists()
+    steps = train_module.train(load_config(write_config()), resume=True)
+    next(steps)
+    assert not (tmp_path / "run" / "adapter").exists()
+    steps.close()
+    assert (tmp_path / "run" / "adapter").exists()
+
+
+def test_the_folder_says_what_the_run_ran_on(write_config, tmp_path):
+    run(write_config(train__max_steps=1))
+    environment = json.loads((tmp_path / "run" / "environment.json").read_text(encoding="utf-8"))
+    assert environment["hardware"] == f"CPU with {os.cpu_count()} cores" or torch.cuda.is_available()
+    assert environment["torch"] == torch.__version__.partition("+")[0] or "+" in environment["torch"]
+    assert environment["stapo_lite"] == "0.1.0"
+
+
 def test_8_bit_adamw_resumes_too(write_config, tmp_path):
     eight_bit = {"train__optim": "paged_adamw_8bit", "lora": {"r": 64}}  # bitsandbytes keeps small tensors in 32 bits
     whole = run(write_config(output_dir=str(tmp_path / "whole"), **eight_bit))
@@ -520,7 +555,8 @@ def test_packages_that_are_not_installed(write_config, monkeypatch, capsys, over
 def test_a_run_that_died_before_its_first_checkpoint_can_be_started_again(write_config, monkeypatch, capsys):
     steps = train_module.train(load_config(write_config(log__save_steps=0)))
     assert next(steps)["step"] == 1
-    steps.close()
+    with pytest.raises(MemoryError):
+        steps.throw(MemoryError)
     assert command(monkeypatch, write_config()) == 2
     assert "holds a run: delete it, or choose another folder" in capsys.readouterr().err
 
