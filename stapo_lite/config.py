@@ -370,8 +370,8 @@ class Config(Section):
     """Base model: a folder, or a name on the Hub."""
     output_dir: UserPath
     """Run folder: resolved config, metrics, checkpoints, adapter."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Data type of the base weights and of the forward pass."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Data type of the base weights and of the forward pass; `float16` for cards without bfloat16 (T4, RTX 20)."""
     quantization: Literal["nf4"] | None = None
     """`nf4` trains on a 4-bit base (QLoRA, bitsandbytes)."""
     seed: int = Field(0, ge=0, lt=2**31)
@@ -486,7 +486,7 @@ class EvalConfig(Section):
     """Only the first so many problems of each benchmark."""
     decoding: Literal["training-aligned", "justrl"] = "training-aligned"
     """Sets temperature and top-p: 1.0 / 1.0, as rollouts in training have them, or 0.7 / 0.9."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Data type of the weights."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Each sample has a seed of its own that follows from this, the problem and its number."""

@@ -4,6 +4,7 @@ denominators belong to the whole mini-batch, across micro-batches and processes,
     loss = sum over kept tokens of  weight * (correction * clipped loss + beta * k3 - entropy_coef * H)
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -100,8 +101,17 @@ def sequence_weights(kept: Tensor, totals: Totals, aggregation: str, max_complet
     """
     if aggregation == "sequence-mean":
         return 1 / (kept.clamp(min=1) * totals.kept_sequences)
-    denominator = totals.kept_tokens if aggregation == "token-mean" else totals.sequences * max_completion_length
-    return torch.full_like(kept, 1 / denominator, dtype=torch.float32)
+    return torch.full_like(kept, 1 / _denominator(totals, aggregation, max_completion_length), dtype=torch.float32)
+
+
+def loss_scale(totals: Totals, aggregation: str, max_completion_length: int) -> float:
+    """A power of two by which the loss is multiplied in float16, whose smallest number is 6e-8, and the gradient
+    divided: a kept token then weighs about 1/128, which leaves room above for sums over a micro-batch."""
+    return 2.0 ** (round(math.log2(_denominator(totals, aggregation, max_completion_length))) - 7)
+
+
+def _denominator(totals: Totals, aggregation: str, max_completion_length: int) -> int:
+    return totals.sequences * max_completion_length if aggregation == "constant" else totals.kept_tokens
 
 
 def logit_gradient_norm(gradient: Tensor, logprobs: Tensor, collision: Tensor) -> Tensor:

@@ -256,7 +256,7 @@ def _run_layers(
         ids = torch.zeros(1, tokens, dtype=torch.long)
         weight = causal_lm.get_output_embeddings().weight
         with PeakMemory() as memory:
-            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
                 hidden = causal_lm.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[0]
             kept, forward = memory.live, memory.peak
             memory.peak = 0

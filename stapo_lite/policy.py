@@ -160,7 +160,7 @@ def add_adapter(
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(lora_dtype)
-    if base.dtype == torch.bfloat16:  # autocast does it, without an fp32 copy of every input
+    if base.dtype != torch.float32:  # autocast does it, without an fp32 copy of every input
         module: Any
         for module in model.modules():
             if hasattr(module, "cast_input_dtype_enabled"):
@@ -175,6 +175,7 @@ class Policy:
     Attributes:
         model: the PeftModel.
         parameters: the adapter's trainable parameters by name.
+        dtype: of the base and of the forward pass.
     """
 
     def __init__(
@@ -192,7 +193,7 @@ class Policy:
         self.pad_token_id = pad_token_id
         self.parameters: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._causal_lm = model.get_base_model()
-        self._dtype = dtype
+        self.dtype = dtype
         self._offload_activations = offload_activations
         self._temperature = temperature
         self._lm_head_memory_bytes = lm_head_memory_bytes
@@ -277,7 +278,7 @@ class Policy:
 
     def autocast(self) -> torch.autocast:
         """The fp32 adapter computes in the base model's dtype, as it does in vLLM."""
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self._dtype == torch.bfloat16)
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def _keep_activations(self) -> AbstractContextManager:
         """Where the backward pass finds the inputs of the checkpointed layers."""

@@ -14,6 +14,7 @@ from stapo_lite.objective import (
     clipped_token_loss,
     k3,
     logit_gradient_norm,
+    loss_scale,
     sampler_correction,
     sequence_weights,
 )
@@ -117,6 +118,8 @@ def update(
         return None
 
     # Micro-batches: forward, loss as a sum, backward.
+    in_float16 = policy.dtype == torch.float16
+    scale = loss_scale(totals, objective.aggregation, max_completion_length) if in_float16 else 1.0
     current: Statistics = {}
     norms: dict[Completion, Tensor] = {}
     for rows in micro_batches:
@@ -160,7 +163,7 @@ def update(
         kept_of_rows = torch.tensor([kept[c] for c in rows], device=policy.device)
         weights = sequence_weights(kept_of_rows, totals, objective.aggregation, max_completion_length)
         loss = (weights[:, None] * loss).where(keep_mask, 0.0).sum(dtype=torch.float64)
-        loss.backward()
+        (scale * loss).backward()
 
         trains = active & keep_mask
         norm = logit_gradient_norm(correction * token.gradient, logprobs, collision)
@@ -180,6 +183,9 @@ def update(
     tau_h = tally_spurious(current, norms, masks, objective.s2t, accelerator, tally, policy.device, token_log)
 
     # One clip, one step, the same on every process.
+    for parameter in policy.parameters.values() if in_float16 else ():
+        if parameter.grad is not None:
+            parameter.grad /= scale
     if accelerator.num_processes > 1:
         sum_gradients(policy, lambda gradient: accelerator.reduce(gradient, "sum"))
     grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters.values(), max_grad_norm, error_if_nonfinite=True)

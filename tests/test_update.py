@@ -31,7 +31,9 @@ def objective(algorithm="stapo", s2t=None, **changes):
     return Config(model="m", output_dir="o", algorithm=algorithm, objective=tree).objective
 
 
-def run_update(policy, completions, objective, *, old=None, max_tokens=10_000, max_grad_norm=1e9, token_log=None):
+def run_update(
+    policy, completions, objective, *, old=None, max_tokens=10_000, max_grad_norm=1e9, token_log=None, longest=LONGEST
+):
     """(gradient of the loss, metrics, result): with SGD at rate 1 the parameters move by minus the gradient."""
     before = torch.cat([p.detach().flatten() for p in policy.parameters.values()])
     optimizer = torch.optim.SGD(policy.parameters.values(), lr=1.0)
@@ -43,7 +45,7 @@ def run_update(policy, completions, objective, *, old=None, max_tokens=10_000, m
         completions,
         old,
         objective,
-        max_completion_length=LONGEST,
+        max_completion_length=longest,
         max_tokens=max_tokens,
         max_grad_norm=max_grad_norm,
         accelerator=accelerator,
@@ -131,6 +133,24 @@ CASES = {
     "no correction": ({"sampler_correction": "off"}, {"correction": "off"}),
     "rollout": ({"old_logprobs": "rollout"}, {"old_is_rollout": True, "correction": "off"}),
 }
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean", "constant"])
+def test_small_gradients_survive_in_float16(make_policy, aggregation):
+    """As if of a large batch: the weight of a token is far below float16's smallest number."""
+    kind = objective(aggregation=aggregation, sampler_correction="off")
+    longest = 10**9 if aggregation == "constant" else LONGEST
+    gradients = []
+    for dtype in ("float32", "float16"):
+        policy = make_policy(dtype)
+        completions = sampled_by_an_engine(policy, fake_completions(3, ADVANTAGES, LONGEST))
+        gradient, _, result = run_update(policy, completions, kind, longest=longest)
+        if aggregation == "constant":  # SGD's step would be lost in the parameters' own rounding
+            gradients.append(torch.tensor([result.grad_norm]))
+        else:
+            gradients.append(gradient)
+    assert relative(gradients[1], gradients[0]) < 0.02
+    assert gradients[0].norm() > 0
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -390,9 +410,10 @@ def property_run(tiny_model):
 
 def test_zero_advantage_completions_are_not_run(make_policy, monkeypatch):
     policy, completions = make_policy(), fake_completions(3, ADVANTAGES)
-    seen, statistics = [], policy.statistics
-    monkeypatch.setattr(policy, "statistics", lambda batch, **_: seen.append(batch) or statistics(batch))
+    seen, hidden_states = [], policy.hidden_states
+    monkeypatch.setattr(policy, "hidden_states", lambda batch: seen.append(batch) or hidden_states(batch))
     run_update(policy, completions, objective())
+    assert seen
     assert all((batch.advantages != 0).all() for batch in seen)
 
 
@@ -404,13 +425,13 @@ def test_no_pass_that_is_not_needed(make_policy, monkeypatch, statistics, later,
     policy, completions = make_policy(), fake_completions(0, [1.0] * 3)
     old = measure(policy, completions, 256) if later else None
     rows = {True: [], False: []}
-    original = policy.statistics
+    original = policy.hidden_states
 
-    def note(batch, *arguments, **options):
+    def note(batch):
         rows[torch.is_grad_enabled()].append(len(batch.input_ids))
-        return original(batch, *arguments, **options)
+        return original(batch)
 
-    monkeypatch.setattr(policy, "statistics", note)
+    monkeypatch.setattr(policy, "hidden_states", note)
     run_update(policy, completions, objective(s2t={"statistics": statistics}), old=old, max_tokens=1)
     assert rows == {True: [1, 1, 1], False: [1, 1] * passes}
 
