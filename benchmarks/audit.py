@@ -1,0 +1,64 @@
+"""What the token log costs: the share of a step's time that is spent in it.
+
+    python benchmarks/audit.py --out benchmarks/results/audit.json
+
+Runs the quickstart with the audit on, once as it is and once with ten times as many candidates. On a CPU nothing runs
+beside, so the time inside the log's methods is all that it takes.
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from common import now, save
+
+from stapo_lite import load_config, train
+from stapo_lite.files import read_lines
+from stapo_lite.token_log import TokenLog
+
+HERE = Path(__file__).parent
+
+
+def measure(steps: int, **s2t: float) -> dict[str, Any]:
+    spent, shares = [0.0], []
+    originals = {name: getattr(TokenLog, name) for name in ("see", "note", "write")}
+
+    def timed(original: Any) -> Any:
+        def method(*arguments: Any) -> None:
+            start = now()
+            original(*arguments)
+            spent[0] += now() - start
+
+        return method
+
+    for name, original in originals.items():
+        setattr(TokenLog, name, timed(original))
+    with tempfile.TemporaryDirectory() as folder:
+        overrides = [f"output_dir={folder}", "audit.enabled=true", f"train.max_steps={steps}", "log.save_steps=0"]
+        overrides += [f"objective.s2t.{key}={value}" for key, value in s2t.items()]
+        for metrics in train(load_config(HERE.parent / "configs/quickstart.yaml", overrides)):
+            shares.append(spent[0] / metrics["seconds_step"])
+            spent[0] = 0.0
+        candidates = [sum(line["tokens"][:2]) for line in read_lines(Path(folder) / "quadrants.jsonl")]
+        size = sum((Path(folder) / name).stat().st_size for name in ("tokens.jsonl", "quadrants.jsonl"))
+    for name, original in originals.items():
+        setattr(TokenLog, name, original)
+    shares = shares[1:]  # the first step warms up
+    return {
+        "steps": len(shares),
+        "candidates_per_step": median(candidates),
+        "share_of_step_median": median(shares),
+        "share_of_step_largest": max(shares),
+        "bytes_per_step": size / steps,
+    }
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--steps", type=int, default=7)
+    arguments = parser.parse_args()
+    result = {"quickstart": measure(arguments.steps), "many candidates": measure(arguments.steps, tau_p=0.3)}
+    save(result, arguments.out)
