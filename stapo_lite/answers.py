@@ -175,13 +175,13 @@ def equivalent(gold: Any, answer: str, *, ordered: bool = True, tolerance: float
     r"""Whether an answer equals the gold.
 
     Args:
-        gold: text or number; a whole solution with a \boxed{} will do.
+        gold: text or number; a whole solution with a \boxed{} will do, or one that ends as GSM8K's, `#### 72`.
         answer: as `final_answer` returns it.
         ordered: whether the order of a plain list counts (`1, 2`). It never does in `\{1, 2\}`, `1 or 2`,
             `\pm 1`, in lists of tuples and of equations; it always does in tuples.
         tolerance: absolute difference up to which numbers are equal.
     """
-    gold = str(gold)
+    gold = str(gold).rpartition("####")[2]
     if "\\boxed{" in gold and not any(_boxes(gold)):
         gold = gold.rpartition("\\boxed{")[2]  # cut off
     elif "\\boxed" in gold or "answer is" in gold:
