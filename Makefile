@@ -11,7 +11,7 @@ endif
 LAUNCH := GOMP_SPINCOUNT=3000 $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 	--num_cpu_threads_per_process $(shell nproc)
 
-.PHONY: install install-dev quickstart test test-all lint docs clean
+.PHONY: install install-dev quickstart test test-all lint notebooks docs clean
 
 install: .venv/installed
 install-dev: .venv/installed-dev
@@ -38,6 +38,9 @@ test-all: install-dev  ## with the slow tests
 
 lint: install-dev
 	$(BIN)/pre-commit run --all-files
+
+notebooks: install-dev  ## run them and keep their outputs
+	cd notebooks && OMP_NUM_THREADS=$(shell nproc) GOMP_SPINCOUNT=3000 ../$(BIN)/jupyter execute --inplace *.ipynb
 
 docs: install-dev  ## regenerate the config reference
 	$(BIN)/python -m stapo_lite.config > docs/config.md

@@ -126,11 +126,12 @@ def read_run(folder: Path) -> tuple[Config, Metrics]:
 
 
 def run_labels(configs: Sequence[Config]) -> list[str]:
-    """The algorithm of each run, with the fields that differ where two runs of one algorithm are not the same."""
+    """The algorithm of each run, with the fields that differ where runs of one algorithm differ in more than seed and
+    length."""
     fields = []
     for config in configs:
-        tree = config.model_dump(exclude={"seed", "output_dir", "log", "audit", "evaluation"})
-        fields.append(flatten(tree))
+        free = {"seed": True, "output_dir": True, "log": True, "audit": True, "evaluation": True}
+        fields.append(flatten(config.model_dump(exclude=free | {"train": {"max_steps"}})))
     labels = []
     for mine in fields:
         others = [other for other in fields if other["algorithm"] == mine["algorithm"]]
