@@ -9,7 +9,6 @@ curves alone.
 
 import argparse
 import base64
-import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -23,8 +22,8 @@ from stapo_lite.charts import CANDIDATE_COLOURS, QUADRANT_COLOURS, THEMES, Curve
 from stapo_lite.checkpoint import flatten
 from stapo_lite.config import Config, InputError, exit_on_input_error, load_config
 from stapo_lite.files import read_lines, write_text
-from stapo_lite.token_log import QUADRANTS, QUADRANTS_FILE, TOKENS_FILE
-from stapo_lite.tracking import run_metrics
+from stapo_lite.token_log import QUADRANTS, thin
+from stapo_lite.tracking import QUADRANTS_FILE, TOKENS_FILE, run_metrics
 
 MOST_TOKENS = 4000
 """In the table of a page."""
@@ -47,7 +46,7 @@ def audit(run_folder: str | Path, out: str | Path | None = None) -> Path:
     config, metrics = read_run(folder)
     tokens, quadrants = read_lines(folder / TOKENS_FILE), read_lines(folder / QUADRANTS_FILE)
     silences = config.objective.s2t.enabled
-    kinds = ("silenced", "kept") if silences else ("spurious, not silenced", "other candidates")
+    kinds = ("silenced", "kept") if silences else ("STAPO would silence", "other candidates")
     groups: dict[str, Metrics] = {kind: [] for kind in kinds}
     for token in tokens:
         token["kind"] = kinds[token["kept"] if silences else not token["spurious"]]
@@ -66,7 +65,7 @@ def audit(run_folder: str | Path, out: str | Path | None = None) -> Path:
     return write_page(
         Path(out) if out else folder / "audit",
         charts,
-        title=f"Token audit of {folder.name}",
+        title=f"Token audit of {folder.resolve().name}",
         facts=facts,
         tokens=thin(tokens, MOST_TOKENS),
         frequencies={kind: frequent(group) for kind, group in groups.items()} if quadrants else {},
@@ -80,8 +79,8 @@ def compare(run_folders: Sequence[str | Path], out: str | Path) -> Path:
     Raises:
         InputError: there are fewer than two folders, or one holds no run; `out` cannot be written.
     """
-    folders = [Path(folder) for folder in run_folders]
-    if len(set(folders)) < 2:
+    folders = list(dict.fromkeys(Path(folder).resolve() for folder in run_folders))
+    if len(folders) < 2:
         raise InputError("compare: give two run folders or more")
     groups: dict[str, list[Metrics]] = defaultdict(list)
     runs = [read_run(folder) for folder in folders]
@@ -93,8 +92,9 @@ def compare(run_folders: Sequence[str | Path], out: str | Path) -> Path:
     }
     table = [["", "seeds", "steps", *(axis for _, _, axis, _, _ in COMPARED)]]
     for label, group in groups.items():
-        cells = [last_mean(group, metric) for _, metric, _, _, _ in COMPARED]
-        table.append([label, str(len(group)), str(min(map(len, group))), *cells])
+        steps = min(map(len, group))
+        cells = [last_mean([run[:steps] for run in group], metric) for _, metric, _, _, _ in COMPARED]
+        table.append([label, str(len(group)), str(steps), *cells])
     return write_page(Path(out), charts, title="Runs compared", table=table)
 
 
@@ -135,8 +135,9 @@ def run_labels(configs: Sequence[Config]) -> list[str]:
     labels = []
     for mine in fields:
         others = [other for other in fields if other["algorithm"] == mine["algorithm"]]
-        differing = [key for key in mine if any(other[key] != mine[key] for other in others)]
-        labels.append(", ".join([mine["algorithm"], *(f"{key}={mine[key]}" for key in differing)]))
+        keys = dict.fromkeys(key for other in others for key in other)
+        differing = [key for key in keys if any(other.get(key) != mine.get(key) for other in others)]
+        labels.append(", ".join([mine["algorithm"], *(f"{key}={mine.get(key)!s:.30}" for key in differing)]))
     return labels
 
 
@@ -199,6 +200,7 @@ def token_charts(groups: dict[str, Metrics], quadrants: Metrics) -> dict[str, tu
     for kind, group in groups.items():
         places[kind] = [(token["probability"], token["entropy"]) for token in thin(group, MOST_POINTS)]
     thresholds = [line["tau_h"] for line in quadrants if line["tau_h"] is not None]
+    tau_p = statistics.fmean(line["tau_p"] for line in quadrants)
     tau_h = statistics.fmean(thresholds) if thresholds else None
     counts = [sum(line["tokens"][i] for line in quadrants) for i in range(4)]
     sums = [sum(line["tokens"][i] * (line["gradient_norm"][i] or 0.0) for line in quadrants) for i in range(4)]
@@ -207,7 +209,7 @@ def token_charts(groups: dict[str, Metrics], quadrants: Metrics) -> dict[str, tu
     charts = {
         "plane": (
             "Tokens of rewarded completions. STAPO silences the lower left: improbable, though the model was sure.",
-            plane(places, quadrants[-1]["tau_p"], tau_h),
+            plane(places, tau_p, tau_h),
         ),
         "gradient": (
             "Mean norm of a token's gradient with respect to its logits, exact, and the number of tokens: rare is "
@@ -223,19 +225,17 @@ def token_charts(groups: dict[str, Metrics], quadrants: Metrics) -> dict[str, tu
 
 
 def frequent(tokens: Iterable[dict[str, Any]]) -> list[tuple[str, int]]:
-    """The most frequent tokens, with white space to be seen."""
-    counts = Counter(token["token"] for token in tokens)
-    return [(visible(text), count) for text, count in counts.most_common(MOST_FREQUENT)]
+    """The most frequent tokens, with white space to be seen; parts of a character are told apart by their id."""
+    counts = Counter((token["token"], token["token_id"]) for token in tokens)
+    return [
+        (visible(text) + (f" #{token_id}" if "\ufffd" in text else ""), count)
+        for (text, token_id), count in counts.most_common(MOST_FREQUENT)
+    ]
 
 
 def visible(text: str) -> str:
     """White space as marks."""
     return text.translate({ord(" "): "␣", ord("\n"): "⏎", ord("\t"): "⇥", ord("\r"): "␍"})
-
-
-def thin(values: Sequence[Any], limit: int) -> Sequence[Any]:
-    """At most `limit` of them, evenly spaced."""
-    return values[:: math.ceil(len(values) / limit) or 1]
 
 
 def write_page(folder: Path, charts: dict[str, tuple[str, Draw]], **values: Any) -> Path:

@@ -71,7 +71,10 @@ def lines(curves: Sequence[Curve], label: str, log: bool = False) -> Draw:
                 curve.steps, values, color=colour, linestyle=style, label=curve.label, linewidth=1.6, marker=marker
             )
             if curve.low is not None and curve.high is not None:
-                low, high = ([_number(value, log) for value in band] for band in (curve.low, curve.high))
+                high = [_number(value, log) for value in curve.high]
+                # On a logarithmic axis a band that reaches zero goes down to the curve's smallest value.
+                floor = min((value for value in values if value == value), default=math.nan)
+                low = [math.nan if v is None else floor if log and v <= 0 else v for v in curve.low]
                 axes.fill_between(curve.steps, low, high, color=colour, alpha=0.2, linewidth=0)
         if log and any(value for curve in curves for value in curve.values):
             axes.set_yscale("log")
@@ -79,7 +82,8 @@ def lines(curves: Sequence[Curve], label: str, log: bool = False) -> Draw:
         axes.set_xlabel("step")
         axes.set_ylabel(label)
         if len(curves) > 1:
-            axes.legend(fontsize=9)
+            for text in axes.legend(fontsize=9).get_texts():
+                text.set_parse_math(False)
 
     return draw
 
@@ -100,7 +104,7 @@ def plane(places: Mapping[str, Sequence[Sequence[float]]], tau_p: float, tau_h: 
                 x, y = zip(*((p, h) for p, h, *_ in some), strict=True)
                 axes.scatter(x, y, s=size, color=colour, label=name, linewidths=0, alpha=0.7, rasterized=True)
         axes.set_xscale("log")
-        axes.axvline(tau_p, color=COLOURS[4], linewidth=1.2, linestyle="--", label="tau_p")
+        axes.axvline(tau_p, color=COLOURS[4], linewidth=1.2, linestyle="--", label="tau_p, mean")
         if tau_h is not None:
             axes.axhline(tau_h, color=COLOURS[3], linewidth=1.2, linestyle="--", label="tau_h, mean")
         axes.set_xlabel("probability of the token")

@@ -7,13 +7,12 @@ which are one more row of the LM head. `audit.py` draws it.
     quadrants.jsonl   one step a line: thresholds, tokens and their mean gradient norm in each quadrant, some points
 """
 
-import bisect
 import itertools
 import math
 from collections.abc import Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -23,21 +22,29 @@ from torch import Tensor
 from stapo_lite.files import append_lines
 from stapo_lite.policy import Policy
 from stapo_lite.s2t import random_scores
-from stapo_lite.tracking import keep_steps
+from stapo_lite.tracking import QUADRANTS_FILE, TOKENS_FILE
 from stapo_lite.types import Completion
 
-TOKENS_FILE = "tokens.jsonl"
-QUADRANTS_FILE = "quadrants.jsonl"
 QUADRANTS = ("rare, sure", "rare, unsure", "likely, sure", "likely, unsure")
 """pi < tau_p or not; H < tau_h or not. S2T silences the first."""
 ALTERNATIVES = 5
+
+
+class _Seen(NamedTuple):
+    """A candidate of the mini-batch that trains."""
+
+    lot: float
+    """Those with the lowest are written where there are more candidates than fit."""
+    completion: Completion
+    t: int
+    alternatives: list[tuple[int, float]]
+    """Tokens and their probabilities."""
 
 
 class TokenLog:
     """Notes the tokens of a step while it trains and writes them at its end, on the main process.
 
     Args:
-        start_step: of a resumed run; later lines are dropped. 0 for a new one.
         tokens_per_step: most candidates, and most points of the plane, that a step writes. Of more candidates a
             random share is written, the same for any number of processes.
         context: tokens shown before and after a candidate.
@@ -46,7 +53,6 @@ class TokenLog:
     def __init__(
         self,
         folder: Path,
-        start_step: int,
         tokens_per_step: int,
         context: int,
         policy: Policy,
@@ -56,12 +62,10 @@ class TokenLog:
         self._tokens, self._quadrants = folder / TOKENS_FILE, folder / QUADRANTS_FILE
         self._limit, self._context = tokens_per_step, context
         self._policy, self._tokenizer, self._accelerator = policy, tokenizer, accelerator
-        if accelerator.is_main_process:
-            keep_steps((self._tokens, self._quadrants), start_step)
         self._begin_step()
 
     def _begin_step(self) -> None:
-        self._alternatives: dict[tuple[Completion, int], list[tuple[int, float]]] = {}
+        self._seen: list[_Seen] = []
         self._candidates: list[tuple[float, dict[str, Any]]] = []
         self._points: list[list[float]] = []
         self._sums = torch.zeros(2, len(QUADRANTS), dtype=torch.float64, device=self._policy.device)
@@ -74,17 +78,20 @@ class TokenLog:
             hidden: [N, D], from `Policy.hidden_states`.
             candidates: [N] bool.
         """
-        starts = _starts(rows)
-        drawn = []
-        for index in candidates.nonzero()[:, 0].tolist():
-            owner = bisect.bisect_right(starts, index) - 1
-            drawn.append((index, (rows[owner], index - starts[owner])))
-        drawn = sorted(drawn, key=lambda item: _lot(*item[1]))[: self._limit]
+        drawn: list[tuple[float, int, Completion, int]] = []
+        masks = candidates.cpu().split([len(c.token_ids) for c in rows])
+        for start, completion, mask in zip(_starts(rows), rows, masks, strict=True):
+            places = mask.nonzero()[:, 0].tolist()
+            if places:
+                # Another salt than the `random` ablation's, whose numbers decide what is silenced.
+                lots = random_scores(completion.token_ids, ~completion.adapter_version)[places].tolist()
+                drawn += [(lot, start + t, completion, t) for lot, t in zip(lots, places, strict=True)]
+        drawn = sorted(drawn, key=itemgetter(0))[: self._limit]
         if drawn:
-            indices = torch.tensor([index for index, _ in drawn], device=hidden.device)
+            indices = torch.tensor([index for _, index, _, _ in drawn], device=hidden.device)
             ids, probabilities = self._policy.top_tokens(hidden[indices], ALTERNATIVES)
-            for (_, place), *alternatives in zip(drawn, ids.tolist(), probabilities.tolist(), strict=True):
-                self._alternatives[place] = list(zip(*alternatives, strict=True))
+            for (lot, _, completion, t), *top in zip(drawn, ids.tolist(), probabilities.tolist(), strict=True):
+                self._seen.append(_Seen(lot, completion, t, list(zip(*top, strict=True))))
 
     def note(
         self,
@@ -106,19 +113,18 @@ class TokenLog:
         """
         values = torch.stack([logprobs.exp(), entropy, gradient_norms], 1)
         positive = (advantages > 0).nonzero()[:, 0]
-        self._points += values[_thin(positive, self._limit)].tolist()
+        self._points += values[thin(positive, self._limit)].tolist()
         if tau_h is None:  # without candidates there is nothing to note, and no quadrant
             return
         self._thresholds.append(tau_h)
         quadrant = 2 * (logprobs >= math.log(tau_p)) + (entropy.double() >= tau_h)
-        weights = torch.stack([torch.ones_like(gradient_norms), gradient_norms]).double()
-        self._sums.index_add_(1, quadrant[positive], weights[:, positive])
+        norms = gradient_norms[positive]
+        self._sums.index_add_(1, quadrant[positive], torch.stack([torch.ones_like(norms), norms]).double())
 
         starts = dict(zip(completions, _starts(completions), strict=True))
-        places = [place for place in self._alternatives if place[0] in starts]
-        indices = torch.tensor([starts[c] + t for c, t in places], dtype=torch.int64, device=logprobs.device)
-        flags = torch.stack([kept, spurious], 1)[indices].tolist()
-        for (completion, t), numbers, flag in zip(places, values[indices].tolist(), flags, strict=True):
+        indices = [starts[seen.completion] + seen.t for seen in self._seen]
+        seen_values, flags = values[indices].tolist(), torch.stack([kept, spurious], 1)[indices].tolist()
+        for (lot, completion, t, alternatives), numbers, flag in zip(self._seen, seen_values, flags, strict=True):
             text = completion.prompt.token_ids + completion.token_ids
             at = len(completion.prompt.token_ids) + t
             candidate = {
@@ -130,9 +136,10 @@ class TokenLog:
                 "advantage": completion.advantage,
                 "tau_h": tau_h,
                 **dict(zip(("kept", "spurious"), flag, strict=True)),
-                "alternatives": self._alternatives.pop((completion, t)),
+                "alternatives": alternatives,
             }
-            self._candidates.append((_lot(completion, t), candidate))
+            self._candidates.append((lot, candidate))
+        self._seen = []
         self._candidates = self._draw(self._candidates)
 
     def write(self, step: int, tau_p: float) -> None:
@@ -149,7 +156,7 @@ class TokenLog:
                 "tau_h": sum(thresholds) / len(thresholds) if thresholds else None,
                 "tokens": [int(count) for count in counts],
                 "gradient_norm": [_short(s / n) if n else None for s, n in zip(sums, counts, strict=True)],
-                "points": [[_short(value) for value in point] for point in _thin(points, self._limit)],
+                "points": [[_short(value) for value in point] for point in thin(points, self._limit)],
             }
             append_lines(self._quadrants, [line])
         self._begin_step()
@@ -174,12 +181,7 @@ def _starts(completions: Sequence[Completion]) -> list[int]:
     return [0, *itertools.accumulate(len(c.token_ids) for c in completions)][: len(completions)]
 
 
-def _lot(completion: Completion, t: int) -> float:
-    """Decides which candidates are written where there are more than fit."""
-    return float(random_scores(completion.token_ids, completion.adapter_version)[t])
-
-
-def _thin(values: Any, limit: int) -> Any:
+def thin(values: Any, limit: int) -> Any:
     """At most `limit` of a list's or tensor's elements, evenly spaced."""
     return values[:: math.ceil(len(values) / limit) or 1]
 

@@ -18,6 +18,8 @@ from stapo_lite.types import Completion
 METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 ENVIRONMENT_FILE = "environment.json"
+TOKENS_FILE = "tokens.jsonl"
+QUADRANTS_FILE = "quadrants.jsonl"
 
 
 class Tally:
@@ -76,7 +78,10 @@ class RunLog:
         self._max_steps = max_steps
         self._path, self._evaluations = folder / METRICS_FILE, folder / EVALUATIONS_FILE
         if accelerator.is_main_process:
-            keep_steps((self._path, self._evaluations), start_step)
+            # What a new run, or the steps to come, will write again; also where the token log is off by now.
+            for path in (self._path, self._evaluations, folder / TOKENS_FILE, folder / QUADRANTS_FILE):
+                if path.exists():
+                    write_lines(path, [line for line in read_lines(path) if line["step"] <= start_step and start_step])
         accelerator.wait_for_everyone()
         self._evaluated = {line["step"] for line in read_lines(self._evaluations)}
 
@@ -113,8 +118,13 @@ class RunLog:
         tqdm.write("\n".join(lines))
 
 
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The steps of a run; none where it has no metrics file."""
+    return read_lines(folder / METRICS_FILE)
+
+
 def run_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The same.
+    """The same of a folder that must hold a run.
 
     Raises:
         InputError: there are none.
@@ -123,18 +133,6 @@ def run_metrics(folder: Path) -> list[dict[str, Any]]:
     if not metrics:
         raise InputError(f"{folder}: no metrics.jsonl with steps in it; is it a run folder?")
     return metrics
-
-
-def keep_steps(paths: Sequence[Path], start_step: int) -> None:
-    """Drop the lines that a run from this step on will write again; all of them where it is new, at step 0."""
-    for path in paths:
-        if path.exists():
-            write_lines(path, [line for line in read_lines(path) if line["step"] <= start_step and start_step])
-
-
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The steps of a run; none where it has no metrics file."""
-    return read_lines(folder / METRICS_FILE)
 
 
 def step_line(metrics: dict[str, Any], max_steps: int) -> str:

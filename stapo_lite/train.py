@@ -14,6 +14,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -61,7 +62,8 @@ ROLLOUT_SUMS = (
 def train(config: Config, resume: bool = False) -> Iterator[dict[str, Any]]:
     """Run the training; yields the metrics of each step (docs/metrics.md).
 
-    Who stops iterating ends the run there: adapter and checkpoint are written as at the last step.
+    Who stops iterating ends the run there: adapter and checkpoint are written as at the last step. With several
+    processes all must stop at the same one. What interrupts a step (an error, Ctrl-C) leaves the last checkpoint.
 
     Args:
         resume: continue from the newest checkpoint in `config.output_dir`.
@@ -94,7 +96,6 @@ def train(config: Config, resume: bool = False) -> Iterator[dict[str, Any]]:
     if config.audit.enabled:
         token_log = TokenLog(
             run_folder,
-            progress.step,
             config.audit.tokens_per_step,
             config.audit.context,
             policy,
@@ -108,6 +109,8 @@ def train(config: Config, resume: bool = False) -> Iterator[dict[str, Any]]:
                 run_folder, progress, policy, optimizer, config.model_dump(), config.log.save_total_limit
             )
 
+    if is_main and resume and progress.step < config.train.max_steps:
+        shutil.rmtree(run_folder / "adapter", ignore_errors=True)  # of the end before
     dynamic = config.rollout.dynamic_sampling
     max_rounds = config.rollout.max_sampling_rounds if dynamic else 1
 
@@ -249,13 +252,14 @@ def train(config: Config, resume: bool = False) -> Iterator[dict[str, Any]]:
     except GeneratorExit:  # the caller has seen enough: what was learned is kept
         save_checkpoint()
     finally:
-        engine.close()
-        rewards.close()
+        with ExitStack() as closing:  # all of them, whatever one does
+            closing.callback(rewards.close)
+            closing.callback(engine.close)
+            for tracker in accelerator.trackers:
+                closing.callback(tracker.finish)
     if is_main:
         policy.save_adapter(run_folder / "adapter")
         print(f"{write_report(run_folder)}\nadapter: {run_folder / 'adapter'}")
-    for tracker in accelerator.trackers:
-        tracker.finish()
 
 
 def learning_rate(peak: float, warmup_steps: int, updates_done: int) -> float:
@@ -408,7 +412,6 @@ def open_run_folder(config: Config, resume: bool, accelerator: Accelerator) -> P
     if accelerator.is_main_process:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(folder / "adapter", ignore_errors=True)  # a resumed run's, of its last end
             (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
             hardware = environment(accelerator.num_processes)
             (folder / ENVIRONMENT_FILE).write_text(json.dumps(hardware, indent=1), encoding="utf-8")

@@ -92,13 +92,14 @@ def update(
     """
     micro_batches = split_by_tokens(with_gradient(mini_batch, objective), max_tokens)
 
-    def forward(batch: MicroBatch) -> tuple[Tensor, TokenStatistics]:
+    def forward(batch: MicroBatch) -> tuple[Tensor | None, TokenStatistics]:
         hidden = policy.hidden_states(batch)
-        return hidden.detach(), policy.score(batch, hidden, differentiable_entropy=objective.entropy_coef > 0)
+        now = policy.score(batch, hidden, differentiable_entropy=objective.entropy_coef > 0)
+        return hidden.detach() if token_log else None, now
 
     # The keep-mask and the denominators, from the whole mini-batch before any gradient. Where the mask depends on
     # the policy as it is now, the first micro-batch's forward pass serves both.
-    first: tuple[Tensor, TokenStatistics] | None = None
+    first: tuple[Tensor | None, TokenStatistics] | None = None
     given: Statistics = {}
     if old is not None and objective.s2t.statistics == "old":
         given = old
@@ -130,7 +131,7 @@ def update(
         (hidden, now), first = forward(batch) if first is None else first, None
         logprobs, entropy, collision = (values.detach() for values in now)
         statistics = by_completion(rows, now)
-        if token_log is not None:
+        if token_log is not None and hidden is not None:
             judged = concatenate(rows, deciding(statistics, masks, objective.s2t), policy.device)
             token_log.see(rows, hidden, candidate_mask(judged[0], judged[2], objective.s2t.tau_p))
         del hidden

@@ -76,7 +76,7 @@ def tokens():
     """60 silenced and 5 kept, one of them hostile."""
     silenced = [token(1 + number % 3, number, kept=False) for number in range(59)]
     silenced.append(token(3, 59, kept=False, token=HOSTILE, before=HOSTILE, after="你好\n"))
-    return silenced + [token(2, 60 + number, kept=True, token=" kept") for number in range(5)]
+    return silenced + [token(2, 60 + number, kept=True, token=" kept", token_id=60) for number in range(5)]
 
 
 @pytest.fixture(scope="session")
@@ -195,7 +195,7 @@ def test_what_the_page_says_of_the_run(make_run, tokens, tmp_path, open_page):
 def test_a_run_that_silences_nothing_shows_what_stapo_would(make_run, open_page):
     tokens = [token(1, n, kept=True, spurious=n < 2) for n in range(5)]
     page = open_page(audit(make_run(tokens=tokens, algorithm="justrl")))
-    page.select_option("[name=kind]", "spurious, not silenced")
+    page.select_option("[name=kind]", "STAPO would silence")
     assert page.locator("#count").inner_text() == "2 of 5 tokens"
 
 
@@ -225,8 +225,8 @@ def test_runs_over_each_other(make_run, tmp_path, open_page):
     assert page.locator("figure").count() == 6
     assert page.evaluate("document.documentElement.scrollWidth") <= 375
     table = [row.locator("td").all_inner_texts() for row in page.locator("tbody tr").all()]
-    # Last steps: a0 means 1 + (1, 2, 3), a1 means 2 + (1, 2, 3, 4)
-    assert table[0][:4] == ["stapo", "2", "3", f"{(3 + 4.5) / 2:.3g} ± {statistics.stdev([3, 4.5]):.3g}"]
+    # The three steps that both have: a0 means 1 + (1, 2, 3), a1 means 2 + (1, 2, 3)
+    assert table[0][:4] == ["stapo", "2", "3", f"3.5 ± {statistics.stdev([3, 4]):.3g}"]
     assert table[1][:4] == ["grpo", "1", "3", "7"]
 
 
@@ -252,6 +252,8 @@ def test_curves_are_called_by_what_differs(make_run):
         "b": {"seed": 7, "output_dir": "elsewhere", "log": {"save_steps": 1}, "train": {"max_steps": 7}},
         "c": {"objective": {"s2t": {"tau_p": 0.01}}},
         "d": {"algorithm": "grpo", "train": {"max_steps": 9}},
+        "e": {"algorithm": "dapo", "data": {"chat_template_kwargs": {"enable_thinking": False}}},
+        "f": {"algorithm": "dapo", "data": {"prompt_suffix": "x" * 99}},
     }
     configs = [load_config(make_run(name, **changes) / "config.yaml") for name, changes in runs.items()]
     assert audit_module.run_labels(configs) == [
@@ -259,6 +261,8 @@ def test_curves_are_called_by_what_differs(make_run):
         "stapo, objective.s2t.tau_p=0.002",
         "stapo, objective.s2t.tau_p=0.01",
         "grpo",
+        "dapo, data.prompt_suffix=, data.chat_template_kwargs.enable_thinking=False",
+        f"dapo, data.prompt_suffix={'x' * 30}, data.chat_template_kwargs.enable_thinking=None",
     ]
 
 
@@ -275,6 +279,18 @@ def test_a_logarithmic_chart_leaves_zeros_out():
     assert [value == value for value in axes.lines[0].get_ydata()] == [True, False, False]
     assert drawn(charts.lines([Curve("x", [1], [0.0])], "share", log=True)).get_yscale() == "linear"
     assert drawn(charts.lines([curve], "share")).lines[0].get_ydata()[1] == 0.0
+
+
+def test_a_band_that_reaches_zero_has_no_hole():
+    curve = Curve("$x$", [1, 2], [0.1, 0.2], low=[-0.1, 0.15], high=[0.3, 0.25])
+    axes = drawn(charts.lines([curve, curve], "share", log=True))
+    assert axes.collections[0].get_paths()[0].vertices[:, 1].min() == 0.1
+    assert axes.get_legend().get_texts()[0].get_text() == "$x$"
+
+
+def test_parts_of_a_character_are_told_apart():
+    tokens = [token(1, n, kept=False, token="\ufffd") for n in (1, 1, 2)]
+    assert audit_module.frequent(tokens) == [("\ufffd #1", 2), ("\ufffd #2", 1)]
 
 
 def test_labels_of_bars_are_taken_literally(recwarn):

@@ -22,14 +22,16 @@ class Letters:
         return [" ".join(map(str, row)) for row in rows]
 
 
-def logged(policy, folder, mini_batches, *, limit=10_000, context=3, max_tokens=10_000, algorithm="stapo", olds=None):
+def logged(
+    policy, folder, mini_batches, *, limit=10_000, context=3, max_tokens=10_000, algorithm="stapo", olds=None, s2t=None
+):
     """(candidates, the step's line) of updates that all start from `policy`."""
     folder.mkdir(exist_ok=True)
-    log = TokenLog(folder, 0, limit, context, policy, Letters(), Accelerator(cpu=True))
+    log = TokenLog(folder, limit, context, policy, Letters(), Accelerator(cpu=True))
     start = copy.deepcopy(policy.model.state_dict())
     for completions, old in zip(mini_batches, olds or [None] * len(mini_batches), strict=True):
         policy.model.load_state_dict(start)
-        run_update(policy, completions, objective(algorithm), old=old, max_tokens=max_tokens, token_log=log)
+        run_update(policy, completions, objective(algorithm, s2t), old=old, max_tokens=max_tokens, token_log=log)
     policy.model.load_state_dict(start)
     log.write(7, TAU_P)
     (line,) = read_lines(folder / "quadrants.jsonl")
@@ -151,6 +153,12 @@ def test_a_step_writes_no_more_than_its_limit(batch, tmp_path):
         assert all(line in everything for line in lines)
         written.append(lines)
     assert [line["before"] for line in written[0]] == [line["before"] for line in written[1]]
+
+
+def test_what_is_written_does_not_depend_on_what_is_silenced_at_random(batch, tmp_path):
+    policy, completions = batch
+    lines, _ = logged(policy, tmp_path, [completions], limit=8, s2t={"preset": "random"})
+    assert {line["kept"] for line in lines} == {True, False}
 
 
 def test_a_step_without_candidates(batch, tmp_path):

@@ -6,6 +6,7 @@ vLLM in memory. The base is loaded once and never touched.
 """
 
 import functools
+import gc
 import os
 import shutil
 import sys
@@ -204,9 +205,15 @@ class VLLMEngine:
             shutil.rmtree(self._request.lora_path)
 
     def close(self) -> None:
+        """Free the engine's memory, for another engine in the same process (a notebook)."""
         self._forget_adapter()
         self._request = None
         self._folder.cleanup()
+        self._llm.llm_engine.engine_core.shutdown()
+        del self._llm
+        gc.collect()  # the engine is full of cycles
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 _ADAPTERS: dict[str, dict[str, Tensor]] = {}
