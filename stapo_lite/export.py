@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from stapo_lite import __version__
-from stapo_lite.checkpoint import latest_checkpoint, list_checkpoints
+from stapo_lite.checkpoint import latest_checkpoint, list_checkpoints, read_state
 from stapo_lite.config import Config, InputError, exit_on_input_error, load_config, one_line, to_yaml
 from stapo_lite.data import stop_token_ids
 from stapo_lite.files import read_lines, write_text
@@ -35,6 +35,14 @@ from stapo_lite.tracking import ENVIRONMENT_FILE, EVALUATIONS_FILE, run_metrics
 DTYPES = ("float32", "bfloat16", "float16")
 MANIFEST = "stapo_lite.json"
 SHARD_SIZE = "5GB"
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+)
 HELD_OUT = (
     "What is 17 times 23? Let us think step by step: 17 times 20 is 340, and 17 times 3 is 51, so",
     "def fibonacci(n: int) -> int:\n    if n < 2:\n        return n\n    return",
@@ -85,8 +93,16 @@ def export(
             disk has no room; the token cannot write; the exported model gives other log-probabilities.
     """
     folder, final = Path(run_folder), Path(out)
+    partial = final.with_name(f".{final.name}.partial")
     config, metrics = load_config(folder / "config.yaml"), run_metrics(folder)
-    adapter = find_adapter(folder)
+    adapter, step = find_adapter(folder)
+    step = metrics[-1]["step"] if step is None else step
+    # Of a run that goes on, what belongs to its checkpoint.
+    metrics = [line for line in metrics if line["step"] <= step]
+    results = [line for line in read_lines(folder / EVALUATIONS_FILE) if line["step"] == step]
+    if evaluation:
+        results = [read_json(Path(evaluation) / "results.json")]
+    environment = read_json(folder / ENVIRONMENT_FILE)
     base = base_model or config.model
     if getattr(load_model_config(base), "quantization_config", None) is not None:
         raise InputError(f"model={base} is quantised: name the base in full precision with --base-model")
@@ -94,56 +110,63 @@ def export(
         raise InputError(
             f"--push-to-hub: the base {base} is a local folder, of no use to others: --merge, or --base-model"
         )
-    if push_to_hub:
-        prepare_repository(push_to_hub, private)
+    tokenizer, model_eos = load_tokenizer(base, 1, [])
+    stops = stop_token_ids(tokenizer, model_eos, config.data.apply_chat_template)
     digest = hashlib.sha256((adapter / "adapter_model.safetensors").read_bytes()).hexdigest()
     manifest = {"adapter_sha256": digest, "base_model": base, "merged": merge, "dtype": dtype}
+    if final.exists() and not same_export(final, manifest):
+        raise InputError(f"--out={final} exists: delete it, or choose another folder")
+    if not final.exists():
+        shutil.rmtree(partial, ignore_errors=True)
+        check_disk(partial, base, adapter, merge, dtype)
+    repository = prepare_repository(push_to_hub, private) if push_to_hub else None
+
     if final.exists():
-        if not same_export(final, manifest):
-            raise InputError(f"--out={final} exists: delete it, or choose another folder")
         show(f"{final} holds this export already")
     else:
-        check_disk(final, base, adapter, merge, dtype)
-        partial = final.with_name(f".{final.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        deviation = (
-            write_merged(base, adapter, partial, config, dtype)
-            if merge
-            else write_adapter(base, adapter, partial, dtype)
-        )
+        if merge:
+            deviation = write_merged(base, adapter, partial, dtype, tokenizer, stops, config.rollout.temperature)
+        else:
+            deviation = write_adapter(base, adapter, partial, dtype, tokenizer)
         report = (
             f"log-probabilities in {dtype}: {deviation.mean:.1e} from base + adapter on average, at most "
             f"{deviation.largest:.1e}; the adapter moves them by {deviation.adapter:.1e}"
         )
-        if deviation.largest > LARGEST_IN_FLOAT32 if dtype == "float32" else deviation.mean > MEAN_IN_HALF:
+        if not (deviation.largest <= LARGEST_IN_FLOAT32 if dtype == "float32" else deviation.mean <= MEAN_IN_HALF):
             raise InputError(f"{partial} is not the model that was trained and was not exported. {report}")
         show(report)
         text = json.dumps(manifest | {"stapo_lite": __version__, "deviation": deviation._asdict()}, indent=1)
         (partial / MANIFEST).write_text(text, encoding="utf-8")
+    card = model_card(
+        repository or final.name,
+        config,
+        base,
+        metrics,
+        environment,
+        results[-1] if results else None,
+        merge,
+        stops,
+    )
+    write_text((final if final.exists() else partial) / "README.md", card)
+    if not final.exists():
         partial.rename(final)
-    results = (
-        read_results(Path(evaluation)) if evaluation else next(iter(read_lines(folder / EVALUATIONS_FILE)[::-1]), None)
-    )
-    environment = json.loads((folder / ENVIRONMENT_FILE).read_text(encoding="utf-8"))
-    write_text(
-        final / "README.md", model_card(push_to_hub or final.name, config, base, metrics, environment, results, merge)
-    )
-    if push_to_hub:
-        show(f"pushed: {push(final, push_to_hub)}")
+    if repository:
+        show(f"pushed: {push(final, repository)}")
     return final
 
 
-def find_adapter(run_folder: Path) -> Path:
-    """The run's final adapter, or that of its newest checkpoint.
+def find_adapter(run_folder: Path) -> tuple[Path, int | None]:
+    """The run's final adapter, or that of its newest checkpoint and the checkpoint's step.
 
     Raises:
         InputError: it has neither.
     """
-    if (run_folder / "adapter" / "adapter_model.safetensors").exists():
-        return run_folder / "adapter"
+    if (run_folder / "adapter" / "adapter_config.json").exists():  # the file that is written last
+        return run_folder / "adapter", None
     if not list_checkpoints(run_folder):
         raise InputError(f"{run_folder}: no adapter and no checkpoint yet")
-    return latest_checkpoint(run_folder)
+    checkpoint = latest_checkpoint(run_folder)
+    return checkpoint, read_state(checkpoint)["progress"]["step"]
 
 
 def same_export(folder: Path, manifest: dict[str, Any]) -> bool:
@@ -155,8 +178,8 @@ def same_export(folder: Path, manifest: dict[str, Any]) -> bool:
     return all(before.get(key) == value for key, value in manifest.items())
 
 
-def check_disk(final: Path, base: str, adapter: Path, merge: bool, dtype: str) -> None:
-    """Raises InputError unless what will be written has room on its disk, or its folder cannot be made."""
+def check_disk(folder: Path, base: str, adapter: Path, merge: bool, dtype: str) -> None:
+    """Make the folder. Raises InputError where it cannot be made, or what will be written has no room on its disk."""
     from transformers import AutoModelForCausalLM
 
     size = torch.finfo(getattr(torch, dtype)).bits // 8
@@ -168,59 +191,116 @@ def check_disk(final: Path, base: str, adapter: Path, merge: bool, dtype: str) -
         needed = (adapter / "adapter_model.safetensors").stat().st_size
     needed += 100 << 20  # tokenizer and the like
     try:
-        final.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True)
     except OSError as error:
-        raise InputError(f"--out={final}: cannot be written ({error.strerror})") from None
-    free = shutil.disk_usage(final.parent).free
+        raise InputError(f"--out: {folder} cannot be made ({error.strerror})") from None
+    free = shutil.disk_usage(folder).free
     if free < needed:
-        raise InputError(f"--out={final} needs {needed / 2**30:.1f} GiB, but its disk has {free / 2**30:.1f} GiB left")
+        raise InputError(f"--out needs {needed / 2**30:.1f} GiB, but its disk has {free / 2**30:.1f} GiB left")
 
 
-def write_merged(base: str, adapter: Path, folder: Path, config: Config, dtype: str) -> Deviation:
-    """Write base + adapter as one model, with everything that serves it."""
+def write_merged(
+    base: str, adapter: Path, folder: Path, dtype: str, tokenizer: Any, stops: tuple[int, ...], temperature: float
+) -> Deviation:
+    """Write base + adapter as one model, with everything that serves it.
+
+    Args:
+        stops, temperature: how completions ended and were sampled in training.
+
+    Raises:
+        InputError: a weight is not the sum of base and adapter.
+    """
     from peft import PeftModel
+    from transformers import GenerationConfig
 
-    tokenizer, model_eos = load_tokenizer(base, 1, [])
-    # In the checkpoint's own precision: each weight is rounded once, when the adapter (fp32) is added to it.
-    model = PeftModel.from_pretrained(load_base(base, "float32" if dtype == "float32" else "auto"), str(adapter))
-    expected = reference(model, tokenizer)
+    model = PeftModel.from_pretrained(load_base(base, dtype, round_once=True), str(adapter))
+    expected, sums = reference(model, tokenizer), first_layer_sums(model, dtype)
     merged: Any = model.merge_and_unload()
     merged.to(getattr(torch, dtype))
-    # The tokens that ended a completion in training, so that whoever serves the model stops there too.
-    merged.generation_config.eos_token_id = list(stop_token_ids(tokenizer, model_eos, config.data.apply_chat_template))
+    merged.generation_config = GenerationConfig(  # the base's own may limit the length
+        eos_token_id=list(stops),
+        pad_token_id=merged.config.pad_token_id,
+        bos_token_id=merged.config.bos_token_id,
+        do_sample=True,
+        temperature=temperature,
+        top_k=0,
+        top_p=1.0,
+    )
     merged.save_pretrained(folder, max_shard_size=SHARD_SIZE)
-    tokenizer.save_pretrained(folder)
+    copy_base_files(base, folder, dtype)
     del model, merged
     gc.collect()  # one model in memory at a time
-    return deviation_from(expected, log_probabilities(load_base(str(folder), dtype), tokenizer))
+    written = load_base(str(folder), dtype)
+    weights = written.state_dict()
+    for name, weight in sums.items():
+        if not torch.allclose(weights[name], weight, rtol=2 * torch.finfo(weight.dtype).eps, atol=1e-7):
+            raise InputError(f"{folder}: {name} is not the sum of base and adapter; nothing was exported")
+    return deviation_from(expected, log_probabilities(written, load_tokenizer(str(folder), 1, [])[0]))
 
 
-def write_adapter(base: str, adapter: Path, folder: Path, dtype: str) -> Deviation:
+@torch.no_grad()
+def first_layer_sums(model: Any, dtype: str) -> dict[str, Tensor]:
+    """{name: W + scale B A} of the first layer's weights with an adapter, as the merged model must have them: an
+    adapter may move log-probabilities by less than half precision does."""
+    sums = {}
+    for name, module in model.named_modules():
+        if ".layers.0." in name and hasattr(module, "lora_A"):
+            a, b = (part["default"].weight.double() for part in (module.lora_A, module.lora_B))
+            weight = module.base_layer.weight.double() + module.scaling["default"] * b @ a
+            sums[f"{name.removeprefix('base_model.model.')}.weight"] = weight.to(getattr(torch, dtype))
+    return sums
+
+
+def write_adapter(base: str, adapter: Path, folder: Path, dtype: str, tokenizer: Any) -> Deviation:
     """Write the adapter in PEFT's format, with the tokenizer and its chat template."""
     from peft import PeftConfig, PeftModel
     from safetensors.torch import load_file, save_file
 
-    tokenizer, _ = load_tokenizer(base, 1, [])
     peft_config = PeftConfig.from_pretrained(str(adapter))
     peft_config.base_model_name_or_path = base
     peft_config.save_pretrained(str(folder))
     tensors = {k: v.to(getattr(torch, dtype)) for k, v in load_file(adapter / "adapter_model.safetensors").items()}
     save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
-    tokenizer.save_pretrained(folder)
-    model = PeftModel.from_pretrained(load_base(base, "float32" if dtype == "float32" else "auto"), str(adapter))
+    copy_base_files(base, folder, None)
+    model = PeftModel.from_pretrained(load_base(base, dtype, round_once=True), str(adapter))
     expected = reference(model, tokenizer)
     plain: Any = model.unload()
     return deviation_from(expected, log_probabilities(PeftModel.from_pretrained(plain, str(folder)), tokenizer))
 
 
-def load_base(model: str, dtype: str) -> Any:
+def copy_base_files(base: str, folder: Path, dtype: str | None) -> None:
+    """The base's own tokenizer, and its `config.json` with another dtype; transformers 4 could not read new ones.
+
+    Args:
+        dtype: None for no `config.json`.
+    """
+    from huggingface_hub import snapshot_download
+
+    source = Path(base)
+    if not source.exists():
+        source = Path(snapshot_download(base, allow_patterns=[*TOKENIZER_FILES, "config.json"]))
+    for pattern in TOKENIZER_FILES:
+        for path in source.glob(pattern):
+            shutil.copyfile(path, folder / path.name)
+    if dtype:
+        tree = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        tree["dtype" if "dtype" in tree else "torch_dtype"] = dtype
+        (folder / "config.json").write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
+
+
+def load_base(model: str, dtype: str, round_once: bool = False) -> Any:
     """A causal language model on the CPU.
+
+    Args:
+        round_once: in float32, unless its weights are in `dtype` already: what is added to them is then rounded once.
 
     Raises:
         InputError: its weights cannot be loaded.
     """
     from transformers import AutoModelForCausalLM
 
+    if round_once and load_model_config(model).dtype != getattr(torch, dtype):
+        dtype = "float32"
     try:
         return AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
     except Exception as error:  # transformers raises a dozen kinds
@@ -255,16 +335,16 @@ def deviation_from(references: tuple[Tensor, Tensor], actual: Tensor) -> Deviati
     return Deviation(difference.mean().item(), difference.max().item(), (together - alone).abs().mean().item())
 
 
-def read_results(folder: Path) -> dict[str, Any]:
-    """The results of an evaluation.
+def read_json(path: Path) -> dict[str, Any]:
+    """A file of a run or an evaluation.
 
     Raises:
-        InputError: the folder holds none.
+        InputError: it is missing or damaged.
     """
     try:
-        return json.loads((folder / "results.json").read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InputError(f"{folder}: no results of an evaluation ({one_line(error)})") from None
+        raise InputError(f"{path}: cannot be read ({one_line(error)})") from None
 
 
 def model_card(
@@ -275,25 +355,30 @@ def model_card(
     environment: dict[str, Any],
     results: dict[str, Any] | None,
     merged: bool,
+    stops: tuple[int, ...],
 ) -> str:
     """The README of the repository, with the Hub's metadata. A folder of this machine is named without its path.
 
     Args:
         name: repository or folder.
         results: of an evaluation, or a line of the run's `evaluations.jsonl`.
+        stops: tokens that ended a completion.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
     data = config.data
-    local_data = data.source == "arithmetic" or data.source.endswith((".jsonl", ".parquet"))
+    path = Path(data.source)
+    on_this_machine = path.suffix.lower() in (".jsonl", ".parquet") or path.is_absolute() or path.exists()
+    local_data = data.source == "arithmetic" or on_this_machine
     metadata = ModelCardData(
         base_model=None if Path(base).exists() else base,
         datasets=None if local_data else [data.source],
         library_name="transformers" if merged else "peft",
-        license=find_license(base),
         pipeline_tag="text-generation",
         tags=["stapo_lite", config.algorithm, "reinforcement-learning", "lora"],
     )
+    for key, value in find_license(base).items():
+        metadata[key] = value
     card = ModelCard.from_template(
         metadata,
         template_path=str(files("stapo_lite") / "templates" / "model_card.md"),
@@ -310,25 +395,27 @@ def model_card(
         results=results,
         table=results_table(results) if results else "",
         served_rank=served_rank(config.lora.r),
+        stops=list(stops),
     )
     return str(card)
 
 
-def find_license(base: str) -> str | None:
-    """What the base's own card says; None where it has none, or the Hub cannot be reached."""
+def find_license(base: str) -> dict[str, str]:
+    """What the base's own card says; nothing where it has none, or the Hub cannot be reached."""
     from huggingface_hub import ModelCard
 
     try:
-        return ModelCard.load(Path(base, "README.md") if Path(base).exists() else base).data.license
+        metadata = ModelCard.load(Path(base, "README.md") if Path(base).exists() else base).data
     except Exception:  # no card, no network: the Hub's client raises of many kinds
-        return None
+        return {}
+    return {key: value for key in ("license", "license_name", "license_link") if (value := metadata.get(key))}
 
 
-def prepare_repository(repository: str, private: bool) -> None:
-    """Make the repository unless it is there, before anything slow begins.
+def prepare_repository(name: str, private: bool) -> str:
+    """Make the repository unless it is there, before anything slow begins; returns its full name.
 
     Raises:
-        InputError: there is no token, it can only read, or the Hub refuses.
+        InputError: there is no token, it can only read, the repository is public and must not be, or the Hub refuses.
     """
     from huggingface_hub import HfApi, get_token
 
@@ -338,15 +425,19 @@ def prepare_repository(repository: str, private: bool) -> None:
     try:
         if api.whoami().get("auth", {}).get("accessToken", {}).get("role") == "read":
             raise InputError("--push-to-hub: the Hugging Face token can only read: make one that can write")
-        api.create_repo(repository, private=private, exist_ok=True)
+        repository = api.create_repo(name, private=private or None, exist_ok=True).repo_id
+        api.auth_check(repository, write=True)
+        if private and not api.model_info(repository).private:
+            raise InputError(f"--private: {repository} is there already, and public")
     except InputError:
         raise
     except Exception as error:  # the Hub's client raises of many kinds
-        raise InputError(f"--push-to-hub={repository}: {one_line(error)}") from None
+        raise InputError(f"--push-to-hub={name}: {one_line(error)}") from None
+    return repository
 
 
 def push(folder: Path, repository: str) -> str:
-    """Upload a folder as one commit; files that an earlier attempt uploaded are not sent again.
+    """Upload a folder; files that an earlier attempt uploaded are not sent again. Returns the address.
 
     Raises:
         InputError: the Hub refuses, or the connection is lost for good.
@@ -355,7 +446,10 @@ def push(folder: Path, repository: str) -> str:
 
     try:
         commit = HfApi().upload_folder(
-            repo_id=repository, folder_path=folder, commit_message=f"stapo_lite {__version__}"
+            repo_id=repository,
+            folder_path=folder,
+            ignore_patterns=[MANIFEST],  # it names folders of this machine
+            commit_message=f"stapo_lite {__version__}",
         )
     except Exception as error:  # the Hub's client raises of many kinds
         raise InputError(f"--push-to-hub={repository}: {one_line(error)}; the same command goes on") from None

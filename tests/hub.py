@@ -47,6 +47,11 @@ class Hub:
                     self.answer({"name": "me", "auth": {"accessToken": {"role": self.role()}}})
                 elif self.path == "/api/whoami-v2":
                     self.answer({"error": "Invalid user token."}, 401)
+                elif match := re.fullmatch("/api/models/(.+)/auth-check/write", self.path):
+                    self.answer({}, 200 if match[1].startswith("me/") else 403)
+                elif (name := self.path.removeprefix("/api/models/")) in hub.files:
+                    private = hub.created.get(name, {}).get("visibility") == "private"
+                    self.answer({"id": name, "modelId": name, "private": private, "siblings": [], "tags": []})
                 else:
                     self.answer({"error": f"unknown {self.path}"}, 404)
 
@@ -57,7 +62,7 @@ class Hub:
                     self.answer({"error": "Forbidden"}, 403)
                 elif self.path == "/api/repos/create":
                     name = f"{document.get('organization') or 'me'}/{document['name']}"
-                    if not name.startswith("me/"):
+                    if not name.startswith("me/") and name not in hub.files:
                         return self.answer({"error": "You don't have the rights to create a model here"}, 403)
                     status = 409 if name in hub.files else 200
                     hub.files.setdefault(name, {})

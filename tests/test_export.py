@@ -103,15 +103,30 @@ def test_a_merged_model_is_base_plus_adapter_rounded_once(make_run, tied_model, 
 
 def test_what_serves_the_merged_model_comes_along(make_run, tmp_path, tied_model, monkeypatch):
     monkeypatch.setattr(export_module, "SHARD_SIZE", "50KB")
-    export(make_run(), tmp_path / "out", merge=True)
+    # Such a limit, which Qwen's bases have, would hold for whoever serves the model; such a mixture cannot be saved.
+    limits = {"max_new_tokens": 7, "do_sample": False, "temperature": 0.3}
+    (tied_model / "generation_config.json").write_text(json.dumps(limits), encoding="utf-8")
+    run = make_run(rollout={"temperature": 0.6})
+    export(run, tmp_path / "out", merge=True, dtype="float16")
+    (tied_model / "generation_config.json").unlink()
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 1
     tokenizer, base = (AutoTokenizer.from_pretrained(path) for path in (tmp_path / "out", tied_model))
     turns = [{"role": "user", "content": "one and one?"}]
     assert tokenizer.apply_chat_template(turns) == base.apply_chat_template(turns)
     stops = {base.convert_tokens_to_ids(token) for token in ("<|endoftext|>", "<|im_end|>")}
-    assert set(GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id) == stops
+    generation = GenerationConfig.from_pretrained(tmp_path / "out")
+    assert set(generation.eos_token_id) == stops
+    assert (generation.do_sample, generation.temperature, generation.top_k, generation.top_p) == (True, 0.6, 0, 1.0)
+    assert generation.max_new_tokens is None
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (tmp_path / "out" / name).read_bytes() == (tied_model / name).read_bytes()
+    before, after = (json.loads((path / "config.json").read_text()) for path in (tied_model, tmp_path / "out"))
+    assert after == before | {"dtype": "float16"}
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
-    assert model.dtype == torch.bfloat16
+    assert model.dtype == torch.float16
+    weights = by_hand(tied_model, run / "adapter", torch.float16)
+    name = "model.layers.1.mlp.up_proj.weight"
+    assert (model.state_dict()[name] != weights[name]).float().mean() < 1e-3  # not by way of bfloat16
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
 
 
@@ -156,14 +171,20 @@ def test_an_adapter_alone(make_run, tied_model, tmp_path, dtype):
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
 
 
-def test_without_a_final_adapter_the_newest_checkpoint(make_run, tmp_path):
+def test_without_a_final_adapter_the_newest_checkpoint(make_run, tied_model, tmp_path):
     run = make_run()
     for step in (4, 12):
-        adapted_policy(yaml.safe_load((run / "config.yaml").read_text())["model"], adapter_seed=step).save_adapter(
-            run / f"checkpoint-{step}"
-        )
+        checkpoint = run / f"checkpoint-{step}"
+        adapted_policy(tied_model, adapter_seed=step).save_adapter(checkpoint)
+        (checkpoint / "state.json").write_text(json.dumps({"progress": {"step": step}}), encoding="utf-8")
     shutil.rmtree(run / "adapter")
+    write_lines(run / "metrics.jsonl", [{"step": step, "reward": float(step)} for step in range(1, 15)])
+    write_lines(run / "evaluations.jsonl", [{"step": step} | RESULTS for step in (0, 14)])  # of other adapters
     export(run, tmp_path / "out", dtype="float32")
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "| steps | 12 of" in card
+    assert "12.000 in the last" in card
+    assert "Not evaluated." in card
     written, newest = (path / "adapter_model.safetensors" for path in (tmp_path / "out", run / "checkpoint-12"))
     assert load_file(written).keys() == load_file(newest).keys()
     assert all(torch.equal(value, load_file(newest)[name]) for name, value in load_file(written).items())
@@ -173,18 +194,34 @@ def test_without_a_final_adapter_the_newest_checkpoint(make_run, tmp_path):
         export(run, tmp_path / "other")
 
 
-def test_a_merge_that_went_wrong_is_not_exported(make_run, tmp_path, monkeypatch):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_merge_that_went_wrong_is_not_exported(make_run, tmp_path, monkeypatch, dtype):
     monkeypatch.setattr(LoraModel, "merge_and_unload", lambda self: self.unload())  # the base alone
+    run = make_run()
+    with pytest.raises(InputError, match=r"q_proj.weight is not the sum of base and adapter; nothing was exported"):
+        export(run, tmp_path / "out", merge=True, dtype=dtype)
+    monkeypatch.setattr(
+        export_module, "first_layer_sums", lambda model, dtype: {}
+    )  # as if only later layers were wrong
+    with pytest.raises(InputError, match="is not the model that was trained and was not exported"):
+        export(run, tmp_path / "out", merge=True, dtype=dtype)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_without_numbers_is_not_exported(make_run, tmp_path, monkeypatch):
+    nothing = export_module.Deviation(*[float("nan")] * 3)
+    monkeypatch.setattr(export_module, "write_adapter", lambda *_: nothing)
     for dtype in ("float32", "bfloat16"):
-        with pytest.raises(InputError, match="is not the model that was trained and was not exported"):
-            export(make_run(name=dtype), tmp_path / "out", merge=True, dtype=dtype)
-        assert not (tmp_path / "out").exists()
+        with pytest.raises(InputError, match="was not exported"):
+            export(make_run(name=dtype), tmp_path / "out", dtype=dtype)
 
 
 def test_an_interrupted_export_leaves_nothing_that_looks_complete(make_run, tmp_path, monkeypatch):
     run, load = make_run(), export_module.load_base
     monkeypatch.setattr(
-        export_module, "load_base", lambda model, dtype: load(model, dtype) if "partial" not in model else sys.exit(1)
+        export_module,
+        "load_base",
+        lambda model, dtype, **options: sys.exit(1) if "partial" in model else load(model, dtype, **options),
     )
     with pytest.raises(SystemExit):  # between writing and checking
         export(run, tmp_path / "out", merge=True)
@@ -202,7 +239,7 @@ def test_the_disk_is_checked_before_the_weights_are_loaded(make_run, tied_model,
     tensors = load_file(tied_model / "model.safetensors")
     needed = 4 * sum(t.numel() for t in tensors.values()) + (100 << 20)
     monkeypatch.setattr(export_module.shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - missing))
-    monkeypatch.setattr(export_module, "load_base", lambda *_: sys.exit("loaded"))
+    monkeypatch.setattr(export_module, "load_base", lambda *_, **__: sys.exit("loaded"))
     error, message = (
         (InputError, "out needs 0.1 GiB, but its disk has 0.1 GiB left") if missing else (SystemExit, "loaded")
     )
@@ -240,7 +277,10 @@ def test_the_card_of_a_merged_model(make_run, tied_model, tmp_path):
     (tied_model / "README.md").write_text("---\nlicense: mit\n---\n", encoding="utf-8")
     (tmp_path / "eval").mkdir()
     (tmp_path / "eval" / "results.json").write_text(json.dumps(RESULTS), encoding="utf-8")
-    export(make_run(quantization="nf4"), tmp_path / "out", merge=True, evaluation=tmp_path / "eval")
+    data = {"source": "me/sums", "subset": "en", "prompt_suffix": "\nThink!"}
+    data["chat_template_kwargs"] = {"enable_thinking": False}
+    run = make_run(quantization="nf4", data=data)
+    export(run, tmp_path / "out", merge=True, evaluation=tmp_path / "eval")
     (tied_model / "README.md").unlink()
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert card.data.license == "mit"
@@ -261,11 +301,24 @@ def test_the_card_of_a_merged_model(make_run, tied_model, tmp_path):
         "| aime24    | 30       | 32 | 50.0",
         'AutoModelForCausalLM.from_pretrained("out"',
         "vllm serve out\n",
-        'each followed by "\\nThink!"',
+        'each followed by "\\nThink!"; arguments of the template: `{"enable_thinking": false}`.',
+        "Completions ended with one of the tokens [1, 2].",
         "  tau_p: 0.002\n",
     ):
         assert text in card.text, text
     assert str(tmp_path) not in card.text
+    with pytest.raises(InputError, match=r"none.results.json: cannot be read"):
+        export(run, tmp_path / "other", evaluation=tmp_path / "none")
+
+
+@pytest.mark.parametrize("source", ["folder", "Mine.JSONL", "folder/gone"])
+def test_data_of_this_machine_is_named_without_its_path(make_run, tmp_path, source):
+    (tmp_path / "secret" / "folder").mkdir(parents=True)
+    export(make_run(data={"source": str(tmp_path / "secret" / source)}), tmp_path / "out")
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert card.data.datasets is None
+    assert f"| data | `{source.rpartition('/')[2]}` |" in card.text
+    assert "secret" not in card.text
 
 
 def test_the_card_of_an_adapter(make_run, tied_model, tmp_path):
@@ -288,6 +341,7 @@ def test_the_card_of_an_adapter(make_run, tied_model, tmp_path):
         "--enable-lora --max-lora-rank 8 --lora-modules out=out\n",
         'the system prompt "Be brief."',
         "aggregation: sequence-mean\n",
+        "[1, 2]: `stop_token_ids` in vLLM",
     ):
         assert text in card.text, text
     assert "secret" not in card.text
@@ -313,7 +367,7 @@ def online(hub, monkeypatch):
 
 
 def local_files(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "stapo_lite.json"}
 
 
 def test_pushing_a_merged_model(online, make_run, tmp_path, capsys):
@@ -321,7 +375,16 @@ def test_pushing_a_merged_model(online, make_run, tmp_path, capsys):
     export(make_run(), tmp_path / "out", merge=True, push_to_hub="me/merged", private=True)
     assert online.files["me/merged"] == local_files(tmp_path / "out")
     assert online.created["me/merged"]["visibility"] == "private"
+    for name, content in online.files["me/merged"].items():
+        assert str(tmp_path.parent).encode() not in content, f"{name} names a folder of this machine"
     assert f"pushed: {online.url}/me/merged" in capsys.readouterr().out
+    with pytest.raises(InputError, match="--private: me/open is there already, and public"):
+        online.files["me/open"], online.created["me/open"] = {}, {"visibility": "public"}
+        export(tmp_path / "run", tmp_path / "out", merge=True, push_to_hub="me/open", private=True)
+    assert online.files["me/open"] == {}
+    export(tmp_path / "run", tmp_path / "out", merge=True, push_to_hub="short")
+    assert online.files["me/short"] == local_files(tmp_path / "out")
+    export(tmp_path / "run", tmp_path / "out", merge=True, push_to_hub="me/merged", private=True)
     assert "vllm serve me/merged" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
 
 
@@ -349,18 +412,20 @@ def test_a_push_that_lost_its_connection_goes_on(online, make_run, tmp_path, mon
         ("hf_reader", "me/x", "--push-to-hub: the Hugging Face token can only read: make one that can write"),
         ("hf_nobody", "me/x", "--push-to-hub=me/x: .*[Ii]nvalid"),
         ("hf_writer", "them/x", "--push-to-hub=them/x: .*403"),
+        ("hf_writer", "them/theirs", "--push-to-hub=them/theirs: .*403"),  # one may read it
         ("hf_writer", "not a name!", "--push-to-hub=not a name!: "),
     ],
 )
 def test_who_may_not_push_learns_it_at_once(
     online, make_run, tmp_path, monkeypatch, capsys, token, repository, message
 ):
+    online.files.setdefault("them/theirs", {})
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
     if token:
         monkeypatch.setenv("HF_TOKEN", token)
     else:
         monkeypatch.delenv("HF_TOKEN")
-    monkeypatch.setattr(export_module, "load_base", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(export_module, "load_base", lambda *_, **__: pytest.fail("loaded"))
     arguments = [str(make_run()), "--out", str(tmp_path / "out"), "--merge", "--push-to-hub", repository]
     monkeypatch.setattr(sys, "argv", ["export", *arguments])
     with pytest.raises(SystemExit) as exit_:
