@@ -378,8 +378,8 @@ def test_pushing_a_merged_model(online, make_run, tmp_path, capsys):
     for name, content in online.files["me/merged"].items():
         assert str(tmp_path.parent).encode() not in content, f"{name} names a folder of this machine"
     assert f"pushed: {online.url}/me/merged" in capsys.readouterr().out
+    online.files["me/open"], online.created["me/open"] = {}, {"visibility": "public"}
     with pytest.raises(InputError, match="--private: me/open is there already, and public"):
-        online.files["me/open"], online.created["me/open"] = {}, {"visibility": "public"}
         export(tmp_path / "run", tmp_path / "out", merge=True, push_to_hub="me/open", private=True)
     assert online.files["me/open"] == {}
     export(tmp_path / "run", tmp_path / "out", merge=True, push_to_hub="short")
