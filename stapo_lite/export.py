@@ -269,7 +269,7 @@ def write_adapter(base: str, adapter: Path, folder: Path, dtype: str, tokenizer:
 
 
 def copy_base_files(base: str, folder: Path, dtype: str | None) -> None:
-    """The base's own tokenizer, and its `config.json` with another dtype; transformers 4 could not read new ones.
+    """The base's own tokenizer files, and its `config.json` with another dtype: who can read the base, can read them.
 
     Args:
         dtype: None for no `config.json`.
