@@ -28,7 +28,7 @@ def printed(notebook):
         (
             "quickstart",
             2,
-            ["reward ", "index.html", "log-probabilities in bfloat16", "What is 7 + 45? ", "trained"],
+            ["reward ", "index.html", "log-probabilities in bfloat16", "7 + 45 =", "trained"],
         ),
         ("spurious_tokens", 3, ["banana", "identity", "tau_h = ", "silenced", "of the gradient mass", "rather"]),
         ("compare_algorithms", 4, ["objective.beta", "run 2 of 2, grpo: step 2 of 2", "index.html"]),
