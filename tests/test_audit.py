@@ -8,6 +8,7 @@ import sys
 import pytest
 import yaml
 from matplotlib.figure import Figure
+from matplotlib.image import imread
 
 from stapo_lite import charts
 from stapo_lite.charts import Curve
@@ -35,7 +36,7 @@ def token(step, number, kept, **values):
         "token": f" word{number}",
         "token_id": number,
         "position": number,
-        "before": "before ",
+        "before": "Before",
         "after": " after",
         "probability": 1e-4 * (number + 1),
         "entropy": 2.0 - 0.01 * number,
@@ -74,8 +75,8 @@ def make_run(tmp_path):
 @pytest.fixture
 def tokens():
     """60 silenced and 5 kept, one of them hostile."""
-    silenced = [token(1 + number % 3, number, kept=False) for number in range(59)]
-    silenced.append(token(3, 59, kept=False, token=HOSTILE, before=HOSTILE, after="你好\n"))
+    silenced = [token(3, 59, kept=False, token=HOSTILE, before=HOSTILE, after="你好\n")]
+    silenced += [token(1 + number % 3, number, kept=False) for number in range(59)]
     return silenced + [token(2, 60 + number, kept=True, token=" kept", token_id=60) for number in range(5)]
 
 
@@ -162,7 +163,7 @@ def test_the_table_is_filtered_and_ordered(make_run, tokens, open_page):
     shown = [float(text) for text in page.locator("#tokens td[data-name=gradient]").all_inner_texts()]
     assert shown == sorted(shown, reverse=True)
     assert shown[0] != shown[-1]
-    page.fill("[name=text]", "WORD4")
+    page.fill("[name=text]", "bEFORE WORD4")
     assert count.inner_text() == "5 of 65 tokens"  # of step 2: word4, word40, word43, word46, word49
     page.fill("[name=text]", "no such text")
     assert (count.inner_text(), rows(page)) == ("0 of 65 tokens", 0)
@@ -186,10 +187,12 @@ def test_what_the_page_says_of_the_run(make_run, tokens, tmp_path, open_page):
     sections = page.locator(".bars").all()
     assert sections[1].inner_text().split() == ["␣kept", "5"]
     assert len(sections[0].locator("code").all()) == 15
+    assert sections[0].locator("code").first.inner_text() == HOSTILE.replace(" ", "␣")
     pictures = {path.stem for path in (tmp_path / "elsewhere").glob("*.png")}
     assert pictures == {
         "reward", "entropy", "silenced", "tau_h", "plane", "gradient", "silenced_tokens", "kept_tokens",
     }  # fmt: skip
+    assert imread(tmp_path / "elsewhere" / "reward.png")[0, 0, :3].tolist() == [1.0, 1.0, 1.0]  # the light one
 
 
 def test_a_run_that_silences_nothing_shows_what_stapo_would(make_run, open_page):
@@ -286,6 +289,7 @@ def test_a_band_that_reaches_zero_has_no_hole():
     axes = drawn(charts.lines([curve, curve], "share", log=True))
     assert axes.collections[0].get_paths()[0].vertices[:, 1].min() == 0.1
     assert axes.get_legend().get_texts()[0].get_text() == "$x$"
+    assert not axes.get_legend().get_texts()[0].get_parse_math()
 
 
 def test_parts_of_a_character_are_told_apart():
@@ -296,6 +300,7 @@ def test_parts_of_a_character_are_told_apart():
 def test_labels_of_bars_are_taken_literally(recwarn):
     axes = drawn(charts.bars(["$x^2$", "你 b", "a\nb"], [3, 2, 1], ["red"], "n"))
     assert [label.get_text() for label in axes.get_yticklabels()] == ["$x^2$", "\\u4f60 b", "a\nb"]
+    assert not any(label.get_parse_math() for label in axes.get_yticklabels())
     charts.png(charts.bars(["$x^2$", "你"], [3, 2], ["red"], "n"), "dark")
     assert not [w for w in recwarn if "Glyph" in str(w.message)]
 

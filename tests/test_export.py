@@ -136,6 +136,14 @@ def test_an_untied_model_keeps_its_head(make_run, tiny_model, tmp_path):
     assert torch.equal(saved(tmp_path / "out")["lm_head.weight"], head)
 
 
+def test_a_base_in_float32_is_rounded_after_the_sum(make_run, tiny_model, tmp_path):
+    run = make_run(tiny_model)
+    export(run, tmp_path / "out", merge=True)
+    weights = by_hand(tiny_model, run / "adapter", torch.bfloat16)
+    for name, weight in saved(tmp_path / "out").items():
+        assert (weight != weights[name]).float().mean() < 1e-3
+
+
 def test_a_4_bit_run_merges_into_the_full_precision_base(make_run, tmp_path):
     export(make_run(name="a"), tmp_path / "plain", merge=True)
     export(make_run(name="b", quantization="nf4"), tmp_path / "nf4", merge=True)

@@ -141,11 +141,10 @@ def test_a_later_mini_batch_is_judged_by_the_policy_before_the_first_update(batc
 def test_a_step_writes_no_more_than_its_limit(batch, tmp_path):
     """Which candidates it writes depends on the tokens alone; the quadrants count all."""
     policy, completions = batch
-    everything, whole = logged(policy, tmp_path, [completions[:4], completions[4:]])
+    halves = [completions[::2], completions[1::2]]
+    everything, whole = logged(policy, tmp_path, halves)
     written = []
-    for number, (mini_batches, max_tokens) in enumerate(
-        [([completions[:4], completions[4:]], 10_000), ([completions[:4], completions[4:]][::-1], 40)]
-    ):
+    for number, (mini_batches, max_tokens) in enumerate([(halves, 10_000), (halves[::-1], 40)]):
         lines, step = logged(policy, tmp_path / str(number), mini_batches, limit=5, max_tokens=max_tokens)
         assert len(lines) == 5 < len(everything)
         assert len(step["points"]) <= 5
