@@ -233,7 +233,9 @@ def write_merged(
     written = load_base(str(folder), dtype)
     weights = written.state_dict()
     for name, weight in sums.items():
-        if not torch.allclose(weights[name], weight, rtol=2 * torch.finfo(weight.dtype).eps, atol=1e-7):
+        # In half precision a lost adapter shows in a few per cent of the weights, another order of sums in one of 1e4.
+        differing = (weights[name] != weight).float().mean()
+        if not (torch.allclose(weights[name], weight, 1e-5, 1e-6) if dtype == "float32" else differing < 1e-3):
             raise InputError(f"{folder}: {name} is not the sum of base and adapter; nothing was exported")
     return deviation_from(expected, log_probabilities(written, load_tokenizer(str(folder), 1, [])[0]))
 

@@ -205,6 +205,17 @@ def test_without_a_final_adapter_the_newest_checkpoint(make_run, tied_model, tmp
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_merge_that_lost_a_weak_adapter_is_not_exported(make_run, tied_model, tmp_path, monkeypatch, dtype):
+    """So weak that bfloat16 hides it in the log-probabilities."""
+    run = make_run()
+    adapted_policy(tied_model, scale=1e-4).save_adapter(run / "adapter")
+    export(run, tmp_path / "fine", merge=True, dtype=dtype)
+    monkeypatch.setattr(LoraModel, "merge_and_unload", lambda self: self.unload())  # the base alone
+    with pytest.raises(InputError, match=r"q_proj.weight is not the sum of base and adapter; nothing was exported"):
+        export(run, tmp_path / "out", merge=True, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_merge_that_went_wrong_is_not_exported(make_run, tmp_path, monkeypatch, dtype):
     monkeypatch.setattr(LoraModel, "merge_and_unload", lambda self: self.unload())  # the base alone
     run = make_run()
