@@ -22,10 +22,9 @@ from stapo_lite.types import Completion, Prompt
 SAMPLING = Sampling(num_generations=4, max_completion_length=12, temperature=0.8, stop_token_ids=(1, 2))
 
 
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory) -> Path:
-    """A Qwen3 with random weights and a byte-level tokenizer with a chat template."""
-    config = qwen3(
+def tiny_qwen3(tied: bool):
+    """A transformers config."""
+    return qwen3(
         "1.7B",
         vocab_size=VOCABULARY,
         hidden_size=64,
@@ -35,10 +34,15 @@ def tiny_model(tmp_path_factory) -> Path:
         num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=512,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
         initializer_range=0.2,  # peaked enough that tokens of low probability and low entropy occur
     )
-    return build(tmp_path_factory.mktemp("tiny-qwen3"), config)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory) -> Path:
+    """A Qwen3 with random weights and a byte-level tokenizer with a chat template."""
+    return build(tmp_path_factory.mktemp("tiny-qwen3"), tiny_qwen3(tied=False))
 
 
 @pytest.fixture(scope="session")

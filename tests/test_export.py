@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from conftest import adapted_policy
+from conftest import adapted_policy, tiny_qwen3
 from hub import Hub
 from huggingface_hub import ModelCard, constants
 from peft import LoraModel, PeftModel
-from random_model import VOCABULARY, build, qwen3
+from random_model import build
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -29,19 +29,7 @@ export = export_module.export
 @pytest.fixture(scope="module")
 def tied_model(tmp_path_factory):
     """In bfloat16, its head the embedding."""
-    config = qwen3(
-        "1.7B",
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-        initializer_range=0.2,
-    )
-    return build(tmp_path_factory.mktemp("tied"), config, torch.bfloat16)
+    return build(tmp_path_factory.mktemp("tied"), tiny_qwen3(tied=True), torch.bfloat16)
 
 
 @pytest.fixture
