@@ -1,9 +1,11 @@
 """STAPO: reinforcement learning of LoRA adapters that leaves out spurious tokens (arXiv 2602.15620).
 
-from stapo_lite import load_config, train
+    from stapo_lite import load_config, train
 
-for metrics in train(load_config("configs/quickstart.yaml")):
-    print(metrics["reward"])
+    for metrics in train(load_config("configs/quickstart.yaml")):
+        print(metrics["reward"])
+
+What a notebook needs is here; every function is also in the module that has its command.
 """
 
 import importlib

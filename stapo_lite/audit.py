@@ -60,7 +60,7 @@ def audit(run_folder: str | Path, out: str | Path | None = None) -> Path:
         "tau_p": metrics[-1]["tau_p"],
     }
     if quadrants:
-        counts = [sum(line["tokens"][i] for line in quadrants) for i in range(4)]
+        counts = token_counts(quadrants)
         facts["candidates"] = f"{sum(counts[:2]):,}, {counts[0]:,} of them spurious; {len(tokens):,} in the token log"
     return write_page(
         Path(out) if out else folder / "audit",
@@ -202,7 +202,7 @@ def token_charts(groups: dict[str, Metrics], quadrants: Metrics) -> dict[str, tu
     thresholds = [line["tau_h"] for line in quadrants if line["tau_h"] is not None]
     tau_p = statistics.fmean(line["tau_p"] for line in quadrants)
     tau_h = statistics.fmean(thresholds) if thresholds else None
-    counts = [sum(line["tokens"][i] for line in quadrants) for i in range(4)]
+    counts = token_counts(quadrants)
     sums = [sum(line["tokens"][i] * (line["gradient_norm"][i] or 0.0) for line in quadrants) for i in range(4)]
     means = [total / count if count else 0.0 for total, count in zip(sums, counts, strict=True)]
     names = [f"{name}\n{count:,}" for name, count in zip(QUADRANTS, counts, strict=True)]
@@ -222,6 +222,11 @@ def token_charts(groups: dict[str, Metrics], quadrants: Metrics) -> dict[str, tu
         chart = bars([text for text, _ in most], [n for _, n in most], [colour], "occurrences in the token log")
         charts[name] = (f"Most frequent: {kind}.", chart)
     return charts
+
+
+def token_counts(quadrants: Metrics) -> list[int]:
+    """Tokens in each quadrant, over all steps."""
+    return [sum(counts) for counts in zip(*(line["tokens"] for line in quadrants), strict=True)]
 
 
 def frequent(tokens: Iterable[dict[str, Any]]) -> list[tuple[str, int]]:

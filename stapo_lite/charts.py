@@ -4,6 +4,7 @@ import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 THEMES: dict[str, dict[str, Any]] = {
@@ -62,8 +63,7 @@ def lines(curves: Sequence[Curve], label: str, log: bool = False) -> Draw:
     def draw(axes: Any) -> None:
         from matplotlib.ticker import MaxNLocator
 
-        styles = zip(COLOURS * len(curves), ("-", "--", ":") * len(curves), strict=False)
-        for curve, (colour, style) in zip(curves, styles, strict=False):
+        for curve, colour, style in zip(curves, cycle(COLOURS), cycle(("-", "--", ":")), strict=False):
             values = [_number(value, log) for value in curve.values]
             # A point for each step where there are few, or gaps between them.
             marker = "." if len(values) < 40 or any(map(math.isnan, values)) else None

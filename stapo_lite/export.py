@@ -114,14 +114,15 @@ def export(
     stops = stop_token_ids(tokenizer, model_eos, config.data.apply_chat_template)
     digest = hashlib.sha256((adapter / "adapter_model.safetensors").read_bytes()).hexdigest()
     manifest = {"adapter_sha256": digest, "base_model": base, "merged": merge, "dtype": dtype}
-    if final.exists() and not same_export(final, manifest):
+    finished = final.exists()
+    if finished and not same_export(final, manifest):
         raise InputError(f"--out={final} exists: delete it, or choose another folder")
-    if not final.exists():
+    if not finished:
         shutil.rmtree(partial, ignore_errors=True)
         check_disk(partial, base, adapter, merge, dtype)
     repository = prepare_repository(push_to_hub, private) if push_to_hub else None
 
-    if final.exists():
+    if finished:
         show(f"{final} holds this export already")
     else:
         if merge:
@@ -147,8 +148,8 @@ def export(
         merge,
         stops,
     )
-    write_text((final if final.exists() else partial) / "README.md", card)
-    if not final.exists():
+    write_text((final if finished else partial) / "README.md", card)
+    if not finished:
         partial.rename(final)
     if repository:
         show(f"pushed: {push(final, repository)}")
@@ -315,9 +316,8 @@ def log_probabilities(model: Any, tokenizer: Any) -> Tensor:
     model.eval()
     found = []
     rows = [torch.tensor(ids) for ids in tokenizer(list(HELD_OUT)).input_ids]
-    logits = model(
-        input_ids=pad_sequence(rows, batch_first=True)
-    ).logits.float()  # causal: padding behind changes nothing
+    # The model is causal: padding behind a text changes nothing.
+    logits = model(input_ids=pad_sequence(rows, batch_first=True)).logits.float()
     for ids, scores in zip(rows, logits, strict=True):
         found.append(scores[: len(ids) - 1].log_softmax(-1).gather(1, ids[1:, None])[:, 0])
     return torch.cat(found)

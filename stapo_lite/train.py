@@ -92,9 +92,10 @@ def train(config: Config, resume: bool = False) -> Iterator[dict[str, Any]]:
     engine = make_engine(engine_name, config, stop_tokens)
     accelerator.init_trackers(config.log.project, config={k: str(v) for k, v in flatten(config.model_dump()).items()})
     log = RunLog(run_folder, config.train.max_steps, progress.step, accelerator)
-    a = config.audit
-    noting = (run_folder, a.tokens_per_step, a.context, policy, tokenizer, accelerator)
-    token_log = TokenLog(*noting) if a.enabled else None
+    token_log = None
+    if config.audit.enabled:
+        limits = config.audit.tokens_per_step, config.audit.context
+        token_log = TokenLog(run_folder, *limits, policy, tokenizer, accelerator)
 
     def save_checkpoint() -> None:
         if is_main:
