@@ -305,6 +305,7 @@ def main() -> None:
             results = evaluate(config)
         except KeyboardInterrupt:
             raise SystemExit(f"\ninterrupted; the same command goes on with what is in {config.output_dir}") from None
+        PartialState().destroy_process_group()  # its threads, still running at exit, may abort a process
         if results is not None:
             print(f"{results_table(results)}\n\n{pass_table(results)}\n\nresults: {config.output_dir}")
 

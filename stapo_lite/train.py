@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration, gather_object
 from tqdm.auto import tqdm
 
@@ -584,6 +584,7 @@ def main() -> None:
             return
         for _ in train(config, arguments.resume):
             pass
+        PartialState().destroy_process_group()  # its threads, still running at exit, may abort a process
 
 
 if __name__ == "__main__":
