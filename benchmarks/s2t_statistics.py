@@ -18,7 +18,7 @@ from common import now, save
 
 from stapo_lite import update as update_module
 from stapo_lite.batching import split_by_tokens
-from stapo_lite.config import exit_on_input_error, load_config
+from stapo_lite.config import load_config, one_line_errors
 
 train_module = importlib.import_module("stapo_lite.train")  # the package's attribute is the function
 
@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_intermixed_args()
-    with exit_on_input_error(), tempfile.TemporaryDirectory() as folder:
+    with one_line_errors(), tempfile.TemporaryDirectory() as folder:
         config = load_config(arguments.config, [*arguments.overrides, f"output_dir={folder}/run", CURRENT])
         result = compare(config)
     save(result | {"config": arguments.config, "overrides": arguments.overrides}, arguments.out)
@@ -49,17 +49,15 @@ def compare(config) -> dict:
         place = 0 if old is None else place + 1
         if old is not None:
             inputs = update_module.mask_inputs(mini_batch, objective)
-            max_tokens = arguments["max_tokens"]
-            micro_batches = split_by_tokens(update_module.with_gradient(mini_batch, objective), max_tokens)
+            budget = arguments["budget"]
+            micro_batches = split_by_tokens(update_module.with_gradient(mini_batch, objective), budget.tokens)
             free = set(micro_batches[0] if micro_batches else [])  # its forward pass serves the mask as well
             start = now()
-            current = update_module.measure(policy, [c for c in inputs if c not in free], max_tokens)
+            current = update_module.measure(policy, [c for c in inputs if c not in free], budget)
             seconds["mask pass"] += now() - start
             masks = {}
             for name, given in (("current", current), ("old", old)):
-                found = update_module.find_masks(
-                    policy, mini_batch, given, objective, max_tokens, arguments["accelerator"]
-                )
+                found = update_module.find_masks(policy, mini_batch, given, objective, budget, arguments["accelerator"])
                 masks[name] = ~torch.cat([found.keep[c] for c in mini_batch])
             n = counts[place]
             n["tokens"] += sum(len(c.token_ids) for c in mini_batch)

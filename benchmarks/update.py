@@ -39,7 +39,7 @@ from transformers import AutoConfig, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from stapo_lite.advantages import group_advantages
-from stapo_lite.batching import sequence_length, split_by_tokens
+from stapo_lite.batching import TokenBudget, sequence_length, split_by_tokens
 from stapo_lite.config import Config
 from stapo_lite.policy import Policy, make_optimizer
 from stapo_lite.quickstart import fetch_model
@@ -73,7 +73,7 @@ class Ours:
             None,
             self.config.objective,
             max_completion_length=self.config.rollout.max_completion_length,
-            max_tokens=self.config.train.max_tokens_per_microbatch,
+            budget=TokenBudget(self.config.train.max_tokens_per_microbatch),
             max_grad_norm=self.config.train.max_grad_norm,
             accelerator=self.accelerator,
             tally=tally,
@@ -183,7 +183,7 @@ def give_rewards(rollouts: list[Completion], generations: int, zero: float) -> N
 def give_logprobs(rollouts: list[Completion], policy: Policy, max_tokens: int) -> None:
     """The sampler's: those of the policy and some noise."""
     generator = torch.Generator().manual_seed(0)
-    for completion, given in measure(policy, rollouts, max_tokens).items():
+    for completion, given in measure(policy, rollouts, TokenBudget(max_tokens)).items():
         noise = GAP * torch.randn(len(completion.token_ids), generator=generator)
         completion.rollout_logprobs = (given.logprobs.cpu() + noise).tolist()
 

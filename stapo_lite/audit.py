@@ -20,7 +20,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from stapo_lite import __version__
 from stapo_lite.charts import CANDIDATE_COLOURS, QUADRANT_COLOURS, THEMES, Curve, Draw, bars, lines, plane, png
 from stapo_lite.checkpoint import flatten
-from stapo_lite.config import Config, InputError, exit_on_input_error, load_config
+from stapo_lite.config import Config, InputError, load_config, one_line_errors
 from stapo_lite.files import read_lines, write_text
 from stapo_lite.token_log import QUADRANTS, thin
 from stapo_lite.tracking import QUADRANTS_FILE, TOKENS_FILE, run_metrics
@@ -279,7 +279,7 @@ def main() -> None:
     parser.add_argument("folders", nargs="+", metavar="RUN", help="a run folder; or `compare` and several")
     parser.add_argument("--out", type=Path, help="folder of page and PNGs; by default RUN/audit, or runs/compare")
     arguments = parser.parse_args()
-    with exit_on_input_error():
+    with one_line_errors():
         if arguments.folders[0] == "compare":
             page = compare(arguments.folders[1:], arguments.out or Path("runs/compare"))
         elif len(arguments.folders) == 1:

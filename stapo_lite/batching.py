@@ -1,10 +1,54 @@
 """Completions -> micro-batches under a token budget, with little padding."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 
+from stapo_lite.config import RunError
 from stapo_lite.types import Completion, MicroBatch
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class TokenBudget:
+    """The most tokens of a micro-batch, padding included; half as many each time that they do not fit into memory.
+
+    Attributes:
+        halvings: so far; they last.
+    """
+
+    def __init__(self, tokens: int, halvings: int = 0):
+        self._tokens, self.halvings = tokens, halvings
+
+    @property
+    def tokens(self) -> int:
+        return max(1, self._tokens >> self.halvings)
+
+    def fit(self, completions: Sequence[Completion], work: Callable[[list[list[Completion]]], T]) -> T:
+        """`work` on the completions in micro-batches, from the start again in smaller ones where memory runs out.
+
+        Raises:
+            RunError: a single sequence is too much.
+        """
+        while True:
+            micro_batches = split_by_tokens(completions, self.tokens)
+            try:
+                return work(micro_batches)
+            except RuntimeError as error:
+                if not should_reduce_batch_size(error):
+                    raise
+                if all(len(rows) == 1 for rows in micro_batches):
+                    raise RunError(
+                        "memory ran out on a single sequence: lower rollout.max_completion_length or "
+                        "train.lm_head_memory_gb, or see what `python -m stapo_lite.plan` suggests"
+                    ) from error
+            clear_device_cache(garbage_collection=True)  # only here is the error gone, and with it what it held
+            self.halvings += 1
+            logger.warning("memory ran out: from now on micro-batches have at most %d tokens", self.tokens)
 
 
 def sequence_length(completion: Completion) -> int:

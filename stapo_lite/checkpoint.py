@@ -1,27 +1,47 @@
-"""Checkpoints: everything a run needs to continue exactly; nothing in them can run code when loaded.
-
-Every random draw of a run follows from the seed and the step, so there is no generator state to keep.
+"""Checkpoints: everything a run needs to continue to the same bytes; nothing in them can run code when loaded.
 
     checkpoint-20/
         adapter_model.safetensors, adapter_config.json   the adapter in PEFT's format
-        optimizer.pt                                     the optimiser's state, read with weights_only
-        state.json                                       step, counters, config, versions
+        optimizer.safetensors                            the optimiser's tensors
+        state.json                                       progress, the optimiser's numbers, config, environment
+        checksums.json                                   SHA-256 of each file
+
+There is no generator state to keep: every draw follows from the config's seed and `Progress`, which gives the position
+in the prompt order, the seed of the next rollout, the adapter's version, the learning rate, and where the metrics
+continue. What is saved is a `Snapshot`, taken at the end of each step, so that a run that is interrupted within a step
+(SIGTERM, an error, a device that fails) still has the step before to save.
 """
 
+import copy
+import hashlib
 import json
+import logging
 import re
 import shutil
-from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from stapo_lite.config import InputError
+from stapo_lite.config import InputError, one_line
+from stapo_lite.files import sync
 from stapo_lite.policy import Policy
 
-FOLDER = re.compile(r"checkpoint-(\d+)")
+logger = logging.getLogger(__name__)
+
+FOLDER = re.compile(r"checkpoint-(\d{1,9})")
+FILES = ("adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors", "state.json")
+CHECKSUMS_FILE = "checksums.json"
+FREE = (
+    "output_dir", "train.max_steps", "train.max_skipped_updates", "rollout.max_restarts", "reward.function_timeout",
+    "reward.function_memory_gb", "reward.max_failures", "stop_on", "log.", "evaluation.", "audit.",
+)  # fmt: skip
+"""Keys, and sections, that may change when a run is resumed: they decide nothing that a sound run computes."""
+FIXED = ("lora.", "train.optim")
+"""Those that no force can change: adapter and optimiser would not fit."""
 
 
 @dataclass
@@ -31,40 +51,92 @@ class Progress:
     tau_p: float
     """S2T's probability threshold, which `adaptive` moves."""
     step: int = 0
-    """Steps done."""
+    """Steps done, which is the number of lines in the metrics file and the adapter's last version in the engine."""
     updates: int = 0
     """Optimiser updates done; the learning-rate schedule follows from it."""
     prompts_drawn: int = 0
-    """Position in the prompt order."""
+    """Position in the prompt order; the rollouts' seeds follow from it."""
+    halvings: int = 0
+    """How often the token budget of a micro-batch was halved because memory ran out."""
+    skipped_in_a_row: int = 0
+    """Updates skipped since the last one that was made."""
+
+
+class Snapshot(NamedTuple):
+    """A run after a step, in host memory."""
+
+    progress: Progress
+    adapter: dict[str, Tensor]
+    optimizer: dict[str, Any]
+    """Its state by dotted names; tensors are copies."""
+
+
+def take_snapshot(progress: Progress, policy: Policy, optimizer: torch.optim.Optimizer) -> Snapshot:
+    """Copy what a checkpoint holds to host memory."""
+    adapter = {name: p.detach().to("cpu", copy=True) for name, p in policy.parameters.items()}
+    state = {
+        name: value.to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
+        for name, value in flatten(optimizer.state_dict()).items()
+    }
+    return Snapshot(replace(progress), adapter, state)
 
 
 def save_checkpoint(
-    run_folder: Path, progress: Progress, policy: Policy, optimizer: torch.optim.Optimizer, config: dict, limit: int
-) -> Path:
-    """Write `checkpoint-<step>` under a temporary name, rename it, then drop all but the newest `limit`."""
-    final = run_folder / f"checkpoint-{progress.step}"
-    partial = run_folder / f".{final.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    policy.save_adapter(partial)
-    torch.save(optimizer.state_dict(), partial / "optimizer.pt")
-    document = {
-        "progress": asdict(progress),
-        "config": config,
-        "versions": {name: version(name) for name in ("torch", "transformers", "peft")},
-    }
-    (partial / "state.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
-    shutil.rmtree(final, ignore_errors=True)
+    run_folder: Path, snapshot: Snapshot, policy: Policy, config: dict, environment: dict[str, str], limit: int
+) -> None:
+    """Write `checkpoint-<step>` under a temporary name, to the disk, rename it; then drop all but the newest `limit`.
+
+    Raises:
+        Exception: it could not be written (OSError, or safetensors' own); what was there is as it was.
+    """
+    for left in run_folder.glob(".checkpoint-*"):
+        shutil.rmtree(left)
+    final = run_folder / f"checkpoint-{snapshot.progress.step}"
+    if final.exists():
+        if find_damage(final) is None:
+            return
+        shutil.rmtree(final)
+    partial = run_folder / f".{final.name}"
+    try:
+        policy.save_adapter(partial, snapshot.adapter)
+        tensors = {name: value for name, value in snapshot.optimizer.items() if isinstance(value, Tensor)}
+        save_file(tensors, partial / "optimizer.safetensors")
+        document = {
+            "progress": asdict(snapshot.progress),
+            "optimizer": {name: value for name, value in snapshot.optimizer.items() if name not in tensors},
+            "config": config,
+            "environment": environment,
+        }
+        (partial / "state.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
+        sums = json.dumps({path.name: _digest(path) for path in sorted(partial.iterdir())}, indent=1)
+        (partial / CHECKSUMS_FILE).write_text(sums, encoding="utf-8")
+        for path in (*partial.iterdir(), partial):
+            sync(path)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     partial.rename(final)
+    sync(run_folder)
     for old in list_checkpoints(run_folder)[:-limit]:
         shutil.rmtree(old)
-    return final
 
 
 def load_checkpoint(folder: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> Progress:
-    """Restore adapter and optimiser; return where the run stood."""
-    policy.load_adapter(folder)
-    optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True))
-    return Progress(**read_state(folder)["progress"])
+    """Restore adapter and optimiser; return where the run stood.
+
+    Raises:
+        InputError: they do not fit the model or the optimiser.
+    """
+    try:
+        state = read_state(folder)
+        policy.load_adapter(folder)
+        flat = load_file(folder / "optimizer.safetensors") | state["optimizer"]
+        optimizer.load_state_dict({"state": _nest(flat, "state."), "param_groups": flat["param_groups"]})
+        return Progress(**state["progress"])
+    except InputError:
+        raise
+    except Exception as error:  # what has intact checksums and is wrong all the same
+        raise InputError(f"{folder}: does not fit this run ({type(error).__name__}: {one_line(error)})") from None
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -72,47 +144,94 @@ def read_state(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "state.json").read_text(encoding="utf-8"))
 
 
-def check_same_config(folder: Path, config: dict[str, Any]) -> None:
-    """Whether a run with this config can continue the checkpoint exactly.
+def check_resume(folder: Path, config: dict[str, Any], environment: dict[str, str], force: bool) -> list[str]:
+    """What has changed since the checkpoint was written, as lines for a person.
 
     Raises:
-        InputError: a key differs that decides what the run computes; the number of steps, the folder,
-            benchmarks, audit and logging do not.
+        InputError: a key differs that decides what the run computes, and `force` does not let it pass.
     """
-    before, now = (flatten(tree) for tree in (read_state(folder)["config"], config))
-    free = {"output_dir", "train.max_steps"}
-    shown = ("log.", "evaluation.", "audit.")
-    for key in sorted(before.keys() | now.keys()):
-        if before.get(key) != now.get(key) and key not in free and not key.startswith(shown):
-            raise InputError(
-                f"--resume: {key}={now.get(key)}, but {folder} was written with {before.get(key)}: set it back, "
-                "or start a new run in another output_dir"
-            )
+    state = read_state(folder)
+    before, now = flatten(state["config"]), flatten(config)
+    keys = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
+    changes = ", ".join(f"{key} {before.get(key)} -> {now.get(key)}" for key in keys)
+    fixed = [key for key in keys if key.startswith(FIXED)]
+    if fixed:
+        raise InputError(f"--resume: {fixed[0]} cannot change in a run ({changes}): set it back")
+    if not force and not all(key.startswith(FREE) for key in keys):
+        raise InputError(
+            f"--resume: the run would not be the one that {folder} began ({changes}): set the keys back, start a new "
+            "run in another output_dir, or go on all the same with --force"
+        )
+    was = state["environment"]
+    moves = ", ".join(f"{key} {was.get(key)} -> {value}" for key, value in environment.items() if was.get(key) != value)
+    notes = [f"resuming {folder}"]
+    notes += [f"with another config: {changes}"] if changes else []
+    notes += [f"in another environment, so that rounding and draws may differ: {moves}"] if moves else []
+    return notes
 
 
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(tree: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
     """{"a": {"b": 1}} -> {"a.b": 1}"""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return flat
 
 
+def _nest(flat: dict[str, Any], prefix: str) -> dict[Any, Any]:
+    """The tree below a prefix that `flatten` made flat; keys that are numbers become so again."""
+    tree: dict[Any, Any] = {}
+    for name, value in flat.items():
+        if name.startswith(prefix):
+            *parents, last = name.removeprefix(prefix).split(".")
+            node = tree
+            for parent in parents:
+                node = node.setdefault(int(parent) if parent.isdigit() else parent, {})
+            node[last] = value
+    return tree
+
+
 def list_checkpoints(run_folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
+    """Those that were written to the end, oldest first."""
     found = [
-        (int(match[1]), path) for path in run_folder.glob("checkpoint-*") if (match := FOLDER.fullmatch(path.name))
+        (int(match[1]), path)
+        for path in run_folder.glob("checkpoint-*")
+        if (match := FOLDER.fullmatch(path.name)) and path.is_dir()
     ]
     return [path for _, path in sorted(found)]
 
 
-def latest_checkpoint(run_folder: Path) -> Path:
-    """The newest checkpoint of a run.
+def newest_checkpoint(run_folder: Path) -> Path | None:
+    """The newest intact checkpoint of a run, None where it has none yet; a warning for each one that is damaged.
 
     Raises:
-        InputError: there is none.
+        InputError: all are.
     """
-    checkpoints = list_checkpoints(run_folder)
-    if not checkpoints:
-        raise InputError(f"--resume: output_dir={run_folder} holds no checkpoint; delete it and leave --resume out")
-    return checkpoints[-1]
+    damaged = []
+    for folder in reversed(list_checkpoints(run_folder)):
+        damage = find_damage(folder)
+        if damage is None:
+            return folder
+        damaged.append(f"{folder.name}: {damage}")
+        logger.warning("%s is damaged (%s): taking the one before", folder, damage)
+    if damaged:
+        raise InputError(f"{run_folder} holds only damaged checkpoints ({'; '.join(damaged)}): start a new run")
+    return None
+
+
+def find_damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint's files; None where they are as they were written."""
+    try:
+        sums = json.loads((folder / CHECKSUMS_FILE).read_bytes())
+        missing = {"adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors", "state.json"} - set(
+            sums
+        )
+        wrong = [name for name, digest in sums.items() if missing or _digest(folder / name) != digest]
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        return one_line(error)
+    return f"the checksum of {(*missing, *wrong)[0]} is wrong" if missing or wrong else None
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

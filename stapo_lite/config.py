@@ -6,7 +6,9 @@ Every field carries its own docstring; `docs/config.md` is generated from them
 
 import copy
 import difflib
+import logging
 import os
+import reprlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +18,9 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+Symptom = Literal[
+    "entropy_collapse", "entropy_explosion", "no_signal", "reward_stuck", "silenced_share", "sampler_gap", "ratio"
+]
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 UserPath = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
 BENCHMARK_NAMES = ["aime24", "aime25", "amc23", "math500", "minerva", "olympiadbench"]
@@ -28,15 +33,21 @@ class InputError(Exception):
     the command-line programs print it and exit with status 2."""
 
 
+class RunError(Exception):
+    """A run that cannot go on through no mistake in its input. Its message is one line; the programs print it and exit
+    with status 1."""
+
+
 @contextmanager
-def exit_on_input_error() -> Iterator[None]:
-    """Print an InputError as one line and exit with status 2."""
+def one_line_errors() -> Iterator[None]:
+    """Print an InputError or RunError as one line and exit with its status."""
+    logging.basicConfig(format="%(levelname)s: %(message)s")  # of the warnings
     try:
         yield
-    except InputError as error:
+    except (InputError, RunError) as error:
         rank = int(os.environ.get("RANK", "0"))
         print(f"error{f' (process {rank})' if rank else ''}: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        raise SystemExit(2 if isinstance(error, InputError) else 1) from None
 
 
 class Section(BaseModel):
@@ -128,6 +139,12 @@ class Reward(Section):
     """Seconds of wall-clock time after which `math` kills the worker and scores the answer wrong."""
     num_workers: int = Field(2, ge=1)
     """Worker processes of `math`."""
+    function_timeout: float = Field(300.0, gt=0)
+    """Seconds that one call of your own function may take. It runs in a process of its own, which is then killed."""
+    function_memory_gb: float | None = Field(None, gt=0)
+    """Memory of that process, in GiB, above which it is killed; by default half of the machine's."""
+    max_failures: int = Field(3, ge=1)
+    """Batches in a row that a function of your own may fail to judge (each is tried twice) before the run ends."""
 
     @model_validator(mode="after")
     def _one_weight_per_function(self):
@@ -152,6 +169,8 @@ class Engine(Section):
     """vLLM on a CPU: size of the KV cache in GiB."""
     max_num_seqs: int = Field(128, ge=1)
     """Completions sampled at the same time."""
+    max_restarts: int = Field(3, ge=0)
+    """Times that a vLLM which fails while it samples a batch is started anew before the run ends."""
     quantization: str | None = None
     """vLLM's `quantization` of what it serves: `bitsandbytes` for the 4-bit weights of an `nf4` trainer, `fp8`, ...;
     a quantised checkpoint needs none."""
@@ -267,7 +286,10 @@ class Train(Section):
     mini_batch_size: int = Field(16, ge=1)
     """Prompts per optimiser update, over all processes; must divide `batch_size`."""
     max_tokens_per_microbatch: int = Field(16384, ge=1)
-    """Tokens, padding included, in one forward and backward pass on one process."""
+    """Tokens, padding included, in one forward and backward pass on one process; halved for the rest of the run where
+    they do not fit into memory."""
+    max_skipped_updates: int = Field(5, ge=1)
+    """Updates in a row that may be skipped, because loss or gradient is not finite, before the run ends."""
     learning_rate: float = Field(1e-5, gt=0)
     """Constant after the warm-up."""
     warmup_steps: int = Field(10, ge=0)
@@ -297,8 +319,8 @@ class Log(Section):
 
     report_to: list[Literal["tensorboard", "wandb", "trackio"]] = []
     """Accelerate trackers, besides the metrics file of the run folder."""
-    project: str = "stapo_lite"
-    """Project name shown by the trackers."""
+    project: str = Field("stapo_lite", pattern=r"^\w[\w .-]*$")
+    """Project name shown by the trackers; TensorBoard makes a folder of it."""
     log_completions_steps: int = Field(10, ge=0)
     """Print sample completions every so many steps; 0 for never."""
     save_steps: int = Field(50, ge=0)
@@ -376,6 +398,8 @@ class Config(Section):
     """`nf4` trains on a 4-bit base (QLoRA, bitsandbytes)."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Every random draw of the run follows from this seed and the step."""
+    stop_on: list[Symptom] = []
+    """Warnings of docs/faults.md that end the run, with adapter and checkpoint, where the others are only printed."""
     lora: Lora = Lora()
     data: Data = Data()
     reward: Reward = Reward()
@@ -538,8 +562,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"{path}: no such config file") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InputError(f"{path}: cannot be read as YAML: {one_line(error)}") from None
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # a ValueError: bad UTF-8, huge numbers
+        raise InputError(f"{path}: cannot be read as YAML: {one_line(error)[:200]}") from None
     if not isinstance(tree, dict):
         raise InputError(f"{path}: must be a YAML mapping of keys, as in configs/quickstart.yaml")
     return tree
@@ -585,8 +609,8 @@ def _apply_override(tree: dict, override: str) -> None:
         raise InputError(f"override {override!r}: write it as key.sub=value")
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise InputError(f"override {override!r}: the value is not YAML: {one_line(error)}") from None
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        raise InputError(f"override {override[:80]!r}: the value is not YAML: {one_line(error)[:200]}") from None
     *parents, last = key.split(".")
     node = tree
     for parent in parents:
@@ -655,7 +679,7 @@ def _explain(schema: type[BaseModel], error: Any) -> str:
         return f"key {key!r} is required: add it"
     if error["type"] == "value_error":  # our own validators, which name their keys
         return str(error["ctx"]["error"])
-    return f"key {key!r}: {error['msg'][0].lower()}{error['msg'][1:]}, got {error['input']!r}"
+    return f"key {key!r}: {error['msg'][0].lower()}{error['msg'][1:]}, got {reprlib.repr(error['input'])}"
 
 
 def _section(section: type[BaseModel], path: list) -> type[BaseModel]:

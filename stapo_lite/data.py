@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from stapo_lite.benchmarks import Problem, load_benchmark
-from stapo_lite.config import BENCHMARK_NAMES, InputError, exit_on_input_error, one_line
+from stapo_lite.config import BENCHMARK_NAMES, InputError, one_line, one_line_errors
 from stapo_lite.files import read_jsonl, write_lines
 from stapo_lite.types import Prompt
 
@@ -273,7 +273,7 @@ def main() -> None:
     check.add_argument("--benchmarks", nargs="+", default=["all"], help="`all`, their names, or .jsonl files")
     check.add_argument("--out", type=Path, help="write the rows that overlap none (.jsonl)")
     arguments = parser.parse_args()
-    with exit_on_input_error():
+    with one_line_errors():
         names = BENCHMARK_NAMES if arguments.benchmarks == ["all"] else arguments.benchmarks
         problems = [problem for name in names for problem in load_benchmark(name)[1]]
         rows = load_rows(

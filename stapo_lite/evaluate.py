@@ -25,14 +25,15 @@ from stapo_lite.checkpoint import flatten
 from stapo_lite.config import (
     EvalConfig,
     InputError,
+    RunError,
     check_launched,
-    exit_on_input_error,
     load_eval_config,
     one_line,
+    one_line_errors,
     to_yaml,
 )
 from stapo_lite.exam import Task, draw, judge, make_tasks, sample_key, summarise
-from stapo_lite.files import append_lines, read_lines, write_lines, write_text
+from stapo_lite.files import Journal, read_lines, write_lines, write_text
 from stapo_lite.grading import MathGrader
 from stapo_lite.policy import load_model_config, load_policy, load_tokenizer
 from stapo_lite.rollout import Decoding, RolloutEngine, Sampling, check_vllm, resolve_engine, vllm_version
@@ -84,6 +85,7 @@ def evaluate(config: EvalConfig) -> dict[str, Any] | None:
         (folder / "results.json").unlink(missing_ok=True)  # of fewer samples
         path = folder / f"samples-{state.process_index}.jsonl"
         write_lines(path, read_lines(path))  # without a line that was cut off
+        samples_file = Journal(path)
         mine = left[state.process_index :: state.num_processes]
         bar = tqdm(
             total=len(tasks), initial=len(lines.keys() & {task.key for task in tasks}), desc="sample", unit="sample",
@@ -91,8 +93,12 @@ def evaluate(config: EvalConfig) -> dict[str, Any] | None:
         )  # fmt: skip
         with bar:
             for line in draw(engine, mine, decoding, config.seed, tokenizer):
-                append_lines(path, [line])
+                samples_file.add([line])
                 bar.update(state.num_processes)
+        try:
+            samples_file.flush()
+        except OSError as error:
+            raise RunError(f"{path}: cannot be written ({error.strerror}); make room and start again") from None
         engine.sleep()  # leaves its memory to the verifier
         engine.close()
         del engine
@@ -219,6 +225,7 @@ def make_engine(
             kv_cache_gb=r.kv_cache_gb,
             quantization=r.quantization,
             sleep_level=2 if config.verifier.model else 0,  # never woken
+            max_restarts=r.max_restarts,
         )
         if config.adapter:
             vllm.load_adapter(Path(config.adapter), version=0)
@@ -296,7 +303,7 @@ def main() -> None:
         "overrides", nargs="*", metavar="key.sub=value", help="replace values of the config; or folders"
     )
     arguments = parser.parse_intermixed_args()
-    with exit_on_input_error():
+    with one_line_errors():
         if arguments.config == "compare":
             print(compare([Path(folder) for folder in arguments.overrides]))
             return

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from stapo_lite import __version__
-from stapo_lite.checkpoint import latest_checkpoint, list_checkpoints, read_state
-from stapo_lite.config import Config, InputError, exit_on_input_error, load_config, one_line, to_yaml
+from stapo_lite.checkpoint import newest_checkpoint, read_state
+from stapo_lite.config import Config, InputError, load_config, one_line, one_line_errors, to_yaml
 from stapo_lite.data import stop_token_ids
 from stapo_lite.files import read_lines, write_text
 from stapo_lite.policy import load_model_config, load_tokenizer
@@ -164,9 +164,9 @@ def find_adapter(run_folder: Path) -> tuple[Path, int | None]:
     """
     if (run_folder / "adapter" / "adapter_config.json").exists():  # the file that is written last
         return run_folder / "adapter", None
-    if not list_checkpoints(run_folder):
+    checkpoint = newest_checkpoint(run_folder)
+    if checkpoint is None:
         raise InputError(f"{run_folder}: no adapter and no checkpoint yet")
-    checkpoint = latest_checkpoint(run_folder)
     return checkpoint, read_state(checkpoint)["progress"]["step"]
 
 
@@ -305,7 +305,7 @@ def load_base(model: str, dtype: str, round_once: bool = False) -> Any:
     if round_once and load_model_config(model).dtype != getattr(torch, dtype):
         dtype = "float32"
     try:
-        return AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+        return AutoModelForCausalLM.from_pretrained(model, dtype=dtype, trust_remote_code=False)
     except Exception as error:  # transformers raises a dozen kinds
         raise InputError(f"model={model}: its weights cannot be loaded ({one_line(error)})") from None
 
@@ -482,7 +482,7 @@ def main() -> None:
     parser.add_argument("--gguf", action="store_true", help="print llama.cpp's command for a GGUF file")
     arguments = vars(parser.parse_args())
     gguf = arguments.pop("gguf")
-    with exit_on_input_error():
+    with one_line_errors():
         folder = export(**arguments)
         print(f"exported: {folder}")
         if gguf:

@@ -1,11 +1,15 @@
 """JSON lines, and files that are replaced as a whole."""
 
 import json
+import logging
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from stapo_lite.config import InputError
+from stapo_lite.config import InputError, one_line
+
+logger = logging.getLogger(__name__)
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -16,15 +20,15 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """
     rows = []
     try:
-        file = path.open(encoding="utf-8")
+        file = path.open("rb")
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
     with file:
         for number, line in enumerate(file, start=1):
             try:
                 row = json.loads(line) if line.strip() else None
-            except ValueError as error:
-                raise InputError(f"{path}, line {number}: not JSON ({error})") from None
+            except (ValueError, RecursionError) as error:  # bad UTF-8 is a ValueError, too
+                raise InputError(f"{path}, line {number}: not JSON ({one_line(error)[:200]})") from None
             if not isinstance(row, dict | None):
                 raise InputError(f"{path}, line {number}: must be a JSON object, got {type(row).__name__}")
             rows += [] if row is None else [row]
@@ -42,10 +46,38 @@ def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
     write_text(path, "".join(map(_dump, lines)))
 
 
-def append_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    """Add to a JSON lines file."""
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(map(_dump, lines))
+class Journal:
+    """A JSON lines file that is added to. Lines that cannot be written (a full disk) wait for the next ones."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._waiting: list[dict[str, Any]] = []
+
+    def add(self, lines: Iterable[dict[str, Any]]) -> None:
+        """Append lines; a warning where they begin to wait."""
+        waits = bool(self._waiting)
+        self._waiting += lines
+        try:
+            self.flush()
+        except OSError as error:
+            if not waits:
+                logger.warning("%s: cannot be written, its lines are kept (%s)", self.path, error.strerror)
+
+    def flush(self) -> None:
+        """Write what waits.
+
+        Raises:
+            OSError: it still cannot be; the file is as it was.
+        """
+        size = self.path.stat().st_size if self.path.exists() else 0
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.writelines(map(_dump, self._waiting))
+        except OSError:
+            if self.path.exists():
+                os.truncate(self.path, size)
+            raise
+        self._waiting = []
 
 
 def _dump(line: dict[str, Any]) -> str:
@@ -56,4 +88,14 @@ def write_text(path: Path, text: str) -> None:
     """Replace a file as a whole: who is killed meanwhile leaves the old one."""
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
+    sync(partial)
     partial.replace(path)
+
+
+def sync(path: Path) -> None:
+    """Write what the system still holds of a file or folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -83,7 +83,7 @@ class MathGrader:
 
     def close(self) -> None:
         """Stop the workers."""
-        self._threads.shutdown()
+        self._threads.shutdown(cancel_futures=True)
         while not self._idle.empty():
             worker = self._idle.get()
             if worker is not None:

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from stapo_lite.config import Config, InputError, exit_on_input_error, load_config
+from stapo_lite.config import Config, InputError, load_config, one_line_errors
 from stapo_lite.lm_head import token_statistics
 from stapo_lite.policy import add_adapter, load_model_config
 from stapo_lite.rollout.vllm_engine import served_rank
@@ -385,7 +385,7 @@ def main() -> None:
     parser.add_argument("--gpu-memory", type=float, required=True, metavar="GIB", help="of each card")
     parser.add_argument("--host-memory", type=float, metavar="GIB", help="of the host, for each card")
     arguments = parser.parse_intermixed_args()
-    with exit_on_input_error():
+    with one_line_errors():
         config = load_config(arguments.config, arguments.overrides)
         model = load_model_config(config.model)
         gpu_memory = int(arguments.gpu_memory * GIB)

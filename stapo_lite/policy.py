@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stapo_lite.config import InputError
+from stapo_lite.config import InputError, one_line
 from stapo_lite.lm_head import token_statistics, top_tokens
 from stapo_lite.types import MicroBatch, TokenStatistics
 
@@ -26,7 +26,7 @@ def load_tokenizer(model: str, longest_sequence: int, target_modules: list[str])
 
     config = load_model_config(model)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         with torch.device("meta"):  # shapes only
             modules = {name.rpartition(".")[2] for name, _ in AutoModelForCausalLM.from_config(config).named_modules()}
     except Exception as error:  # transformers raises a dozen kinds
@@ -59,13 +59,13 @@ def load_model_config(model: str) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(model)
+        return AutoConfig.from_pretrained(model, trust_remote_code=False)
     except Exception as error:  # transformers raises a dozen kinds
         raise _no_model(model, error) from None
 
 
 def _no_model(model: str, error: Exception) -> InputError:
-    reason = str(error).strip().partition("\n")[0]
+    reason = one_line(error)[:300]
     return InputError(f"model={model}: not a causal language model in a folder or on the Hub ({reason})")
 
 
@@ -95,6 +95,9 @@ def load_policy(
         lora_dtype: of the adapter's parameters.
         offload_activations: keep what checkpointing saves in host memory.
         seed: of the adapter's random initialisation.
+
+    Raises:
+        InputError: the model cannot be loaded, does not fit on the device, or lacks weights.
     """
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig
 
@@ -106,9 +109,22 @@ def load_policy(
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=dtype,
         )
-    base = AutoModelForCausalLM.from_pretrained(
-        model, dtype=dtype, quantization_config=quantization_config, device_map={"": device}
-    )
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            model,
+            dtype=dtype,
+            quantization_config=quantization_config,
+            device_map={"": device},
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except torch.OutOfMemoryError as error:
+        raise InputError(f"model={model} does not fit on {device}; see `python -m stapo_lite.plan`") from error
+    except Exception as error:  # transformers raises a dozen kinds
+        raise _no_model(model, error) from None
+    base, loading = loaded
+    if loading["missing_keys"]:
+        raise InputError(f"model={model}: its weights lack {min(loading['missing_keys'])}")
     # generate() falls back on these for what a call leaves open: top-p and top-k of a model's
     # defaults would bias the sampled log-probabilities.
     base.generation_config = GenerationConfig(pad_token_id=pad_token_id)
@@ -286,10 +302,14 @@ class Policy:
             return torch.autograd.graph.save_on_cpu(pin_memory=self.device.type == "cuda")
         return nullcontext()
 
-    def save_adapter(self, folder: Path) -> None:
-        """Write the adapter in PEFT's format."""
+    def save_adapter(self, folder: Path, values: dict[str, Tensor] | None = None) -> None:
+        """Write the adapter in PEFT's format.
+
+        Args:
+            values: of `parameters`, where they are not those of now.
+        """
         # "auto" would ask the Hub whether the embedding was resized; adapters here never touch it.
-        self.model.save_pretrained(folder, save_embedding_layers=False)
+        self.model.save_pretrained(folder, save_embedding_layers=False, state_dict=values or self.parameters)
 
     def load_adapter(self, folder: Path) -> None:
         """Replace the adapter's values by those of a saved one of the same shape.

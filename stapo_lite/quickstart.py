@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from stapo_lite.config import InputError, exit_on_input_error
+from stapo_lite.config import InputError, one_line_errors
 
 FOLDER = Path("~/.cache/stapo_lite/SmolLM2-135M-Instruct").expanduser()
 CARD = """---
@@ -51,5 +51,5 @@ def fetch_model(folder: Path = FOLDER) -> Path:
 
 
 if __name__ == "__main__":
-    with exit_on_input_error():
+    with one_line_errors():
         print(f"model: {fetch_model()}")

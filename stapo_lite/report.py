@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from stapo_lite.config import exit_on_input_error
+from stapo_lite.config import one_line_errors
 from stapo_lite.tracking import run_metrics
 
 ROWS = (
@@ -68,7 +68,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m stapo_lite.report", description=__doc__)
     parser.add_argument("run_folder", type=Path)
     run_folder = parser.parse_args().run_folder
-    with exit_on_input_error():
+    with one_line_errors():
         print(write_report(run_folder))
 
 

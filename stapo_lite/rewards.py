@@ -4,23 +4,31 @@ python -m stapo_lite.rewards grade cases.jsonl --out verdicts.jsonl
 """
 
 import argparse
-import importlib
 import json
+import logging
 import math
 import os
 import re
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Sequence
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
+import psutil
 from tqdm.auto import tqdm
 
-from stapo_lite.config import InputError, exit_on_input_error, one_line
+from stapo_lite.config import InputError, RunError, one_line_errors
 from stapo_lite.files import read_jsonl
 from stapo_lite.grading import MathGrader, Question
 from stapo_lite.types import Completion
 
-RewardFunction = Callable[[Sequence[Completion]], list[float | None]]
+logger = logging.getLogger(__name__)
+
+RewardFunction = Callable[[Sequence[Completion], int], list[float | None]]
+"""Of the completions and a seed."""
 
 BUILT_IN = ("math", "arithmetic")
 OWN_ARGUMENTS = ("prompts", "completions", "completion_ids")  # as in TRL, columns of these names stay out
@@ -35,6 +43,7 @@ class RewardModel:
         correct, incorrect: what the built-in functions return.
         timeout: wall-clock seconds that `math` may spend on one completion.
         num_workers: processes of `math`.
+        function_timeout, function_memory_gb, max_failures: of a user's function.
 
     Raises:
         InputError: a function cannot be imported.
@@ -48,86 +57,176 @@ class RewardModel:
         incorrect: float,
         timeout: float,
         num_workers: int,
+        function_timeout: float,
+        function_memory_gb: float | None,
+        max_failures: int,
     ):
         self._grader = MathGrader(timeout, num_workers)
+        limit = int(function_memory_gb * 2**30) if function_memory_gb else psutil.virtual_memory().total // 2
 
-        def score_math(completions: Sequence[Completion]) -> list[float | None]:
+        def score_math(completions: Sequence[Completion], _: int) -> list[float | None]:
             verdicts = self._grader.grade([Question(c.prompt.answer, c.text, not c.truncated) for c in completions])
             return [correct if verdict.correct else incorrect for verdict in verdicts]
 
-        def score_arithmetic(completions: Sequence[Completion]) -> list[float | None]:
+        def score_arithmetic(completions: Sequence[Completion], _: int) -> list[float | None]:
             return [correct if last_integer_equals(c.text, c.prompt.answer) else incorrect for c in completions]
 
         built_in: dict[str, RewardFunction] = {"math": score_math, "arithmetic": score_arithmetic}
         self._weighted = [
-            (name, built_in.get(name) or import_reward(name), weight)
+            (built_in.get(name) or UserFunction(name, function_timeout, limit, max_failures), weight)
             for name, weight in zip(functions, weights, strict=True)
         ]
 
-    def score(self, completions: Sequence[Completion]) -> None:
-        """Set `reward` of each completion; None where every function returned None.
+    def score(self, completions: Sequence[Completion], seed: int) -> None:
+        """Set `reward` of each completion; None where no function judged it.
 
         Raises:
-            InputError: a function returned the wrong number of values, or one that is not a finite
-                number or None.
+            RunError: a user's function failed too often.
         """
         totals: list[float | None] = [None] * len(completions)
-        for name, function, weight in self._weighted:
-            values = list(function(completions))
-            if len(values) != len(completions):
-                raise InputError(f"reward.functions={name}: returned {len(values)} values, not {len(completions)}")
-            for index, value in enumerate(values):
-                if value is None:
-                    continue
-                try:
-                    number = float(value)  # numpy's and torch's scalars too
-                except (TypeError, ValueError):
-                    number = math.nan
-                if not math.isfinite(number):
-                    raise InputError(f"reward.functions={name}: returned {value!r}; return finite numbers or None")
-                totals[index] = (totals[index] or 0.0) + weight * number
+        for function, weight in self._weighted:
+            for index, value in enumerate(function(completions, seed)):
+                if value is not None:
+                    totals[index] = (totals[index] or 0.0) + weight * value
         for completion, total in zip(completions, totals, strict=True):
             completion.reward = total
 
     def close(self) -> None:
         self._grader.close()
+        for function, _ in self._weighted:
+            if isinstance(function, UserFunction):
+                function.close()
 
 
-def import_reward(path: str) -> RewardFunction:
-    """The user's function at `package.module:function`, which is called as TRL calls it.
+class UserFunction:
+    """The user's reward function at `package.module:function`, called as TRL calls it, in a process of its own.
 
     It gets lists by keyword: `prompts`, `completions` (text, or messages where the prompt is messages),
     `completion_ids`, and every other column of the data set; and returns a list of numbers, or None for
-    a completion that it does not judge.
+    a completion that it does not judge. Where it raises, hangs, takes too much memory, or returns anything else, it is
+    called again, in a new process if need be, and then judges none of the completions.
+
+    Args:
+        timeout: seconds of one call, and of the module's import.
+        memory_bytes: resident memory of the process.
+        max_failures: calls in a row that may fail.
 
     Raises:
         InputError: the path is not of that form, or nothing callable is there.
     """
-    module_name, _, attribute = path.partition(":")
-    if not module_name or not attribute:
-        raise InputError(f"reward.functions={path}: use math, arithmetic or package.module:function")
-    try:
-        function = getattr(importlib.import_module(module_name), attribute)
-    except Exception as error:  # the module is the user's
-        raise InputError(
-            f"reward.functions={path}: cannot be imported ({type(error).__name__}: {one_line(error)})"
-        ) from None
-    if not callable(function):
-        raise InputError(f"reward.functions={path}: is a {type(function).__name__}, not a function")
 
-    def call(completions: Sequence[Completion]) -> list[float | None]:
+    def __init__(self, path: str, timeout: float, memory_bytes: int, max_failures: int):
+        self._path, self._timeout, self._memory_bytes = path, timeout, memory_bytes
+        self._max_failures, self._failures = max_failures, 0
+        self._process: subprocess.Popen | None = None
+        module_name, _, attribute = path.partition(":")
+        if not module_name or not attribute:
+            raise InputError(f"reward.functions={path}: use math, arithmetic or package.module:function")
+        problem = self._start()
+        if problem is not None:
+            raise InputError(f"reward.functions={path}: {problem}")
+
+    def __call__(self, completions: Sequence[Completion], seed: int) -> list[float | None]:
+        """A number for each completion, or None.
+
+        Args:
+            seed: of Python's, numpy's and torch's generators in the function's process.
+
+        Raises:
+            RunError: it failed too often in a row.
+        """
         prompts = [c.prompt for c in completions]
-        return function(
-            prompts=[p.prompt for p in prompts],
-            completions=[
+        columns = dict.fromkeys(name for p in prompts for name in p.columns if name not in OWN_ARGUMENTS)
+        arguments = {
+            "prompts": [p.prompt for p in prompts],
+            "completions": [
                 c.text if isinstance(c.prompt.prompt, str) else [{"role": "assistant", "content": c.text}]
                 for c in completions
             ],
-            completion_ids=[c.token_ids for c in completions],
-            **{name: [p.columns[name] for p in prompts] for name in prompts[0].columns if name not in OWN_ARGUMENTS},
-        )
+            "completion_ids": [c.token_ids for c in completions],
+            **{name: [p.columns.get(name) for p in prompts] for name in columns},
+        }
+        for _ in range(2):
+            values = self._start() or self._ask((arguments, seed))
+            if isinstance(values, list) and len(values) != len(completions):
+                values = f"returned {len(values)} values, not {len(completions)}"
+            if isinstance(values, list) and values and all(v is not None and not math.isfinite(v) for v in values):
+                values = "returned no finite number"
+            if isinstance(values, list):
+                self._failures = 0
+                unknown = sum(v is not None and not math.isfinite(v) for v in values)
+                if unknown:
+                    logger.warning(
+                        "reward.functions=%s: %d of %d values are no finite numbers: these completions are not judged",
+                        self._path, unknown, len(values),
+                    )  # fmt: skip
+                return [v if v is not None and math.isfinite(v) else None for v in values]
+            logger.warning("reward.functions=%s: %s", self._path, values)
+        self._failures += 1
+        if self._failures >= self._max_failures:
+            raise RunError(
+                f"reward.functions={self._path}: {values}; it failed on {self._failures} batches in a row "
+                "(reward.max_failures): mend it, and continue with --resume"
+            )
+        return [None] * len(completions)
 
-    return call
+    def _start(self) -> str | None:
+        """Start the process unless it runs; what is wrong with the function."""
+        if self._process is not None:
+            return None
+        self._connection, theirs = Pipe()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "stapo_lite.reward_worker", str(theirs.fileno()), str(self._timeout), self._path],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        theirs.close()
+        problem = self._answer()
+        if problem is not None:
+            self.close()
+        return problem
+
+    def _ask(self, question: Any) -> Any:
+        """The values, or what went wrong."""
+        try:
+            self._connection.send(question)
+        except OSError:
+            return self._ended()
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self._process is not None
+        deadline = time.monotonic() + self._timeout
+        while not self._connection.poll(0.1):
+            try:
+                memory = psutil.Process(self._process.pid).memory_info().rss
+            except psutil.Error:  # it ends just now
+                continue
+            if time.monotonic() > deadline:
+                self.close()
+                return f"took longer than {self._timeout:g} s (reward.function_timeout)"
+            if memory > self._memory_bytes:
+                self.close()
+                return f"took more than {self._memory_bytes / 2**30:.3g} GiB (reward.function_memory_gb)"
+        try:
+            return self._connection.recv()
+        except (EOFError, OSError):
+            return self._ended()
+
+    def _ended(self) -> str:
+        assert self._process is not None
+        status = self._process.wait()
+        self.close()
+        return f"ended its process with status {status}"
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+            self._connection.close()
 
 
 def last_integer_equals(text: str, answer: Any) -> bool:
@@ -195,7 +294,7 @@ def main() -> None:
     grade.add_argument("--timeout", type=float, default=5.0, help="seconds per answer")
     grade.add_argument("--num-workers", type=int, default=os.cpu_count() or 1, help="processes")
     arguments = parser.parse_args()
-    with exit_on_input_error():
+    with one_line_errors():
         print(grade_file(arguments.cases, arguments.out, arguments.timeout, arguments.num_workers))
 
 

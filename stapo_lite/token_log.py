@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from stapo_lite.files import append_lines
+from stapo_lite.files import Journal
 from stapo_lite.policy import Policy
 from stapo_lite.s2t import random_scores
 from stapo_lite.tracking import QUADRANTS_FILE, TOKENS_FILE
@@ -59,7 +59,7 @@ class TokenLog:
         tokenizer: Any,
         accelerator: Accelerator,
     ):
-        self._tokens, self._quadrants = folder / TOKENS_FILE, folder / QUADRANTS_FILE
+        self._tokens, self._quadrants = Journal(folder / TOKENS_FILE), Journal(folder / QUADRANTS_FILE)
         self._limit, self._context = tokens_per_step, context
         self._policy, self._tokenizer, self._accelerator = policy, tokenizer, accelerator
         self._begin_step()
@@ -92,6 +92,10 @@ class TokenLog:
             ids, probabilities = self._policy.top_tokens(hidden[indices], ALTERNATIVES)
             for (lot, _, completion, t), *top in zip(drawn, ids.tolist(), probabilities.tolist(), strict=True):
                 self._seen.append(_Seen(lot, completion, t, list(zip(*top, strict=True))))
+
+    def forget(self) -> None:
+        """What `see` saw of a mini-batch that is not made, or made again."""
+        self._seen = []
 
     def note(
         self,
@@ -139,7 +143,7 @@ class TokenLog:
                 "alternatives": alternatives,
             }
             self._candidates.append((lot, candidate))
-        self._seen = []
+        self.forget()
         self._candidates = self._draw(self._candidates)
 
     def write(self, step: int, tau_p: float) -> None:
@@ -149,7 +153,7 @@ class TokenLog:
         )
         counts, sums = self._accelerator.reduce(self._sums, "sum").tolist()
         if self._accelerator.is_main_process:
-            append_lines(self._tokens, [{"step": step} | self._readable(line) for _, line in self._draw(candidates)])
+            self._tokens.add({"step": step} | self._readable(line) for _, line in self._draw(candidates))
             line = {
                 "step": step,
                 "tau_p": tau_p,
@@ -158,7 +162,7 @@ class TokenLog:
                 "gradient_norm": [_short(s / n) if n else None for s, n in zip(sums, counts, strict=True)],
                 "points": [[_short(value) for value in point] for point in thin(points, self._limit)],
             }
-            append_lines(self._quadrants, [line])
+            self._quadrants.add([line])
         self._begin_step()
 
     def _draw(self, candidates: list[tuple[float, dict[str, Any]]]) -> list[tuple[float, dict[str, Any]]]:

@@ -1,5 +1,6 @@
 """What a person sees of a run: the metrics file, one line per step, samples, accelerate's trackers."""
 
+import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,10 +11,12 @@ from accelerate import Accelerator
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from stapo_lite.config import InputError
-from stapo_lite.files import append_lines, read_lines, write_lines
+from stapo_lite.config import InputError, one_line
+from stapo_lite.files import Journal, read_lines, sync, write_lines
 from stapo_lite.scores import results_table
 from stapo_lite.types import Completion
+
+logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
@@ -47,6 +50,17 @@ class Tally:
         for name, value in values.items():
             self._values[name].append(value)
 
+    def sum(self, name: str) -> Tensor:
+        """One of the sums so far, of this process."""
+        return self._sums[name]
+
+    def merge(self, other: "Tally") -> None:
+        """Add another's numbers, which may lack some names."""
+        self.add(**other._sums)
+        self.raise_to(**other._maxima)
+        for name, parts in other._values.items():
+            self._values[name] += parts
+
     def reduce(self, accelerator: Accelerator) -> dict[str, Any]:
         """Over all processes."""
         sums = accelerator.reduce(torch.stack(list(self._sums.values())), "sum")
@@ -75,23 +89,57 @@ class RunLog:
 
     def __init__(self, folder: Path, max_steps: int, start_step: int, accelerator: Accelerator):
         self._accelerator = accelerator
+        self._trackers: list[Any] = []
         self._max_steps = max_steps
-        self._path, self._evaluations = folder / METRICS_FILE, folder / EVALUATIONS_FILE
         if accelerator.is_main_process:
             # What a new run, or the steps to come, will write again; also where the token log is off by now.
-            for path in (self._path, self._evaluations, folder / TOKENS_FILE, folder / QUADRANTS_FILE):
+            for path in (folder / name for name in (METRICS_FILE, EVALUATIONS_FILE, TOKENS_FILE, QUADRANTS_FILE)):
                 if path.exists():
                     write_lines(path, [line for line in read_lines(path) if line["step"] <= start_step and start_step])
         accelerator.wait_for_everyone()
-        self._evaluated = {line["step"] for line in read_lines(self._evaluations)}
+        self._steps, self._evaluations = Journal(folder / METRICS_FILE), Journal(folder / EVALUATIONS_FILE)
+        self._evaluated = {line["step"] for line in read_lines(folder / EVALUATIONS_FILE)}
+
+    def start_trackers(self, project: str, config: dict[str, str]) -> None:
+        """Start accelerate's trackers. Where one cannot be reached, training goes on without, with a warning."""
+        try:
+            self._accelerator.init_trackers(project, config)
+            self._trackers = self._accelerator.trackers
+        except Exception as error:  # a service out of reach, a folder that cannot be written
+            logger.warning("log.report_to: no tracker was started (%s)", one_line(error))
+
+    def _track(self, values: dict[str, Any], step: int) -> None:
+        for tracker in list(self._trackers):
+            try:
+                tracker.log(values, step=step)
+            except Exception as error:
+                self._trackers.remove(tracker)
+                logger.warning("log.report_to: training goes on without %s (%s)", tracker.name, one_line(error))
+
+    def close(self) -> None:
+        """Finish the trackers."""
+        for tracker in self._trackers:
+            try:
+                tracker.finish()
+            except Exception as error:
+                logger.warning("log.report_to: %s did not finish (%s)", tracker.name, one_line(error))
 
     def step(self, metrics: dict[str, float | int | None]) -> None:
         """Append one line to the file, print the compact one, and tell the trackers."""
         if not self._accelerator.is_main_process:
             return
-        append_lines(self._path, [metrics])
+        self._steps.add([metrics])
         tqdm.write(step_line(metrics, self._max_steps))
-        self._accelerator.log({k: v for k, v in metrics.items() if v is not None and k != "step"}, step=metrics["step"])
+        self._track({k: v for k, v in metrics.items() if v is not None and k != "step"}, int(metrics["step"] or 0))
+
+    def flush(self) -> None:
+        """Have all steps on the disk.
+
+        Raises:
+            OSError: they still cannot.
+        """
+        self._steps.flush()
+        sync(self._steps.path)
 
     def has_evaluation(self, step: int) -> bool:
         """Whether the benchmarks were run after this step."""
@@ -102,10 +150,10 @@ class RunLog:
         self._evaluated.add(step)
         if results is None:  # not the main process
             return
-        append_lines(self._evaluations, [{"step": step} | results])
+        self._evaluations.add([{"step": step} | results])
         tqdm.write(f"benchmarks after step {step}\n{results_table(results)}")
         scores = results["benchmarks"] | {"average": results["average"]}
-        self._accelerator.log({f"evaluation/{name}": score["avg"] for name, score in scores.items()}, step=step)
+        self._track({f"evaluation/{name}": score["avg"] for name, score in scores.items()}, step)
 
     def samples(self, step: int, groups: Sequence[Sequence[Completion]]) -> None:
         """Print the best and the worst completion of the first prompt."""

@@ -1,17 +1,22 @@
 """STAPO training: rollouts, rewards, group advantages, keep-mask, clipped policy-gradient updates.
 
-    accelerate launch -m stapo_lite.train configs/quickstart.yaml [key.sub=value ...] [--dry-run] [--resume]
+    accelerate launch -m stapo_lite.train configs/quickstart.yaml [key.sub=value ...] [--dry-run] [--resume [--force]]
 
 Read `train` from top to bottom, then `update.py`: they are the method. docs/deviations.md lists where it
 departs from the paper; first of all, a LoRA adapter trains instead of the whole model.
 """
 
 import argparse
+import ctypes
+import fcntl
 import importlib.util
 import json
+import logging
 import math
 import os
 import shutil
+import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -23,10 +28,12 @@ from typing import Any
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration, gather_object
+from safetensors import SafetensorError
 from tqdm.auto import tqdm
 
 from stapo_lite import __version__, checkpoint, data
 from stapo_lite.advantages import group_advantages
+from stapo_lite.batching import TokenBudget
 from stapo_lite.benchmarks import load_benchmark
 from stapo_lite.checkpoint import flatten
 from stapo_lite.config import (
@@ -34,24 +41,30 @@ from stapo_lite.config import (
     InputError,
     Objective,
     Prompting,
+    RunError,
     batch_arithmetic,
     check_launched,
     check_processes,
-    exit_on_input_error,
     load_config,
+    one_line,
+    one_line_errors,
     to_yaml,
 )
 from stapo_lite.exam import draw, judge, make_tasks, sample_key, summarise
+from stapo_lite.files import write_text
 from stapo_lite.grading import MathGrader
+from stapo_lite.guard import RULES, new_symptoms
 from stapo_lite.policy import Policy, load_policy, load_tokenizer, make_optimizer
 from stapo_lite.report import write_report
 from stapo_lite.rewards import BUILT_IN, RewardModel, overlong_share
-from stapo_lite.rollout import Decoding, RolloutEngine, Sampling, check_vllm, resolve_engine
+from stapo_lite.rollout import Decoding, RolloutEngine, Sampling, check_vllm, resolve_engine, vllm_version
 from stapo_lite.s2t import linear_quantiles, next_tau_p
 from stapo_lite.token_log import TokenLog
 from stapo_lite.tracking import ENVIRONMENT_FILE, RunLog, Tally, read_metrics
 from stapo_lite.types import Completion, Prompt
 from stapo_lite.update import MAXIMA, SUMS, VALUES, Statistics, Update, measure, old_inputs, update, with_gradient
+
+logger = logging.getLogger(__name__)
 
 ROLLOUT_SUMS = (
     "groups", "zero_variance_groups", "completions", "truncated", "scored", "reward", "tokens", "sampled_nll",
@@ -59,52 +72,76 @@ ROLLOUT_SUMS = (
 )  # fmt: skip
 
 
-def train(config: Config, resume: bool = False) -> Iterator[dict[str, Any]]:
+def train(config: Config, resume: bool = False, force: bool = False) -> Iterator[dict[str, Any]]:
     """Run the training; yields the metrics of each step (docs/metrics.md).
 
     Who stops iterating ends the run there: adapter and checkpoint are written as at the last step. With several
-    processes all must stop at the same one. What interrupts a step (an error, Ctrl-C) leaves the last checkpoint.
+    processes all must stop at the same one. What interrupts a step (an error, SIGTERM, Ctrl-C) leaves a checkpoint of
+    the step before.
 
     Args:
-        resume: continue from the newest checkpoint in `config.output_dir`.
+        resume: continue from the newest intact checkpoint in `config.output_dir`; begin where there is none.
+        force: continue with a config that differs where it decides what the run computes.
 
     Raises:
         InputError: something in the config, the data or the model cannot be used; found before any
             weights are loaded, where it can be.
+        RunError: faults that the run outlives (docs/faults.md) did not end.
     """
+    with ExitStack() as closing:  # all of it, whatever one does
+        yield from _train(config, resume, force, closing)
+
+
+def _train(config: Config, resume: bool, force: bool, closing: ExitStack) -> Iterator[dict[str, Any]]:
     accelerator = make_accelerator(config)
     rank, processes, is_main = accelerator.process_index, accelerator.num_processes, accelerator.is_main_process
     check_processes(config, processes)
     engine_name = resolve_engine(config.rollout.engine)
     check_engine(engine_name, config)
-    run_folder = open_run_folder(config, resume, accelerator)
+    run_folder, newest = open_run_folder(config, resume, accelerator, closing)
+    surroundings = environment(engine_name, processes)
+    if newest is not None:
+        for note in checkpoint.check_resume(newest, config.model_dump(), surroundings, force):
+            accelerator.print(note)
     prompts, tokenizer, stop_tokens = load_prompts(config, accelerator.print)
     exam = make_exam(config, tokenizer)
     accelerator.print(batch_arithmetic(config, processes))
     rewards = make_rewards(config)
+    closing.callback(rewards.close)
     policy = make_policy(config, tokenizer, accelerator.device)
     optimizer = make_optimizer(policy, config.train.optim, config.train.learning_rate, config.train.weight_decay)
     progress = checkpoint.Progress(tau_p=config.objective.s2t.tau_p)
-    if resume:
-        progress = checkpoint.load_checkpoint(checkpoint.latest_checkpoint(run_folder), policy, optimizer)
+    if newest is not None:
+        progress = checkpoint.load_checkpoint(newest, policy, optimizer)
+    budget = TokenBudget(config.train.max_tokens_per_microbatch, progress.halvings)
     if config.train.park_trainer:
         policy.park()
     engine = make_engine(engine_name, config, stop_tokens)
-    accelerator.init_trackers(config.log.project, config={k: str(v) for k, v in flatten(config.model_dump()).items()})
+    closing.callback(engine.close)
+    if is_main:
+        describe_run(run_folder, config, surroundings)
+        if progress.step < config.train.max_steps:
+            shutil.rmtree(run_folder / "adapter", ignore_errors=True)  # of the end before
     log = RunLog(run_folder, config.train.max_steps, progress.step, accelerator)
+    closing.callback(log.close)
+    log.start_trackers(config.log.project, {k: str(v) for k, v in flatten(config.model_dump()).items()})
+    history = read_metrics(run_folder)
     token_log = None
     if config.audit.enabled:
         limits = config.audit.tokens_per_step, config.audit.context
         token_log = TokenLog(run_folder, *limits, policy, tokenizer, accelerator)
 
     def save_checkpoint() -> None:
-        if is_main:
-            checkpoint.save_checkpoint(
-                run_folder, progress, policy, optimizer, config.model_dump(), config.log.save_total_limit
-            )
+        if not is_main or snapshot.progress.step == 0:
+            return
+        try:
+            log.flush()
+            limit = config.log.save_total_limit
+            checkpoint.save_checkpoint(run_folder, snapshot, policy, config.model_dump(), surroundings, limit)
+        except (OSError, SafetensorError) as error:  # a full disk, above all
+            logger.warning("checkpoint-%d was not written (%s)", snapshot.progress.step, one_line(error))
 
-    if is_main and resume and progress.step < config.train.max_steps:
-        shutil.rmtree(run_folder / "adapter", ignore_errors=True)  # of the end before
+    snapshot = checkpoint.take_snapshot(progress, policy, optimizer)
     dynamic = config.rollout.dynamic_sampling
     max_rounds = config.rollout.max_sampling_rounds if dynamic else 1
 
@@ -145,7 +182,7 @@ def train(config: Config, resume: bool = False) -> Iterator[dict[str, Any]]:
                 texts = tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
                 for completion, text in zip(completions, texts, strict=True):
                     completion.text = text
-                rewards.score(completions)
+                rewards.score(completions, seed)
                 usable = [(i, not dynamic or has_variance(group)) for i, group in zip(mine, groups, strict=True)]
                 places = fill_places(sorted(gather_object(usable)), filled, config.train.batch_size)
                 batch |= {places[i]: group for i, group in zip(mine, groups, strict=True) if i in places}
@@ -181,10 +218,10 @@ def train(config: Config, resume: bool = False) -> Iterator[dict[str, Any]]:
             ]
             old: Statistics = {}
             for mini_batch in mini_batches[1:]:
-                old |= measure(policy, old_inputs(mini_batch, objective), config.train.max_tokens_per_microbatch)
+                old |= measure(policy, old_inputs(mini_batch, objective), budget)
 
             # 5. One update for each mini-batch.
-            updates = []
+            updates, skipped = [], 0
             work = sum(len(c.token_ids) for mini_batch in mini_batches for c in with_gradient(mini_batch, objective))
             with tqdm(total=work, desc="update", unit="tok", leave=False, disable=None if is_main else True) as bar:
                 for index, mini_batch in enumerate(mini_batches):
@@ -198,17 +235,23 @@ def train(config: Config, resume: bool = False) -> Iterator[dict[str, Any]]:
                         old if index > 0 else None,
                         objective,
                         max_completion_length=config.rollout.max_completion_length,
-                        max_tokens=config.train.max_tokens_per_microbatch,
+                        budget=budget,
                         max_grad_norm=config.train.max_grad_norm,
                         accelerator=accelerator,
                         tally=tally,
                         on_tokens=bar.update,
                         token_log=token_log,
                     )
-                    if done is not None:
+                    if done is not None and done.skipped:
+                        skipped += 1
+                        progress.skipped_in_a_row += 1
+                        check_skipped(progress.skipped_in_a_row, config.train.max_skipped_updates, done.grad_norm)
+                    elif done is not None:
                         updates.append(done)
                         progress.updates += 1
+                        progress.skipped_in_a_row = 0
             progress.step = step
+            progress.halvings = max(gather_object([budget.halvings]))
             if config.train.park_trainer:
                 policy.park()
             lap(seconds, "update", clock)
@@ -222,6 +265,8 @@ def train(config: Config, resume: bool = False) -> Iterator[dict[str, Any]]:
                 seconds,
                 sampling_rounds=rounds,
                 batch_groups=filled,
+                skipped_updates=skipped,
+                microbatch_tokens=budget.tokens,
                 tau_p=progress.tau_p,
                 learning_rate=optimizer.param_groups[0]["lr"],
             )
@@ -235,22 +280,28 @@ def train(config: Config, resume: bool = False) -> Iterator[dict[str, Any]]:
                 token_log.write(step, objective.s2t.tau_p)
             if config.log.log_completions_steps and step % config.log.log_completions_steps == 0:
                 log.samples(step, sampled)
-            if step == config.train.max_steps or (config.log.save_steps and step % config.log.save_steps == 0):
+            history.append(metrics)
+            symptoms = new_symptoms(history)
+            for symptom in symptoms if is_main else []:
+                logger.warning("step %d, %s: %s", step, symptom, RULES[symptom].cause)
+            stop = [symptom for symptom in symptoms if symptom in config.stop_on]
+            if is_main:
+                snapshot = checkpoint.take_snapshot(progress, policy, optimizer)
+            if step == config.train.max_steps or stop or (config.log.save_steps and step % config.log.save_steps == 0):
                 save_checkpoint()
             yield metrics
+            if stop:
+                accelerator.print(f"stop_on={stop[0]}: the run ends after step {step}")
+                break
 
         if exam and not log.has_evaluation(progress.step):
             engine.wake()
             engine.publish(policy, version=progress.step + 1)
             log.evaluation(progress.step, exam(engine, accelerator))
-    except GeneratorExit:  # the caller has seen enough: what was learned is kept
+    except BaseException as interruption:  # whatever it is, what was learned is kept
         save_checkpoint()
-    finally:
-        with ExitStack() as closing:  # all of them, whatever one does
-            closing.callback(rewards.close)
-            closing.callback(engine.close)
-            for tracker in accelerator.trackers:
-                closing.callback(tracker.finish)
+        if not isinstance(interruption, GeneratorExit):  # the caller has seen enough
+            raise
     if is_main:
         policy.save_adapter(run_folder / "adapter")
         print(f"{write_report(run_folder)}\nadapter: {run_folder / 'adapter'}")
@@ -259,6 +310,20 @@ def train(config: Config, resume: bool = False) -> Iterator[dict[str, Any]]:
 def learning_rate(peak: float, warmup_steps: int, updates_done: int) -> float:
     """Linear warm-up over `warmup_steps` updates, then constant."""
     return peak * min(1.0, (updates_done + 1) / max(1, warmup_steps))
+
+
+def check_skipped(in_a_row: int, limit: int, grad_norm: float) -> None:
+    """Say that an update was skipped.
+
+    Raises:
+        RunError: too many were.
+    """
+    logger.warning("update skipped: loss or gradient is not finite (gradient norm %g)", grad_norm)
+    if in_a_row >= limit:
+        raise RunError(
+            f"{in_a_row} updates in a row had a loss or gradient that is not finite (train.max_skipped_updates): lower "
+            "train.learning_rate, choose another dtype, and continue from an earlier checkpoint"
+        )
 
 
 def with_tau_p(objective: Objective, tau_p: float) -> Objective:
@@ -390,36 +455,46 @@ def make_accelerator(config: Config) -> Accelerator:
     return accelerator
 
 
-def open_run_folder(config: Config, resume: bool, accelerator: Accelerator) -> Path:
-    """Make the run folder and write the resolved config there.
+def open_run_folder(
+    config: Config, resume: bool, accelerator: Accelerator, closing: ExitStack
+) -> tuple[Path, Path | None]:
+    """Make the run folder and lock it; returns it and the checkpoint to resume, None where that is the beginning.
+    Nothing that it holds is changed.
 
     Raises:
-        InputError: it holds a run already, or none to resume.
+        InputError: it holds a run already, or damaged checkpoints only; another process writes to it.
     """
     folder = Path(config.output_dir)
-    if resume:
-        checkpoint.check_same_config(checkpoint.latest_checkpoint(folder), config.model_dump())
-    elif read_metrics(folder):
-        fix = "continue it with --resume" if checkpoint.list_checkpoints(folder) else "delete it"
-        raise InputError(f"output_dir={folder} holds a run: {fix}, or choose another folder")
+    newest = checkpoint.newest_checkpoint(folder) if resume else None
+    if not resume and read_metrics(folder):
+        raise InputError(f"output_dir={folder} holds a run: continue it with --resume, or choose another folder")
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-            hardware = environment(accelerator.num_processes)
-            (folder / ENVIRONMENT_FILE).write_text(json.dumps(hardware, indent=1), encoding="utf-8")
+            lock = closing.enter_context((folder / ".lock").open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the file is closed, by whatever death
+        except BlockingIOError:
+            raise InputError(f"output_dir={folder}: another run writes to it at this moment") from None
         except OSError as error:
             raise InputError(f"output_dir={folder}: cannot be written ({error.strerror})") from None
-    return folder
+    return folder, newest
 
 
-def environment(processes: int) -> dict[str, str]:
-    """What the run runs on: hardware and versions, for its model card."""
+def describe_run(folder: Path, config: Config, surroundings: dict[str, str]) -> None:
+    """Write the resolved config and what the run runs on."""
+    write_text(folder / "config.yaml", to_yaml(config))
+    write_text(folder / ENVIRONMENT_FILE, json.dumps(surroundings, indent=1))
+
+
+def environment(engine: str, processes: int) -> dict[str, str]:
+    """What the run runs on: hardware and versions, for its model card and to compare when it is resumed."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU with {os.cpu_count()} cores"
     names = ("torch", "transformers", "peft", "accelerate")
     return {
         "hardware": f"{processes} x {device}" if torch.cuda.is_available() else device,
+        "processes": str(processes),
+        "engine": f"vllm {vllm_version()}" if engine == "vllm" else engine,
         "stapo_lite": __version__,
         **{name: version(name) for name in names},
     }
@@ -502,7 +577,8 @@ def make_exam(config: Config, tokenizer: Any) -> Callable[[RolloutEngine, Accele
 def make_rewards(config: Config) -> RewardModel:
     r = config.reward
     weights = [1.0] * len(r.functions) if r.weights is None else r.weights
-    return RewardModel(r.functions, weights, r.correct, r.incorrect, r.timeout, r.num_workers)
+    user = (r.function_timeout, r.function_memory_gb, r.max_failures)
+    return RewardModel(r.functions, weights, r.correct, r.incorrect, r.timeout, r.num_workers, *user)
 
 
 def make_policy(config: Config, tokenizer: Any, device: torch.device) -> Policy:
@@ -562,7 +638,21 @@ def make_engine(name: str, config: Config, stop_tokens: tuple[int, ...]) -> Roll
         kv_cache_gb=r.kv_cache_gb,
         quantization=r.quantization,
         sleep_level=r.sleep_level,
+        max_restarts=r.max_restarts,
     )
+
+
+def end_on_sigterm() -> None:
+    """Have SIGTERM, by which schedulers announce that they will kill, end the run like an error, with status 143."""
+
+    def end(*_: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough
+        sys.exit(128 + signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, end)
+    if "ACCELERATE_MIXED_PRECISION" in os.environ and sys.platform == "linux":
+        # `accelerate launch` dies of a SIGTERM without passing it on; the kernel does it for us then.
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def main() -> None:
@@ -572,9 +662,12 @@ def main() -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="print the resolved config and the batch arithmetic, stop"
     )
-    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in output_dir")
+    parser.add_argument(
+        "--resume", action="store_true", help="continue from the newest checkpoint in output_dir, if any"
+    )
+    parser.add_argument("--force", action="store_true", help="resume with a config that makes it another run")
     arguments = parser.parse_intermixed_args()
-    with exit_on_input_error():
+    with one_line_errors():
         config = load_config(arguments.config, arguments.overrides)
         processes = int(os.environ.get("WORLD_SIZE", "1"))
         check_processes(config, processes)
@@ -582,7 +675,8 @@ def main() -> None:
             if os.environ.get("RANK", "0") == "0":
                 print(f"{to_yaml(config)}\n{batch_arithmetic(config, processes)}")
             return
-        for _ in train(config, arguments.resume):
+        end_on_sigterm()
+        for _ in train(config, arguments.resume, arguments.force):
             pass
         PartialState().destroy_process_group()  # its threads, still running at exit, may abort a process
 

@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from stapo_lite.batching import collate, pad_rows, split_by_tokens
+from stapo_lite.batching import TokenBudget, collate, pad_rows
 from stapo_lite.config import S2T, Objective
 from stapo_lite.objective import (
     Totals,
@@ -42,8 +42,10 @@ class Update(NamedTuple):
 
     grad_norm: float
     """Before clipping."""
-    tau_h: float | None
+    tau_h: float | None = None
     """None without candidates."""
+    skipped: bool = False
+    """Loss or gradient was not finite: nothing changed, and nothing was tallied."""
 
 
 class Masks(NamedTuple):
@@ -67,7 +69,7 @@ def update(
     objective: Objective,
     *,
     max_completion_length: int,
-    max_tokens: int,
+    budget: TokenBudget,
     max_grad_norm: float,
     accelerator: Accelerator,
     tally: Tally,
@@ -83,14 +85,14 @@ def update(
         old: statistics of the policy before the step's first update; None where it is this one, so
             that the ratio is 1 and its gradient that of the log-probability.
         max_completion_length: the denominator of `aggregation: constant`.
-        max_tokens: of a micro-batch.
+        budget: of a micro-batch; where memory runs out the gradient is begun anew with less.
         on_tokens: told of the completion tokens done.
         token_log: notes the candidates.
 
     Returns:
         None, with nothing changed, where no token that is kept has a gradient.
     """
-    micro_batches = split_by_tokens(with_gradient(mini_batch, objective), max_tokens)
+    trained = with_gradient(mini_batch, objective)
 
     def forward(batch: MicroBatch) -> tuple[Tensor | None, TokenStatistics]:
         hidden = policy.hidden_states(batch)
@@ -99,89 +101,106 @@ def update(
 
     # The keep-mask and the denominators, from the whole mini-batch before any gradient. Where the mask depends on
     # the policy as it is now, the first micro-batch's forward pass serves both.
-    first: tuple[Tensor | None, TokenStatistics] | None = None
+    first: tuple[list[Completion], tuple[Tensor | None, TokenStatistics]] | None = None
     given: Statistics = {}
     if old is not None and objective.s2t.statistics == "old":
         given = old
-    elif mask_inputs(mini_batch, objective) and micro_batches:
-        first = forward(collate(micro_batches[0], policy.pad_token_id, policy.device))
-        given = by_completion(micro_batches[0], first[1])
-    masks = find_masks(policy, mini_batch, given, objective, max_tokens, accelerator)
+    elif mask_inputs(mini_batch, objective) and trained:
+        first = budget.fit(
+            trained, lambda parts: (parts[0], forward(collate(parts[0], policy.pad_token_id, policy.device)))
+        )
+        given = by_completion(first[0], first[1][1])
+    masks = find_masks(policy, mini_batch, given, objective, budget, accelerator)
     kept_counts = torch.stack([masks.keep[c].sum() for c in mini_batch]).tolist() if mini_batch else []
     kept = dict(zip(mini_batch, kept_counts, strict=True))
     counts = [sum(kept.values()), sum(n > 0 for n in kept.values()), len(kept)]
-    counts += [sum(kept[completion] for rows in micro_batches for completion in rows)]
-    *counts, trained = accelerator.reduce(torch.tensor(counts, device=policy.device), "sum").tolist()
+    counts += [sum(kept[completion] for completion in trained)]
+    *counts, kept_of_trained = accelerator.reduce(torch.tensor(counts, device=policy.device), "sum").tolist()
     totals = Totals(*counts)
+    whole = Tally(SUMS, MAXIMA, VALUES, policy.device)
     tokens = sum(len(completion.token_ids) for completion in mini_batch)
-    tally.add(batch_tokens=tokens, kept=sum(kept.values()), silenced=masks.silenced)
-    if trained == 0:
+    whole.add(batch_tokens=tokens, kept=sum(kept.values()), silenced=masks.silenced)
+    if kept_of_trained == 0:
+        tally.merge(whole)
         return None
 
     # Micro-batches: forward, loss as a sum, backward.
     in_float16 = policy.dtype == torch.float16
     scale = loss_scale(totals, objective.aggregation, max_completion_length) if in_float16 else 1.0
-    current: Statistics = {}
-    norms: dict[Completion, Tensor] = {}
-    for rows in micro_batches:
-        batch = collate(rows, policy.pad_token_id, policy.device)
-        active = batch.completion_mask & (batch.advantages != 0)[:, None]
-        rollout_logprobs = pad_rows([torch.tensor(c.rollout_logprobs) for c in rows]).to(policy.device)
-        ref_logprobs = policy.reference_logprobs(batch) if objective.beta else None
-        (hidden, now), first = forward(batch) if first is None else first, None
-        logprobs, entropy, collision = (values.detach() for values in now)
-        statistics = by_completion(rows, now)
-        if token_log is not None and hidden is not None:
-            judged = concatenate(rows, deciding(statistics, masks, objective.s2t), policy.device)
-            token_log.see(rows, hidden, candidate_mask(judged[0], judged[2], objective.s2t.tau_p))
-        del hidden
 
-        # The policy that sampled, as the trainer and as the engine see it: any difference is numerical.
-        old_logprobs, correction = rollout_logprobs, torch.ones_like(rollout_logprobs)
-        if old is None or objective.old_logprobs == "trainer":
-            trainer_logprobs = logprobs if old is None else pad_rows([old[c].logprobs for c in rows])
-            gap = (trainer_logprobs - rollout_logprobs).abs()
-            gap_k3 = k3(rollout_logprobs, trainer_logprobs)
-            tally.add(gap=total(gap, active), gap_k3=total(gap_k3, active), gap_tokens=active.sum())
-            tally.raise_to(gap_max=gap.masked_fill(~active, -torch.inf).max())
-        if objective.old_logprobs == "trainer":
-            old_logprobs = trainer_logprobs
-            correction, capped = sampler_correction(
-                old_logprobs, rollout_logprobs, objective.sampler_correction, objective.sampler_cap
+    def backward(micro_batches: list[list[Completion]]) -> tuple[Tally, Statistics, dict[Completion, Tensor]]:
+        """Add up the gradient; its tally, the statistics now, and the norm of each token's logit gradient."""
+        nonlocal first
+        known, first = first, None  # its graph serves once
+        optimizer.zero_grad()
+        if token_log is not None:
+            token_log.forget()
+        sums = Tally(SUMS, MAXIMA, VALUES, policy.device)
+        current: Statistics = {}
+        norms: dict[Completion, Tensor] = {}
+        for rows in micro_batches:
+            batch = collate(rows, policy.pad_token_id, policy.device)
+            active = batch.completion_mask & (batch.advantages != 0)[:, None]
+            rollout_logprobs = pad_rows([torch.tensor(c.rollout_logprobs) for c in rows]).to(policy.device)
+            ref_logprobs = policy.reference_logprobs(batch) if objective.beta else None
+            hidden, now = known[1] if known is not None and known[0] == rows else forward(batch)
+            known = None
+            logprobs, entropy, collision = (values.detach() for values in now)
+            statistics = by_completion(rows, now)
+            if token_log is not None and hidden is not None:
+                judged = concatenate(rows, deciding(statistics, masks, objective.s2t), policy.device)
+                token_log.see(rows, hidden, candidate_mask(judged[0], judged[2], objective.s2t.tau_p))
+            del hidden
+
+            # The policy that sampled, as the trainer and as the engine see it: any difference is numerical.
+            old_logprobs, correction = rollout_logprobs, torch.ones_like(rollout_logprobs)
+            if old is None or objective.old_logprobs == "trainer":
+                trainer_logprobs = logprobs if old is None else pad_rows([old[c].logprobs for c in rows])
+                gap = (trainer_logprobs - rollout_logprobs).abs()
+                gap_k3 = k3(rollout_logprobs, trainer_logprobs)
+                sums.add(gap=total(gap, active), gap_k3=total(gap_k3, active), gap_tokens=active.sum())
+                sums.raise_to(gap_max=gap.masked_fill(~active, -torch.inf).max())
+            if objective.old_logprobs == "trainer":
+                old_logprobs = trainer_logprobs
+                correction, capped = sampler_correction(
+                    old_logprobs, rollout_logprobs, objective.sampler_correction, objective.sampler_cap
+                )
+                sums.add(capped=(capped & active).sum())
+
+            # sum over kept tokens of  weight * (correction * clipped loss + beta * k3 - entropy_coef * H)
+            keep_mask = pad_rows([masks.keep[c] for c in rows])
+            token = clipped_token_loss(
+                now.logprobs, old_logprobs, batch.advantages, objective.epsilon, objective.epsilon_high
             )
-            tally.add(capped=(capped & active).sum())
+            loss = correction * token.loss - objective.entropy_coef * now.entropy
+            if ref_logprobs is not None:
+                kl = k3(now.logprobs, ref_logprobs)
+                loss = loss + objective.beta * kl
+                sums.add(kl=total(kl.detach(), keep_mask), kl_tokens=keep_mask.sum())
+            kept_of_rows = torch.tensor([kept[c] for c in rows], device=policy.device)
+            weights = sequence_weights(kept_of_rows, totals, objective.aggregation, max_completion_length)
+            loss = (weights[:, None] * loss).where(keep_mask, 0.0).sum(dtype=torch.float64)
+            (scale * loss).backward()
 
-        # sum over kept tokens of  weight * (correction * clipped loss + beta * k3 - entropy_coef * H)
-        keep_mask = pad_rows([masks.keep[c] for c in rows])
-        token = clipped_token_loss(
-            now.logprobs, old_logprobs, batch.advantages, objective.epsilon, objective.epsilon_high
-        )
-        loss = correction * token.loss - objective.entropy_coef * now.entropy
-        if ref_logprobs is not None:
-            kl = k3(now.logprobs, ref_logprobs)
-            loss = loss + objective.beta * kl
-            tally.add(kl=total(kl.detach(), keep_mask), kl_tokens=keep_mask.sum())
-        kept_of_rows = torch.tensor([kept[c] for c in rows], device=policy.device)
-        weights = sequence_weights(kept_of_rows, totals, objective.aggregation, max_completion_length)
-        loss = (weights[:, None] * loss).where(keep_mask, 0.0).sum(dtype=torch.float64)
-        (scale * loss).backward()
+            trains = active & keep_mask
+            norm = logit_gradient_norm(correction * token.gradient, logprobs, collision)
+            sums.add(
+                loss=loss.detach(),
+                active_tokens=active.sum(),
+                trained_tokens=trains.sum(),
+                entropy=total(entropy, active),
+                collision=total(collision, active),
+                logit_grad_norm=total(norm, trains),
+                clipped_low=(token.clipped_low & trains).sum(),
+                clipped_high=(token.clipped_high & trains).sum(),
+            )
+            current |= statistics
+            norms |= dict(unpad(rows, norm))
+            on_tokens(sum(len(c.token_ids) for c in rows))
+        return sums, current, norms
 
-        trains = active & keep_mask
-        norm = logit_gradient_norm(correction * token.gradient, logprobs, collision)
-        tally.add(
-            loss=loss.detach(),
-            active_tokens=active.sum(),
-            trained_tokens=trains.sum(),
-            entropy=total(entropy, active),
-            collision=total(collision, active),
-            logit_grad_norm=total(norm, trains),
-            clipped_low=(token.clipped_low & trains).sum(),
-            clipped_high=(token.clipped_high & trains).sum(),
-        )
-        current |= statistics
-        norms |= dict(unpad(rows, norm))
-        on_tokens(sum(len(c.token_ids) for c in rows))
-    tau_h = tally_spurious(current, norms, masks, objective.s2t, accelerator, tally, policy.device, token_log)
+    sums, current, norms = budget.fit(trained, backward)
+    whole.merge(sums)
 
     # One clip, one step, the same on every process.
     for parameter in policy.parameters.values() if in_float16 else ():
@@ -189,18 +208,27 @@ def update(
             parameter.grad /= scale
     if accelerator.num_processes > 1:
         sum_gradients(policy, lambda gradient: accelerator.reduce(gradient, "sum"))
-    grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters.values(), max_grad_norm, error_if_nonfinite=True)
+    grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters.values(), max_grad_norm)
+    if not accelerator.reduce(whole.sum("loss") + grad_norm, "sum").isfinite():
+        optimizer.zero_grad()
+        return Update(float(grad_norm), skipped=True)
+    tau_h = tally_spurious(current, norms, masks, objective.s2t, accelerator, whole, policy.device, token_log)
+    tally.merge(whole)
     optimizer.step()
     optimizer.zero_grad()
     return Update(float(grad_norm), tau_h)
 
 
 @torch.no_grad()
-def measure(policy: Policy, completions: Sequence[Completion], max_tokens: int) -> Statistics:
+def measure(policy: Policy, completions: Sequence[Completion], budget: TokenBudget) -> Statistics:
     """Statistics of the current policy for each completion."""
     statistics: Statistics = {}
-    for rows in split_by_tokens(completions, max_tokens):
-        statistics |= by_completion(rows, policy.statistics(collate(rows, policy.pad_token_id, policy.device)))
+
+    def run(micro_batches: list[list[Completion]]) -> None:
+        for rows in micro_batches:
+            statistics.update(by_completion(rows, policy.statistics(collate(rows, policy.pad_token_id, policy.device))))
+
+    budget.fit(completions, run)
     return statistics
 
 
@@ -241,7 +269,7 @@ def find_masks(
     mini_batch: Sequence[Completion],
     given: Statistics,
     objective: Objective,
-    max_tokens: int,
+    budget: TokenBudget,
     accelerator: Accelerator,
 ) -> Masks:
     """The masks of this process's share of a mini-batch; thresholds are those of the whole.
@@ -253,7 +281,7 @@ def find_masks(
     """
     s2t, device = objective.s2t, policy.device
     inputs = mask_inputs(mini_batch, objective)
-    statistics = given | measure(policy, [c for c in inputs if c not in given], max_tokens)
+    statistics = given | measure(policy, [c for c in inputs if c not in given], budget)
     logprobs, entropy, advantages = concatenate(inputs, statistics, device)
     silenced, tau_h = torch.zeros_like(entropy, dtype=torch.bool), None
     if s2t.enabled:

@@ -49,8 +49,10 @@ class Verifier:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(model, padding_side="left")
-            self._model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, device_map={"": device})
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(model, padding_side="left", trust_remote_code=False)
+            self._model: Any = AutoModelForCausalLM.from_pretrained(
+                model, dtype=dtype, device_map={"": device}, trust_remote_code=False
+            )
         except Exception as error:  # transformers raises a dozen kinds
             raise InputError(f"verifier.model={model}: cannot be loaded ({one_line(error)})") from None
         if not self._tokenizer.chat_template:

@@ -1,6 +1,9 @@
 """Shared models and engines: each is made once per run of the suite."""
 
+import importlib
+import json
 import os
+import sys
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before the Hub's client is imported: no test asks the network
 
@@ -9,12 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from random_model import VOCABULARY, build, qwen3
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its kernels run on the CPU
 
-from stapo_lite.config import PROJECTIONS
+from stapo_lite.config import PROJECTIONS, load_config
 from stapo_lite.policy import Policy, load_policy
 from stapo_lite.rollout import Sampling
 from stapo_lite.types import Completion, Prompt
@@ -107,3 +111,81 @@ def fake_completions(seed: int, advantages: list[float], longest: int = 9, vocab
         ids = [draw(4, vocabulary) for _ in range(draw(1, longest + 1))]
         completions.append(Completion(prompt, ids, [-1.0] * len(ids), True, 0, advantage=advantage))
     return completions
+
+
+@pytest.fixture
+def write_config(tiny_model, tmp_path, monkeypatch):
+    """A small run of the tiny model, rewarded by a user's function for each token with an even id."""
+    (tmp_path / "parity.py").write_text(
+        "def even(completion_ids, **columns): return [float(sum(i % 2 == 0 for i in ids)) for ids in completion_ids]\n",
+        encoding="utf-8",
+    )
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(
+            json.dumps({"prompt": f"say {word}", "answer": "a"}) + "\n" for word in ("one", "two", "three", "four")
+        ),
+        encoding="utf-8",
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "parity", raising=False)
+
+    def write(**changes) -> Path:
+        tree = {
+            "model": str(tiny_model),
+            "output_dir": str(tmp_path / "run"),
+            "dtype": "float32",
+            "lora": {"r": 8},
+            "data": {"source": str(tmp_path / "prompts.jsonl"), "max_prompt_length": 64},
+            "reward": {"functions": ["parity:even"]},
+            "rollout": {"engine": "transformers", "num_generations": 4, "max_completion_length": 8},
+            "objective": {"s2t": {"tau_p": 0.01}},
+            "train": {
+                "max_steps": 4,
+                "batch_size": 4,
+                "mini_batch_size": 2,
+                "max_tokens_per_microbatch": 256,
+                "learning_rate": 0.01,
+                "gradient_checkpointing": False,
+            },
+            "log": {"save_steps": 2, "log_completions_steps": 2},
+        }
+        for key, value in changes.items():
+            section, _, name = key.partition("__")
+            (tree[section] if name else tree)[name or section] = value
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump(tree), encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture
+def user_reward(write_config, tmp_path):
+    """Replace the user's reward function."""
+
+    def replace(source):
+        (tmp_path / "parity.py").write_text(source + "\n", encoding="utf-8")
+        sys.modules.pop("parity", None)
+
+    return replace
+
+
+def run(config, resume=False):
+    return list(importlib.import_module("stapo_lite.train").train(load_config(config), resume))
+
+
+def command(monkeypatch, *arguments):
+    """Run the command in this process; its exit status."""
+    monkeypatch.setattr(sys, "argv", ["train", *map(str, arguments)])
+    try:
+        importlib.import_module("stapo_lite.train").main()
+    except SystemExit as exit_:
+        return exit_.code
+    return 0
+
+
+TIMES = {"tokens_per_second", "seconds_rollout", "seconds_reward", "seconds_update", "seconds_step"}
+
+
+def without_times(metrics):
+    return [{k: v for k, v in line.items() if k not in TIMES} for line in metrics]

@@ -36,6 +36,7 @@ def make_vllm(model, dtype, quantization=None, sleep_level=1):
         kv_cache_gb=0.125,
         quantization=quantization,
         sleep_level=sleep_level,
+        max_restarts=2,
     )
 
 

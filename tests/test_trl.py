@@ -5,6 +5,7 @@ import torch
 from conftest import SAMPLING, adapted_policy
 from test_update import ADVANTAGES, LONGEST, later_update, objective, relative, run_update
 
+from stapo_lite.batching import TokenBudget
 from stapo_lite.objective import sampler_correction
 from stapo_lite.rewards import overlong_share
 from stapo_lite.update import measure
@@ -77,7 +78,7 @@ def test_loss_and_gradient_agree(tiny_model, tmp_path, case):
     policy = adapted_policy(tiny_model)
     completions, old = later_update(policy)
     with policy.model.disable_adapter():
-        reference = measure(policy, completions, 10_000)
+        reference = measure(policy, completions, TokenBudget(10_000))
     preset = objective(**ours)
 
     trainer = trl_trainer(policy.model, tmp_path, **theirs)

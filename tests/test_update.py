@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from stapo_lite import batching
 from stapo_lite import update as update_module
+from stapo_lite.batching import TokenBudget
 from stapo_lite.config import Config
 from stapo_lite.s2t import random_scores
 from stapo_lite.tracking import Tally
@@ -46,7 +47,7 @@ def run_update(
         old,
         objective,
         max_completion_length=longest,
-        max_tokens=max_tokens,
+        budget=TokenBudget(max_tokens),
         max_grad_norm=max_grad_norm,
         accelerator=accelerator,
         tally=tally,
@@ -73,7 +74,7 @@ def later_update(policy):
     """(completions, statistics of the policy before) of an update after which the policy has moved: ratios, clipping
     and capped weights."""
     completions = sampled_by_an_engine(policy, fake_completions(3, ADVANTAGES, LONGEST))
-    old = measure(policy, completions, 10_000)
+    old = measure(policy, completions, TokenBudget(10_000))
     randomise_adapter(policy, seed=2, scale=0.13)
     return completions, old
 
@@ -162,7 +163,7 @@ def test_every_objective_matches_the_oracle(make_policy, tiny_model, case, later
     completions = sampled_by_an_engine(policy, fake_completions(3, ADVANTAGES, LONGEST))
     old = exact_old = None
     if later:  # the policy has moved: ratios and clipping
-        old = measure(policy, completions, 10_000)
+        old = measure(policy, completions, TokenBudget(10_000))
         exact_old = oracle.statistics(oracle.double(policy.model), completions, SAMPLING.temperature)
         randomise_adapter(policy, seed=2, scale=0.13)
     constants = oracle.Settings(**{"tau_p": TAU_P, "correction": "token-truncate"} | formulas)
@@ -330,7 +331,7 @@ def test_any_mini_batch(property_run, advantages, longest, seed, later, max_toke
     property_run.start()
     completions = sampled_by_an_engine(policy, fake_completions(seed, advantages, longest))
     before = oracle.statistics(policy.model, completions, SAMPLING.temperature)
-    old = measure(policy, completions, 10_000) if later else None
+    old = measure(policy, completions, TokenBudget(10_000)) if later else None
     constants = oracle.Settings(
         tau_p=s2t["tau_p"],
         q=s2t["quantile"],
@@ -352,7 +353,7 @@ def test_any_mini_batch(property_run, advantages, longest, seed, later, max_toke
     shuffled = list(completions)
     order.shuffle(shuffled)
     given = old if old is not None and s2t["statistics"] == "old" else {}
-    mask = find_masks(policy, shuffled, given, preset, max_tokens, Accelerator(cpu=True)).keep
+    mask = find_masks(policy, shuffled, given, preset, TokenBudget(max_tokens), Accelerator(cpu=True)).keep
     assert {(c, t) for c in completions for t, keep in enumerate(mask[c].tolist()) if keep} == kept
     whole = run_update(policy, completions, preset, old=old)
     property_run.move() if later else property_run.start()
@@ -423,7 +424,7 @@ def test_zero_advantage_completions_are_not_run(make_policy, monkeypatch):
 def test_no_pass_that_is_not_needed(make_policy, monkeypatch, statistics, later, passes):
     """Of three micro-batches the first one's forward pass serves the mask as well; old statistics need no pass."""
     policy, completions = make_policy(), fake_completions(0, [1.0] * 3)
-    old = measure(policy, completions, 256) if later else None
+    old = measure(policy, completions, TokenBudget(256)) if later else None
     rows = {True: [], False: []}
     original = policy.hidden_states
 
@@ -464,7 +465,7 @@ def test_the_entropy_bonus_raises_the_entropy(make_policy):
     def entropy_after(coefficient):
         policy, completions = make_policy(), fake_completions(3, ADVANTAGES)
         run_update(policy, completions, objective(entropy_coef=coefficient))
-        statistics = measure(policy, completions, 10_000)
+        statistics = measure(policy, completions, TokenBudget(10_000))
         return torch.cat([statistics[c].entropy for c in completions]).mean()
 
     assert entropy_after(0.03) > entropy_after(0.0)

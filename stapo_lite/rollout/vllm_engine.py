@@ -6,24 +6,28 @@ vLLM in memory. The base is loaded once and never touched.
 """
 
 import functools
-import gc
+import logging
 import os
 import shutil
-import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import set_seed
+from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from stapo_lite.config import InputError, RunError, one_line
 from stapo_lite.policy import Policy
 from stapo_lite.rollout import Decoding, Sampling
 from stapo_lite.types import Completion, Prompt
+
+logger = logging.getLogger(__name__)
 
 ALLOWED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vllm.config.lora.MaxLoRARanks
 
@@ -41,6 +45,10 @@ class VLLMEngine:
         max_model_len: tokens of the longest prompt and completion.
         lora_r, target_modules: of the adapters to come; None where there will be none.
         gpu_memory_utilization, sleep_level: used on a GPU; kv_cache_gb: on a CPU.
+        max_restarts: times that vLLM may fail while it samples one batch.
+
+    Raises:
+        InputError: vLLM does not start.
     """
 
     def __init__(
@@ -57,6 +65,7 @@ class VLLMEngine:
         kv_cache_gb: float,
         quantization: str | None,
         sleep_level: int,
+        max_restarts: int,
     ):
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # one process: seeds reach the sampler
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -64,6 +73,7 @@ class VLLMEngine:
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
         from vllm import LLM, SamplingParams
         from vllm.platforms import current_platform
+        from vllm.sampling_params import RequestOutputKind
 
         on_cpu = current_platform.is_cpu()
         self._dtype = getattr(torch, dtype)
@@ -85,7 +95,8 @@ class VLLMEngine:
             lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": served_rank(lora_r)}
             lora["lora_target_modules"] = list(target_modules)
         make_llm: Any = LLM  # its signature lists every data type and quantisation by name
-        self._llm = make_llm(
+        self._start = functools.partial(
+            make_llm,
             model,
             dtype=dtype,
             quantization=quantization,
@@ -99,6 +110,13 @@ class VLLMEngine:
             use_tqdm_on_load=False,
             **placement,
         )
+        try:
+            self._llm: Any = self._start()
+        except Exception as error:  # vLLM raises a dozen kinds
+            raise InputError(
+                f"rollout: vLLM cannot serve {model} ({type(error).__name__}: {one_line(error)})"
+            ) from error
+        self._max_restarts = max_restarts
         self._parameters = SamplingParams(
             n=sampling.num_generations,
             temperature=sampling.temperature,
@@ -106,6 +124,7 @@ class VLLMEngine:
             stop_token_ids=list(sampling.stop_token_ids),
             logprobs=0,  # the sampled token's only
             detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
         _read_adapters_from_memory()
         self._folder = tempfile.TemporaryDirectory(prefix="stapo_lite-adapters-")
@@ -126,54 +145,82 @@ class VLLMEngine:
 
         request = LoRARequest(f"adapter-v{version}", version + 1, str(folder))  # ids begin at 1
         # Loaded before it is generated from: a bad adapter raises here, but would hang `generate`.
-        self._llm.llm_engine.add_lora(request)
+        self._engine.add_lora(request)
         self._forget_adapter()
         self._request = request
 
     def generate(self, prompts: Sequence[Prompt], seed: int, progress: bool = False) -> list[list[Completion]]:
         set_seed(seed)  # vLLM samples from the process's generators; a seed per request costs a fifth
-        outputs = self._llm.generate(
-            [{"prompt_token_ids": prompt.token_ids} for prompt in prompts],
-            self._parameters,
-            lora_request=self._request,
-            use_tqdm=functools.partial(tqdm, leave=False) if progress and sys.stderr.isatty() else False,
-        )
-        return [
-            [completion(prompt, sample, output.lora_request.lora_int_id - 1) for sample in output.outputs]
-            for prompt, output in zip(prompts, outputs, strict=True)
-        ]
+        groups: dict[int, list[Completion]] = {}
+        quiet = None if progress else True
+        with tqdm(total=len(prompts), desc="rollout", unit="prompt", leave=False, disable=quiet) as bar:
+            for index, output in self._outputs(prompts, [self._parameters] * len(prompts)):
+                version = output.lora_request.lora_int_id - 1
+                groups[index] = [completion(prompts[index], sample, version) for sample in output.outputs]
+                bar.update()
+        return [groups[index] for index in range(len(prompts))]
 
     def stream(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], decoding: Decoding
     ) -> Iterator[tuple[int, Completion]]:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        engine = self._llm.llm_engine
+        parameters = [
+            type(self._parameters)(
+                temperature=decoding.temperature,
+                top_p=decoding.top_p,
+                max_tokens=decoding.max_completion_length,
+                stop_token_ids=self._parameters.stop_token_ids,
+                seed=seed,
+                detokenize=False,
+                output_kind=self._parameters.output_kind,
+            )
+            for seed in seeds
+        ]
         version = self._request.lora_int_id - 1 if self._request else 0
-        try:
-            for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
-                parameters = SamplingParams(
-                    temperature=decoding.temperature,
-                    top_p=decoding.top_p,
-                    max_tokens=decoding.max_completion_length,
-                    stop_token_ids=self._parameters.stop_token_ids,
-                    seed=seed,
-                    detokenize=False,
-                    output_kind=RequestOutputKind.FINAL_ONLY,
-                )
-                request = {"prompt_token_ids": prompt.token_ids}
-                engine.add_request(str(index), request, parameters, lora_request=self._request)
-            while engine.has_unfinished_requests():
-                for output in engine.step():
-                    if output.finished:
-                        sample = output.outputs[0]
-                        truncated = sample.finish_reason == "length"
-                        index = int(output.request_id)
-                        yield index, Completion(prompts[index], list(sample.token_ids), [], truncated, version)
-        finally:
-            if engine.has_unfinished_requests():  # the caller stopped early
-                engine.abort_request([str(index) for index in range(len(prompts))])
+        for index, output in self._outputs(prompts, parameters):
+            sample = output.outputs[0]
+            truncated = sample.finish_reason == "length"
+            yield index, Completion(prompts[index], list(sample.token_ids), [], truncated, version)
+
+    def _outputs(self, prompts: Sequence[Prompt], parameters: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+        """The index of a prompt and vLLM's output for it, as they finish. A vLLM that fails is started anew, with the
+        current adapter, for the prompts that are missing.
+
+        Raises:
+            RunError: it failed too often.
+        """
+        missing, failures = dict.fromkeys(range(len(prompts))), 0
+        while missing:
+            try:
+                if failures:
+                    self._restart()
+                for index in missing:
+                    request = {"prompt_token_ids": prompts[index].token_ids}
+                    self._engine.add_request(str(index), request, parameters[index], lora_request=self._request)
+                while self._engine.has_unfinished_requests():
+                    for output in self._engine.step():
+                        if output.finished:
+                            index = int(output.request_id)
+                            del missing[index]
+                            yield index, output
+            except GeneratorExit:  # the caller has seen enough
+                self._engine.abort_request([str(index) for index in missing])
+                raise
+            except Exception as error:  # whatever ends vLLM
+                failures += 1
+                reason = f"vLLM failed while it sampled ({type(error).__name__}: {one_line(error)})"
+                if failures > self._max_restarts:
+                    raise RunError(f"{reason}, after {failures - 1} restarts (rollout.max_restarts)") from error
+                logger.warning("%s: starting it anew for %d of %d prompts", reason, len(missing), len(prompts))
+
+    @property
+    def _engine(self) -> Any:
+        return self._llm.llm_engine
+
+    def _restart(self) -> None:
+        self._shut_down()
+        self._llm = self._start()
+        if self._request is not None:
+            self._engine.add_lora(self._request)
 
     def sleep(self) -> None:
         if self._sleep_level:
@@ -197,8 +244,8 @@ class VLLMEngine:
         """Load the current version anew: level 2 leaves its place on the card empty, and an id that vLLM knows would
         not be read again."""
         if self._request is not None:
-            self._llm.llm_engine.remove_lora(self._request.lora_int_id)
-            self._llm.llm_engine.add_lora(self._request)
+            self._engine.remove_lora(self._request.lora_int_id)
+            self._engine.add_lora(self._request)
 
     def _forget_adapter(self) -> None:
         if self._request is not None and _ADAPTERS.pop(self._request.lora_path, None) is not None:  # not a user's
@@ -209,11 +256,14 @@ class VLLMEngine:
         self._forget_adapter()
         self._request = None
         self._folder.cleanup()
-        self._llm.llm_engine.engine_core.shutdown()
-        del self._llm
-        gc.collect()  # the engine is full of cycles
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        self._shut_down()
+
+    def _shut_down(self) -> None:
+        if self._llm is not None:
+            with suppress(Exception):  # it may be what failed
+                self._engine.engine_core.shutdown()
+        self._llm = None
+        clear_device_cache(garbage_collection=True)  # the engine is full of cycles
 
 
 _ADAPTERS: dict[str, dict[str, Tensor]] = {}

@@ -1,0 +1,74 @@
+"""A training that a signal hits at an exact moment; run in child processes by test_resume.py.
+
+A moment is the n-th Python or C call within the m-th run of a phase, so that a seed makes it reproducible.
+"""
+
+import importlib
+import itertools
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+from stapo_lite import checkpoint
+from stapo_lite.rollout.transformers_engine import TransformersEngine
+
+PHASES = {
+    "rollout": (TransformersEngine, "generate"),
+    "reward": (importlib.import_module("stapo_lite.rewards").RewardModel, "score"),
+    "update": (importlib.import_module("stapo_lite.train"), "update"),
+    "optimiser step": (torch.optim.AdamW, "step"),
+    "snapshot": (checkpoint, "take_snapshot"),
+    "checkpoint write": (checkpoint, "save_checkpoint"),
+    "log": (importlib.import_module("stapo_lite.train").RunLog, "step"),
+}
+
+
+def watch(phase: str, on_call) -> None:
+    """Have `on_call(run, call)` told of each call within a phase."""
+    owner, name = PHASES[phase]
+    function, runs = getattr(owner, name), itertools.count()
+
+    def watched(*arguments, **options):
+        run, calls = next(runs), itertools.count()
+        sys.setprofile(lambda frame, event, argument: event in ("call", "c_call") and on_call(run, next(calls)))
+        try:
+            return function(*arguments, **options)
+        finally:
+            sys.setprofile(None)
+
+    setattr(owner, name, watched)
+
+
+def train(arguments: list[str], phase: str, moment: tuple[int, int], by: signal.Signals) -> None:
+    """The command, with a signal sent to itself at the moment."""
+
+    def on_call(run: int, call: int) -> None:
+        if (run, call) == moment:
+            sys.setprofile(None)
+            os.kill(os.getpid(), by)
+
+    watch(phase, on_call)
+    command(arguments)
+
+
+def count(arguments: list[str], out: Path) -> None:
+    """The command, uninterrupted; writes the number of calls in the second run of each phase."""
+    calls: dict[str, int] = {}
+    for phase in PHASES:
+
+        def on_call(run: int, call: int, phase: str = phase) -> None:
+            if run == 1:
+                calls[phase] = call + 1
+
+        watch(phase, on_call)
+    command(arguments)
+    out.write_text(json.dumps(calls), encoding="utf-8")
+
+
+def command(arguments: list[str]) -> None:
+    sys.argv = ["train", *arguments]
+    importlib.import_module("stapo_lite.train").main()
