@@ -6,7 +6,6 @@ python -m stapo_lite.rewards grade cases.jsonl --out verdicts.jsonl
 import argparse
 import json
 import logging
-import math
 import os
 import re
 import subprocess
@@ -31,6 +30,8 @@ RewardFunction = Callable[[Sequence[Completion], int], list[float | None]]
 """Of the completions and a seed."""
 
 BUILT_IN = ("math", "arithmetic")
+LARGEST = 1e30
+"""Of a reward: its square fits into fp32 no more, which gradients are computed in."""
 OWN_ARGUMENTS = ("prompts", "completions", "completion_ids")  # as in TRL, columns of these names stay out
 
 
@@ -150,17 +151,18 @@ class UserFunction:
             values = self._start() or self._ask((arguments, seed))
             if isinstance(values, list) and len(values) != len(completions):
                 values = f"returned {len(values)} values, not {len(completions)}"
-            if isinstance(values, list) and values and all(v is not None and not math.isfinite(v) for v in values):
-                values = "returned no finite number"
             if isinstance(values, list):
-                self._failures = 0
-                unknown = sum(v is not None and not math.isfinite(v) for v in values)
-                if unknown:
-                    logger.warning(
-                        "reward.functions=%s: %d of %d values are no finite numbers: these completions are not judged",
-                        self._path, unknown, len(values),
-                    )  # fmt: skip
-                return [v if v is not None and math.isfinite(v) else None for v in values]
+                judged = [value if value is not None and abs(value) < LARGEST else None for value in values]
+                unknown = sum(value is not None and kept is None for value, kept in zip(values, judged, strict=True))
+                if unknown < max(1, len(values)):
+                    self._failures = 0
+                    if unknown:
+                        logger.warning(
+                            "reward.functions=%s: %d of %d values are no finite numbers, their completions not judged",
+                            *(self._path, unknown, len(values)),
+                        )
+                    return judged
+                values = "returned no finite number"
             logger.warning("reward.functions=%s: %s", self._path, values)
         self._failures += 1
         if self._failures >= self._max_failures:

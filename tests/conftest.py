@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import multiprocessing
 import os
 import sys
 
@@ -55,6 +56,21 @@ def smollm2() -> Path:
     from stapo_lite.quickstart import fetch_model
 
     return fetch_model()
+
+
+@pytest.fixture(scope="session")
+def children():
+    """Processes that are forked from one that has imported everything; gives their exit status."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["interrupted", "peft", "transformers.models.qwen3.modeling_qwen3"])
+
+    def start(target, *arguments) -> int:
+        child = context.Process(target=target, args=arguments)
+        child.start()
+        child.join(timeout=120)
+        return child.exitcode
+
+    return start
 
 
 @pytest.fixture

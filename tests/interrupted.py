@@ -7,6 +7,7 @@ import importlib
 import itertools
 import json
 import os
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 
 from stapo_lite import checkpoint
+from stapo_lite.config import load_config
 from stapo_lite.rollout.transformers_engine import TransformersEngine
 
 PHASES = {
@@ -67,6 +69,18 @@ def count(arguments: list[str], out: Path) -> None:
         watch(phase, on_call)
     command(arguments)
     out.write_text(json.dumps(calls), encoding="utf-8")
+
+
+def train_on_a_full_disk(arguments: list[str], first: int, last: int) -> None:
+    """A run whose files cannot grow in the steps `first` to `last`: the kernel refuses, as it does on a full disk."""
+    for descriptor in (1, 2):  # they may be files, too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+    config = load_config(arguments[0], arguments[1:])
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for metrics in importlib.import_module("stapo_lite.train").train(config):
+        full = first <= metrics["step"] + 1 <= last
+        size = (Path(config.output_dir) / "metrics.jsonl").stat().st_size + 100
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, unlimited[1]) if full else unlimited)
 
 
 def command(arguments: list[str]) -> None:

@@ -1,7 +1,6 @@
 """Runs that are killed, by SIGKILL or SIGTERM, and resumed; damaged checkpoints."""
 
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -20,21 +19,6 @@ from stapo_lite.config import InputError, load_config
 from stapo_lite.tracking import read_metrics
 
 STEPS = 5
-
-
-@pytest.fixture(scope="module")
-def children():
-    """Processes that are forked from one that has imported everything."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["interrupted", "peft", "transformers.models.qwen3.modeling_qwen3"])
-
-    def start(target, *arguments) -> int:
-        child = context.Process(target=target, args=arguments)
-        child.start()
-        child.join(timeout=120)
-        return child.exitcode
-
-    return start
 
 
 @pytest.fixture

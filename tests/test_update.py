@@ -47,7 +47,7 @@ def run_update(
         old,
         objective,
         max_completion_length=longest,
-        budget=TokenBudget(max_tokens),
+        budget=max_tokens if isinstance(max_tokens, TokenBudget) else TokenBudget(max_tokens),
         max_grad_norm=max_grad_norm,
         accelerator=accelerator,
         tally=tally,

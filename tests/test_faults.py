@@ -1,0 +1,257 @@
+"""Faults that a run outlives, each injected for real: docs/faults.md."""
+
+import importlib
+import json
+import math
+import re
+from contextlib import contextmanager
+
+import interrupted
+import pytest
+import torch
+from conftest import command, fake_completions, run, without_times
+from safetensors.torch import load_file
+from test_token_log import Letters
+from test_update import ADVANTAGES, TAU_P, objective, run_update
+
+from stapo_lite.batching import TokenBudget
+from stapo_lite.checkpoint import find_damage, list_checkpoints, read_state
+from stapo_lite.config import RunError, load_config
+from stapo_lite.files import Journal, read_lines
+from stapo_lite.token_log import TokenLog
+from stapo_lite.tracking import read_metrics
+from stapo_lite.update import measure
+
+train_module = importlib.import_module("stapo_lite.train")
+
+
+def refuse_memory():
+    """The allocator's own error."""
+    torch.empty(2**60, dtype=torch.uint8)
+
+
+def refuse_memory_as_cuda_does():
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+@contextmanager
+def memory_for(policy, tokens, refuse=refuse_memory, phase="forward", spare=0):
+    """Let no micro-batch of more tokens pass the decoder, after the first `spare` such ones."""
+    decoder, passes = policy.model.get_base_model().get_decoder(), iter(range(10**9))
+
+    def forward(module, arguments, options, output):
+        if module.training and options["input_ids"].numel() > tokens and next(passes) >= spare:
+            if phase == "forward":
+                refuse()
+            elif output.last_hidden_state.requires_grad:
+                output.last_hidden_state.register_hook(lambda gradient: refuse())
+
+    hook = decoder.register_forward_hook(forward, with_kwargs=True)
+    yield
+    hook.remove()
+
+
+@pytest.mark.parametrize(
+    ("refuse", "phase"),
+    [(refuse_memory, "forward"), (refuse_memory, "backward"), (refuse_memory_as_cuda_does, "forward")],
+)
+@pytest.mark.parametrize("spare", [0, 1])
+def test_an_update_that_does_not_fit_is_made_in_halves(make_policy, tmp_path, caplog, refuse, phase, spare):
+    """The very update of half the budget: gradient, metrics and token log."""
+    completions, logs = fake_completions(3, ADVANTAGES), []
+
+    def log(policy):
+        logs.append(TokenLog(tmp_path, 100, 3, policy, Letters(), train_module.Accelerator(cpu=True)))
+        return logs[-1]
+
+    policy, budget = make_policy(), TokenBudget(60)
+    with memory_for(policy, 20, refuse, phase, spare):
+        gradient, metrics, result = run_update(
+            policy, completions, objective(), max_tokens=budget, token_log=log(policy)
+        )
+    policy = make_policy()
+    expected = run_update(policy, completions, objective(), max_tokens=30, token_log=log(policy))
+    assert budget.tokens == 30
+    assert "memory ran out: from now on micro-batches have at most 30 tokens" in caplog.text
+    assert torch.equal(gradient, expected[0])
+    assert result == expected[2]
+    assert metrics.pop("entropies").sort().values.equal(expected[1].pop("entropies").sort().values)
+    assert metrics == expected[1]
+    for one in logs:
+        one.write(1, TAU_P)
+    halved, small = (read_lines(tmp_path / "tokens.jsonl")[part] for part in (slice(None, None), slice(0, 0)))
+    assert len(halved) % 2 == 0
+    assert halved[: len(halved) // 2] == halved[len(halved) // 2 :] != small
+
+
+def test_a_pass_without_gradient_is_halved_too(make_policy):
+    policy, completions, budget = make_policy(), fake_completions(3, ADVANTAGES), TokenBudget(200)
+    with memory_for(policy, 25):
+        found = measure(policy, completions, budget)
+    assert budget.halvings == 3
+    for completion, statistics in measure(policy, completions, TokenBudget(25)).items():
+        assert torch.equal(found[completion].logprobs, statistics.logprobs)
+
+
+def test_one_sequence_that_does_not_fit_ends_the_run_with_a_reason(make_policy):
+    policy = make_policy()
+    with (
+        memory_for(policy, 0),
+        pytest.raises(RunError, match="memory ran out on a single sequence: lower rollout.max_comp.*stapo_lite.plan"),
+    ):
+        run_update(policy, fake_completions(3, ADVANTAGES), objective(), max_tokens=60)
+
+
+def test_other_errors_are_not_taken_for_memory(make_policy):
+    def refuse():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    policy = make_policy()
+    with memory_for(policy, 0, refuse), pytest.raises(RuntimeError, match="illegal memory access"):
+        run_update(policy, fake_completions(3, ADVANTAGES), objective())
+
+
+def test_a_halved_budget_is_remembered_and_resumed(write_config, tmp_path, monkeypatch):
+    make_policy, policies = train_module.make_policy, []
+
+    def note(*arguments):
+        policies.append(make_policy(*arguments))
+        return policies[-1]
+
+    monkeypatch.setattr(train_module, "make_policy", note)
+    folder = tmp_path / "run"
+    steps = train_module.train(load_config(write_config(log__save_steps=1)))
+    next(steps)
+    with memory_for(policies[0], 128):
+        assert next(steps)["microbatch_tokens"] == 128
+    steps.close()
+    assert read_state(folder / "checkpoint-2")["progress"]["halvings"] == 1
+    assert [m["microbatch_tokens"] for m in run(write_config(), resume=True)] == [128, 128]
+    assert [m["microbatch_tokens"] for m in read_metrics(folder)] == [256, 128, 128, 128]
+
+
+HUGE = "def even(prompts, **_): return [9e29 if i % 2 and {} else float(i) for i, p in enumerate(prompts)]"
+UNSCALED = {"objective": {"scale_rewards": "none", "s2t": {"tau_p": 0.01}}, "rollout__max_completion_length": 16}
+
+
+def test_an_update_that_is_not_finite_is_skipped(write_config, user_reward, tmp_path, caplog):
+    """An advantage beyond fp32 in one of the two mini-batches: the step is what the other one makes of it."""
+    user_reward(HUGE.format("'two' in p"))
+    metrics = run(write_config(**UNSCALED, train__max_tokens_per_microbatch=512))
+    assert [m["skipped_updates"] for m in metrics] == [1] * 4
+    assert [m["updates"] for m in metrics] == [1] * 4
+    assert caplog.text.count("update skipped: loss or gradient is not finite (gradient norm inf)") == 4
+    assert all(math.isfinite(value) for m in metrics for value in m.values() if value is not None)
+    assert metrics[-1]["learning_rate"] == pytest.approx(0.01 * 4 / 10) or metrics[-1]["learning_rate"] == 0.005
+    saved = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
+    assert all(value.isfinite().all() for value in saved.values())
+    assert read_state(tmp_path / "run" / "checkpoint-4")["progress"]["updates"] == 4
+
+
+def test_too_many_skipped_updates_end_the_run(write_config, user_reward, tmp_path, monkeypatch, capsys):
+    user_reward(HUGE.format("True"))
+    config = write_config(**UNSCALED, train__max_tokens_per_microbatch=512, train__max_skipped_updates=5)
+    assert command(monkeypatch, config) == 1
+    (error,) = re.findall("^error: .*$", capsys.readouterr().err, re.MULTILINE)
+    assert "5 updates in a row had a loss or gradient that is not finite (train.max_skipped_updates)" in error
+    newest = list_checkpoints(tmp_path / "run")[-1]
+    assert read_state(newest)["progress"] | {"tau_p": 0} == {
+        "tau_p": 0, "step": 2, "updates": 0, "prompts_drawn": 8, "halvings": 0, "skipped_in_a_row": 4
+    }  # fmt: skip
+
+
+def test_a_reward_function_that_keeps_failing_ends_the_run_with_a_checkpoint(
+    write_config, user_reward, tmp_path, monkeypatch, capsys
+):
+    user_reward(
+        "import pathlib\n"
+        "def even(completion_ids, **columns):\n"
+        "    calls = pathlib.Path(__file__).with_suffix('.calls')\n"
+        "    calls.write_text(calls.read_text() + 'x' if calls.exists() else 'x')\n"
+        "    if len(calls.read_text()) > 2: raise ConnectionError('judge is down')\n"
+        "    return [float(ids[0] % 2) for ids in completion_ids]\n"
+    )
+    reward = {"functions": ["parity:even"], "max_failures": 2}
+    assert command(monkeypatch, write_config(reward=reward, train__max_steps=9, log__save_steps=0)) == 1
+    (error,) = re.findall("^error: .*$", capsys.readouterr().err, re.MULTILINE)
+    assert "reward.functions=parity:even: raised ConnectionError: judge is down; it failed on 2 batches in" in error
+    metrics = read_metrics(tmp_path / "run")
+    assert [m["reward"] is None for m in metrics] == [False, False, True]
+    assert [m["updates"] for m in metrics] == [2, 2, 0]
+    assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["checkpoint-3"]
+
+
+def test_a_full_disk_costs_nothing_but_checkpoints(children, write_config, tmp_path):
+    config = str(write_config(train__max_steps=6, log__save_steps=1, log__save_total_limit=9, audit={"enabled": True}))
+    for name, steps in (("whole", (0, 0)), ("run", (3, 4))):
+        arguments = [config, f"output_dir={tmp_path / name}"]
+        assert children(interrupted.train_on_a_full_disk, arguments, *steps) == 0
+    whole, cut = tmp_path / "whole", tmp_path / "run"
+    assert without_times(read_metrics(cut)) == without_times(read_metrics(whole))
+    for name in ("tokens.jsonl", "quadrants.jsonl", "adapter/adapter_model.safetensors"):
+        assert (cut / name).read_bytes() == (whole / name).read_bytes()
+    assert [path.name for path in list_checkpoints(cut)] == [f"checkpoint-{step}" for step in (1, 2, 5, 6)]
+    assert not [path for path in list_checkpoints(cut) if find_damage(path)]
+    assert not list(cut.glob(".checkpoint*"))
+
+
+def test_a_journal_writes_whole_lines_or_none(tmp_path, caplog):
+    journal = Journal(tmp_path / "folder" / "lines.jsonl")
+    journal.add([{"a": 1}])
+    journal.add([{"a": 2}])
+    assert caplog.text.count("cannot be written, its lines are kept (No such file or directory)") == 1
+    (tmp_path / "folder").mkdir()
+    journal.add([{"a": 3}])
+    assert read_lines(journal.path) == [{"a": 1}, {"a": 2}, {"a": 3}]
+
+
+def test_trackers_that_cannot_be_started_are_left_out(write_config, tmp_path, caplog):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "sums").write_text("", encoding="utf-8")  # where TensorBoard wants a folder
+    config = write_config(log={"report_to": ["tensorboard"], "project": "sums"})
+    assert len(run(config)) == 4
+    assert "log.report_to: no tracker was started (" in caplog.text
+
+
+def test_a_tracker_that_fails_later_is_left_out(write_config, tmp_path, caplog):
+    config = write_config(log={"report_to": ["tensorboard"]})
+    logs, start = [], train_module.RunLog.start_trackers
+
+    def note(log, *arguments):
+        start(log, *arguments)
+        logs.append(log)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_module.RunLog, "start_trackers", note)
+        steps = train_module.train(load_config(config))
+        next(steps)
+    logs[0]._trackers[0].writer._get_file_writer().close()
+    assert len(list(steps)) == 3
+    assert caplog.text.count("log.report_to: training goes on without tensorboard (") == 1
+
+
+def test_stop_on_ends_a_run_with_adapter_and_checkpoint(
+    write_config, user_reward, tmp_path, monkeypatch, capsys, caplog
+):
+    user_reward("def even(completions, **columns): return [1.0 for c in completions]")
+    config = write_config(train__max_steps=30, log__save_steps=0, stop_on=["no_signal"])
+    assert command(monkeypatch, config) == 0
+    assert "stop_on=no_signal: the run ends after step 20" in capsys.readouterr().out
+    assert caplog.text.count("step 20, no_signal: more than 95 % of the groups have equal rewards") == 1
+    assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["checkpoint-20"]
+    assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").exists()
+    resumed = write_config(train__max_steps=22, log__save_steps=0)
+    assert command(monkeypatch, resumed, "--resume") == 0
+    assert caplog.text.count("no_signal") == 1  # it is no news
+
+
+def test_secrets_stay_out_of_the_run_folder(write_config, tmp_path, monkeypatch, capsys):
+    secrets = {name: f"secret-{name}-4711" for name in ("HF_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY")}
+    for name, value in secrets.items():
+        monkeypatch.setenv(name, value)
+    run(write_config(audit={"enabled": True}, log={"report_to": ["tensorboard"]}))
+    written = b"".join(path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file())
+    printed = "".join(capsys.readouterr())
+    assert json.dumps("seconds_step").encode() in written
+    assert b"4711" not in written
+    assert "4711" not in printed
