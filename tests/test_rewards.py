@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -7,9 +8,9 @@ import time
 
 import pytest
 
-from stapo_lite.config import InputError
+from stapo_lite.config import InputError, RunError
 from stapo_lite.grading import UNREADABLE, MathGrader, Question, Verdict
-from stapo_lite.rewards import RewardModel, last_integer_equals, main, overlong_share
+from stapo_lite.rewards import RewardModel, UserFunction, last_integer_equals, main, overlong_share
 from stapo_lite.types import Completion, Prompt
 
 GENEROUS = 20.0  # seconds: a loaded machine must not fail an honest answer
@@ -232,6 +233,109 @@ def test_a_user_function_is_called_as_trl_calls_it(tmp_path, monkeypatch):
     ]:
         with pytest.raises(InputError, match=message):
             score([path], pair)
+
+
+FAULTS = {
+    "raises": ("raise ValueError('two\\nlines')", "raised ValueError: two lines"),
+    "hangs": ("while True: pass", r"took longer than 2 s \(reward.function_timeout\)"),
+    "hangs in C": ("import re; re.match('(a+)+b', 'a' * 50)", "took longer than 2 s"),
+    "takes all memory": (
+        "hoard = [bytearray(1 << 20) for _ in iter(int, 1)]",
+        r"took more than 0.2 GiB \(reward.function_memory_gb\)",
+    ),
+    "ends its process": ("os._exit(3)", "ended its process with status 3"),
+    "exits": ("sys.exit(4)", "ended its process with status 4"),
+    "is killed": ("os.kill(os.getpid(), 9)", "ended its process with status -9"),
+    "too few": ("return [1.0]", "returned 1 values, not 2"),
+    "no list": ("return 3", "raised TypeError: 'int' object is not iterable"),
+    "no numbers": ("return ['a', float('nan')]", "returned no finite number"),
+    "out of range": ("return [1e31, -float('inf')]", "returned no finite number"),
+}
+
+
+@pytest.fixture
+def user_function(tmp_path):
+    """A function whose body is given, in a process of its own."""
+    functions = []
+
+    def make(body, max_failures=2, **limits):
+        source = f"import os, sys, random, time\ndef f(completions, **columns):\n    {body}\n"
+        (tmp_path / "faulty.py").write_text(source, encoding="utf-8")
+        limits = {"timeout": 20.0, "memory_bytes": 1 << 30} | limits
+        functions.append(UserFunction("faulty:f", max_failures=max_failures, **limits))
+        return functions[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(tmp_path))
+        yield make
+    for function in functions:
+        function.close()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_function_that_fails_is_asked_twice_and_then_judges_nothing(user_function, caplog, fault):
+    body, message = FAULTS[fault]
+    limits = {"timeout": 2.0} if "hangs" in fault else {"memory_bytes": int(0.2 * 2**30)} if "memory" in fault else {}
+    function, pair = user_function(body, **limits), [completion("a"), completion("b")]
+    assert function(pair, 0) == [None, None]
+    assert len(re.findall(f"reward.functions=faulty:f: {message}", caplog.text)) == 2
+    function._timeout, function._memory_bytes = 20.0, 1 << 30
+    function.close()  # a new process reads the mended file
+    with open(sys.path[0] + "/faulty.py", "a", encoding="utf-8") as file:
+        file.write("\ndef f(completions, **columns): return [1, True]\n")
+    assert function(pair, 0) == [1.0, 1.0]
+    assert function._failures == 0
+
+
+def test_a_function_that_fails_once_is_asked_again(user_function, tmp_path):
+    body = "p = __file__ + '.x'; os.path.exists(p) or (open(p, 'w').close(), os._exit(1)); return [1.0, None]"
+    assert user_function(body)([completion("a"), completion("b")], 0) == [1.0, None]
+
+
+def test_too_many_failures_in_a_row_end_the_run(user_function):
+    function, pair = user_function("return [] if 'bad' in completions else [1.0, 2.0]"), [completion("a")] * 2
+    bad = [completion("bad"), completion("a")]
+    assert [function(batch, 0)[0] for batch in (bad, pair, bad)] == [None, 1.0, None]
+    with pytest.raises(RunError, match=r"returned 0 values, not 2; it failed on 2 batches in a row \(reward.max_fail"):
+        function(bad, 0)
+
+
+def test_single_values_that_are_no_numbers_are_not_judged(user_function, caplog):
+    function = user_function("return [float('nan'), 2]")
+    assert function([completion("a"), completion("b")], 0) == [None, 2.0]
+    assert "1 of 2 values are no finite numbers, their completions not judged" in caplog.text
+
+
+def test_a_functions_draws_follow_from_the_seed(user_function):
+    body = "import numpy, torch; return [random.random() + numpy.random.rand() + torch.rand(()).item(), 0]"
+    function, pair = user_function(body, timeout=120.0), [completion("a"), completion("b")]
+    first = [function(pair, seed)[0] for seed in (1, 1, 2)]  # the first call imports numpy and torch
+    assert first[1] != first[2]
+    assert function(pair, 1)[0] == first[1]
+
+
+def test_rows_may_lack_columns(user_function):
+    function = user_function("return [float(x or -1) for x in columns['level']]")
+    assert function([completion("a", level=3), completion("b")], 0) == [3.0, -1.0]
+
+
+def test_a_functions_process_ends_with_its_parent(tmp_path):
+    """Killed while the function hung."""
+    (tmp_path / "slow.py").write_text("def f(**columns):\n    print('hangs', flush=True)\n    while True: pass\n")
+    program = (
+        "from stapo_lite.rewards import UserFunction\nfrom stapo_lite.types import Completion, Prompt\n"
+        "f = UserFunction('slow:f', 1.0, 1 << 30, 1)\n"
+        "f([Completion(Prompt('p', [1], 'a'), [1], [0.0], False, 0)], 0)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    ) as parent:
+        assert parent.stdout.readline() == "hangs\n"
+        parent.kill()
+        assert parent.stdout.read() == ""  # the worker, which writes there too, has ended
 
 
 def test_soft_overlong_punishment_by_hand():

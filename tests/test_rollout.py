@@ -1,5 +1,8 @@
 """The engines against the trainer: vLLM for real (its CPU build), in float32 and bfloat16."""
 
+import itertools
+import re
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -9,7 +12,7 @@ from conftest import SAMPLING, adapted_policy, randomise_adapter
 from transformers import AutoConfig
 
 from stapo_lite.batching import collate, pad_rows
-from stapo_lite.config import PROJECTIONS, InputError
+from stapo_lite.config import PROJECTIONS, InputError, RunError
 from stapo_lite.plan import as_json, model_sizes
 from stapo_lite.rollout import Decoding, check_vllm, resolve_engine
 from stapo_lite.rollout.transformers_engine import TransformersEngine
@@ -262,6 +265,69 @@ def test_the_adapter_is_read_anew_after_a_wake(vllm_engine, make_policy, version
     groups = vllm_engine.generate(PROMPTS, seed=0)
     assert {c.adapter_version for group in groups for c in group} == {now}
     assert gap(other, groups).max() < 1e-4
+
+
+@pytest.fixture
+def dying(monkeypatch):
+    """Let vLLM's forward pass fail for real at its `first` call and the `count - 1` after it."""
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    def let(first, count=1):
+        execute, calls = CPUModelRunner.execute_model, itertools.count()
+
+        def failing(runner, *arguments, **options):
+            if first <= next(calls) < first + count:
+                raise RuntimeError("the device\nfell off the bus")
+            return execute(runner, *arguments, **options)
+
+        monkeypatch.setattr(CPUModelRunner, "execute_model", failing)
+
+    return let
+
+
+def test_a_vllm_that_dies_is_started_anew_for_what_is_missing(vllm_engine, make_policy, version, dying, caplog):
+    policy, now = make_policy(), version()
+    vllm_engine.publish(make_policy(adapter_seed=2), version())
+    vllm_engine.publish(policy, now)
+    dying(first=14)  # of 12 tokens, 16 sequences at a time: some groups have ended
+    groups = vllm_engine.generate(PROMPTS * 4, seed=0)
+    (left,) = re.findall(
+        r"vLLM failed while it sampled \(RuntimeError: the device fell off the bus\): starting it anew for (\d+) of 12",
+        caplog.text,
+    )
+    assert 0 < int(left) < 12
+    assert [group[0].prompt for group in groups] == PROMPTS * 4
+    assert [len(group) for group in groups] == [4] * 12
+    assert {c.adapter_version for group in groups for c in group} == {now}
+    assert gap(policy, groups).max() < 1e-4
+    vllm_engine.publish(policy, version())
+    assert gap(policy, vllm_engine.generate(LONG, seed=0)).max() < 1e-4
+
+
+def test_streamed_samples_are_the_same_after_a_death(vllm_engine, make_policy, version, dying):
+    vllm_engine.publish(make_policy(), version())
+    expected = [c.token_ids for c in drawn(vllm_engine, PROMPTS * 2, range(6))]
+    dying(first=5)
+    assert [c.token_ids for c in drawn(vllm_engine, PROMPTS * 2, range(6))] == expected
+
+
+def test_a_vllm_that_keeps_dying_ends_the_run(vllm_engine, make_policy, version, dying, monkeypatch, caplog):
+    vllm_engine.publish(make_policy(), version())
+    dying(first=1, count=100)
+    with pytest.raises(RunError, match=r"fell off the bus\), after 2 restarts \(rollout.max_restarts\)"):
+        vllm_engine.generate(PROMPTS, seed=0)
+    assert caplog.text.count("starting it anew for 3 of 3 prompts") == 2
+    monkeypatch.undo()
+    vllm_engine._restart()  # for the tests to come
+    vllm_engine.generate(PROMPTS, seed=0)
+
+
+def test_a_model_that_vllm_cannot_serve_is_one_line(tiny_model, tmp_path):
+    shutil.copytree(tiny_model, tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"\0" * 100)
+    with pytest.raises(InputError, match="rollout: vLLM cannot serve .*model \\(") as error:
+        make_vllm(tmp_path / "model", "float32")
+    assert "\n" not in str(error.value)
 
 
 def test_bfloat16_agrees_loosely(tiny_model, make_policy):
