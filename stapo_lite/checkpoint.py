@@ -132,6 +132,10 @@ def load_checkpoint(folder: Path, policy: Policy, optimizer: torch.optim.Optimiz
         policy.load_adapter(folder)
         flat = load_file(folder / "optimizer.safetensors") | state["optimizer"]
         optimizer.load_state_dict({"state": _nest(flat, "state."), "param_groups": flat["param_groups"]})
+        for parameter, moments in optimizer.state.items():
+            for name in {"exp_avg", "exp_avg_sq", "state1", "state2"} & moments.keys():
+                if moments[name].shape != parameter.shape:
+                    raise ValueError(f"{name} is {tuple(moments[name].shape)}, not {tuple(parameter.shape)}")
         return Progress(**state["progress"])
     except InputError:
         raise
@@ -140,8 +144,15 @@ def load_checkpoint(folder: Path, policy: Policy, optimizer: torch.optim.Optimiz
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The checkpoint's `state.json`."""
-    return json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    """The checkpoint's `state.json`.
+
+    Raises:
+        InputError: it lacks a part.
+    """
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    if not isinstance(state, dict) or not {"progress", "optimizer", "config", "environment"} <= set(state):
+        raise InputError(f"{folder}: state.json is not that of a checkpoint")
+    return state
 
 
 def check_resume(folder: Path, config: dict[str, Any], environment: dict[str, str], force: bool) -> list[str]:

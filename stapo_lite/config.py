@@ -557,13 +557,26 @@ def _load(schema: type[S], presets: Presets, source: str | Path | dict, override
         raise InputError(f"{path}: {_explain(schema, error.errors()[0])}") from None
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML's own loader would take the last of two equal keys in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        twice = [key for key in keys if keys.count(key) > 1]
+        if twice:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"the key {twice[0]!r} stands there twice", node.start_mark
+            )
+        return super().construct_mapping(node, deep)
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except FileNotFoundError:
         raise InputError(f"{path}: no such config file") from None
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # a ValueError: bad UTF-8, huge numbers
-        raise InputError(f"{path}: cannot be read as YAML: {one_line(error)[:200]}") from None
+        raise InputError(f"{path}: cannot be read as YAML: {one_line(error)}") from None
     if not isinstance(tree, dict):
         raise InputError(f"{path}: must be a YAML mapping of keys, as in configs/quickstart.yaml")
     return tree
@@ -610,7 +623,7 @@ def _apply_override(tree: dict, override: str) -> None:
     try:
         value = yaml.safe_load(text)
     except (ValueError, RecursionError, yaml.YAMLError) as error:
-        raise InputError(f"override {override[:80]!r}: the value is not YAML: {one_line(error)[:200]}") from None
+        raise InputError(f"override {override[:80]!r}: the value is not YAML: {one_line(error)}") from None
     *parents, last = key.split(".")
     node = tree
     for parent in parents:
@@ -689,8 +702,9 @@ def _section(section: type[BaseModel], path: list) -> type[BaseModel]:
 
 
 def one_line(error: BaseException) -> str:
-    """An error's text, for an InputError to quote."""
-    return " ".join(str(error).split())
+    """An error's text, or its beginning, for an InputError to quote."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= 300 else f"{text[:300]} ..."
 
 
 def reference() -> str:

@@ -52,6 +52,10 @@ def load_rows(
         ) from None
     if not rows:
         raise InputError(f"data.source={source}: no rows")
+    ids = [str(row["id"]) for row in rows if "id" in row] if path.is_file() else []
+    twice = [name for name, count in Counter(ids).items() if count > 1]
+    if twice:
+        raise InputError(f"data.source={source}: {len(twice)} ids occur more than once, as {twice[0][:80]}; drop rows")
     for key, column in (("prompt_column", prompt_column), ("answer_column", answer_column)):
         if column is not None and column not in rows[0]:
             raise InputError(f"data.{key}={column}: {source} has only the columns {', '.join(rows[0])}")
@@ -61,9 +65,10 @@ def load_rows(
 def read_dataset(source: str, path: Path, subset: str | None, split: str) -> list[dict[str, Any]]:
     """Rows of a Parquet file, or of a dataset on the Hub."""
     import datasets
+    from pyarrow import parquet
 
     if path.suffix.lower() == ".parquet":
-        return list(datasets.load_dataset("parquet", data_files=str(path), split="train"))
+        return parquet.read_table(path).to_pylist()
     return list(datasets.load_dataset(source, subset, split=split))
 
 
@@ -156,6 +161,8 @@ def render_prompts(
             "data.apply_chat_template: the model's tokenizer has no chat template; set it to false to give the model "
             "the prompt as it is, or choose an instruction-tuned model"
         )
+    # Longer texts have too many tokens for sure, and would take long to cut into them; 4: what NFC may shorten.
+    longest_text = 4 * max_prompt_length * max(map(len, tokenizer.get_vocab()))
     prompts = []
     for number, row in enumerate(rows, start=1):
         prompt: Any = row.get(prompt_column)
@@ -170,6 +177,9 @@ def render_prompts(
         answer = row.get(answer_column) if answer_column else None
         if answer_column and (answer is None or not str(answer).strip()):
             raise InputError(f"{where}: data.answer_column={answer_column} is empty; drop the row or give its answer")
+        if answer_column and (not isinstance(answer, str | int | float) or isinstance(answer, bool)):
+            kind = type(answer).__name__
+            raise InputError(f"{where}: data.answer_column={answer_column} must be text or a number, got {kind}")
         if system_prompt is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": system_prompt})
         last_user = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=None)
@@ -189,14 +199,21 @@ def render_prompts(
                 raise InputError(f"{where}: the model's chat template refuses the prompt ({one_line(error)})") from None
         else:
             text = messages[-1]["content"]
-        token_ids = tokenizer(text, add_special_tokens=not apply_chat_template).input_ids
-        if not token_ids:
-            raise InputError(f"{where}: the prompt is empty")
-        if len(token_ids) > max_prompt_length:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InputError(f"{where}: the prompt is not valid Unicode (half of a surrogate pair)") from None
+        token_ids = []
+        if len(text) <= longest_text:
+            token_ids = tokenizer(text, add_special_tokens=not apply_chat_template).input_ids
+            if not token_ids:
+                raise InputError(f"{where}: the prompt is empty")
+        if len(text) > longest_text or len(token_ids) > max_prompt_length:
             if filter_overlong_prompts:
                 continue
+            size = f"{len(token_ids)} tokens" if token_ids else f"{len(text)} characters"
             raise InputError(
-                f"{where}: the prompt has {len(token_ids)} tokens, data.max_prompt_length is {max_prompt_length}; "
+                f"{where}: the prompt has {size}, data.max_prompt_length is {max_prompt_length}; "
                 "raise it, or drop such rows (in training: data.filter_overlong_prompts=true)"
             )
         columns = {name: value for name, value in row.items() if name != prompt_column}

@@ -26,9 +26,9 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     with file:
         for number, line in enumerate(file, start=1):
             try:
-                row = json.loads(line) if line.strip() else None
+                row = json.loads(line.decode("utf-8-sig")) if line.strip() else None
             except (ValueError, RecursionError) as error:  # bad UTF-8 is a ValueError, too
-                raise InputError(f"{path}, line {number}: not JSON ({one_line(error)[:200]})") from None
+                raise InputError(f"{path}, line {number}: not JSON ({one_line(error)})") from None
             if not isinstance(row, dict | None):
                 raise InputError(f"{path}, line {number}: must be a JSON object, got {type(row).__name__}")
             rows += [] if row is None else [row]

@@ -31,6 +31,10 @@ def load_tokenizer(model: str, longest_sequence: int, target_modules: list[str])
             modules = {name.rpartition(".")[2] for name, _ in AutoModelForCausalLM.from_config(config).named_modules()}
     except Exception as error:  # transformers raises a dozen kinds
         raise _no_model(model, error) from None
+    if not tokenizer(
+        "1 + 1 = 2", add_special_tokens=False
+    ).input_ids:  # transformers makes an empty one where the files are missing
+        raise InputError(f"model={model}: has no tokenizer")
     for key in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(config, key, None) not in (None, 1, 1.0):
             raise InputError(f"model={model}: its logits are transformed after the head ({key}): choose another model")
@@ -65,8 +69,7 @@ def load_model_config(model: str) -> Any:
 
 
 def _no_model(model: str, error: Exception) -> InputError:
-    reason = one_line(error)[:300]
-    return InputError(f"model={model}: not a causal language model in a folder or on the Hub ({reason})")
+    return InputError(f"model={model}: not a causal language model in a folder or on the Hub ({one_line(error)})")
 
 
 def load_policy(
