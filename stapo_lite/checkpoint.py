@@ -238,8 +238,10 @@ def find_damage(folder: Path) -> str | None:
             sums
         )
         wrong = [name for name, digest in sums.items() if missing or _digest(folder / name) != digest]
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        return one_line(error)
+    except OSError as error:
+        return f"{Path(error.filename).name}: {error.strerror}"
+    except (ValueError, TypeError, AttributeError) as error:
+        return f"{CHECKSUMS_FILE}: {one_line(error)}"
     return f"the checksum of {(*missing, *wrong)[0]} is wrong" if missing or wrong else None
 
 

@@ -124,7 +124,7 @@ class Reward(Section):
 
     functions: list[str] = Field(["math"], min_length=1)
     """`math` (the final answer, docs/grading.md), `arithmetic` (the last integer must equal the
-    answer), or `package.module:function` with TRL's signature."""
+    answer), or `package.module:function` with TRL's signature, in a notebook `__main__:function`."""
     weights: list[float] | None = None
     """Weight of each function; all 1 by default."""
     correct: float = 1.0

@@ -125,7 +125,7 @@ def make_plan(config: Config, model: Any, gpu_memory: int, host_memory: int | No
         update_phase["a dequantised matrix"] = max(matrices) * width
     update_phase |= {"vLLM: CUDA graphs": CUDA_GRAPHS} if rollout.sleep_level else engine
 
-    host = {"processes": HOST_PROCESS}
+    host = {"processes": HOST_PROCESS, "snapshots of two steps": 2 * sum(trainer.values())}
     if train.park_trainer:
         host["trainer: base weights"] = pinned(base)
     if rollout.sleep_level == 1:

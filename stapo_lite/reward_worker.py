@@ -1,12 +1,13 @@
 """The process in which a reward function of the user runs: it may raise, hang, or take all memory there.
 
-    python -m stapo_lite.reward_worker FILE_DESCRIPTOR SECONDS package.module:function
+    python -m stapo_lite.reward_worker FILE_DESCRIPTOR SECONDS
 
 It imports neither torch nor anything of the trainer. What is pickled passes between it and its parent alone.
 """
 
 import importlib
 import math
+import pickle
 import random
 import signal
 import sys
@@ -15,12 +16,19 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 
-def serve(connection: Connection, timeout: float, path: str) -> None:
-    """Call the function for each (keyword arguments, seed) that comes, until the parent is gone. Sends None or an error
-    first, then lists of numbers and None, or an error."""
+def serve(connection: Connection, timeout: float) -> None:
+    """Call the function for each (keyword arguments, seed) that comes, until the parent is gone.
+
+    What comes first is `package.module:function` or the pickled function; what is sent is None or an error, then lists
+    of numbers and None, or an error.
+    """
+    given = connection.recv()
     try:
-        module_name, _, attribute = path.partition(":")
-        function = getattr(importlib.import_module(module_name), attribute)
+        if isinstance(given, bytes):
+            function = pickle.loads(given)
+        else:
+            module_name, _, attribute = given.partition(":")
+            function = getattr(importlib.import_module(module_name), attribute)
         connection.send(None if callable(function) else f"is a {type(function).__name__}, not a function")
     except Exception as error:  # the module is the user's
         connection.send(f"cannot be imported ({_describe(error)})")
@@ -60,4 +68,4 @@ if __name__ == "__main__":
     with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
         file.write("1000")  # where the machine's memory ends before the limit, the kernel takes this process first
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer
-    serve(Connection(int(sys.argv[1])), float(sys.argv[2]), sys.argv[3])
+    serve(Connection(int(sys.argv[1])), float(sys.argv[2]))

@@ -16,10 +16,11 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import psutil
 from tqdm.auto import tqdm
 
-from stapo_lite.config import InputError, RunError, one_line_errors
+from stapo_lite.config import InputError, RunError, one_line, one_line_errors
 from stapo_lite.files import read_jsonl
 from stapo_lite.grading import MathGrader, Question
 from stapo_lite.types import Completion
@@ -100,7 +101,8 @@ class RewardModel:
 
 
 class UserFunction:
-    """The user's reward function at `package.module:function`, called as TRL calls it, in a process of its own.
+    """The user's reward function at `package.module:function`, or in a notebook at `__main__:function`, called as TRL
+    calls it, in a process of its own.
 
     It gets lists by keyword: `prompts`, `completions` (text, or messages where the prompt is messages),
     `completion_ids`, and every other column of the data set; and returns a list of numbers, or None for
@@ -178,13 +180,16 @@ class UserFunction:
             return None
         self._connection, theirs = Pipe()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "stapo_lite.reward_worker", str(theirs.fileno()), str(self._timeout), self._path],
+            [sys.executable, "-m", "stapo_lite.reward_worker", str(theirs.fileno()), str(self._timeout)],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
         theirs.close()
-        problem = self._answer()
+        try:
+            problem = self._ask(_reference(self._path))
+        except Exception as error:  # what a notebook's function drags along may not travel
+            problem = f"cannot be imported ({type(error).__name__}: {one_line(error)})"
         if problem is not None:
             self.close()
         return problem
@@ -229,6 +234,12 @@ class UserFunction:
             self._process.wait()
             self._process = None
             self._connection.close()
+
+
+def _reference(path: str) -> str | bytes:
+    """How the function's process finds it: by its path; a notebook's own, `__main__:f`, as a pickle that carries it."""
+    module_name, _, attribute = path.partition(":")
+    return cloudpickle.dumps(getattr(sys.modules["__main__"], attribute)) if module_name == "__main__" else path
 
 
 def last_integer_equals(text: str, answer: Any) -> bool:

@@ -245,13 +245,15 @@ def _train(config: Config, resume: bool, force: bool, closing: ExitStack) -> Ite
                     if done is not None and done.skipped:
                         skipped += 1
                         progress.skipped_in_a_row += 1
-                        check_skipped(progress.skipped_in_a_row, config.train.max_skipped_updates, done.grad_norm)
+                        if is_main:
+                            logger.warning("update skipped: loss or gradient is not finite (norm %g)", done.grad_norm)
+                        check_skipped(progress.skipped_in_a_row, config.train.max_skipped_updates)
                     elif done is not None:
                         updates.append(done)
                         progress.updates += 1
                         progress.skipped_in_a_row = 0
             progress.step = step
-            progress.halvings = max(gather_object([budget.halvings]))
+            progress.halvings = budget.halvings = max(gather_object([budget.halvings]))
             if config.train.park_trainer:
                 policy.park()
             lap(seconds, "update", clock)
@@ -312,13 +314,8 @@ def learning_rate(peak: float, warmup_steps: int, updates_done: int) -> float:
     return peak * min(1.0, (updates_done + 1) / max(1, warmup_steps))
 
 
-def check_skipped(in_a_row: int, limit: int, grad_norm: float) -> None:
-    """Say that an update was skipped.
-
-    Raises:
-        RunError: too many were.
-    """
-    logger.warning("update skipped: loss or gradient is not finite (gradient norm %g)", grad_norm)
+def check_skipped(in_a_row: int, limit: int) -> None:
+    """Raises RunError where too many updates were skipped."""
     if in_a_row >= limit:
         raise RunError(
             f"{in_a_row} updates in a row had a loss or gradient that is not finite (train.max_skipped_updates): lower "

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from stapo_lite import data
 from stapo_lite.answers import final_answer
-from stapo_lite.checkpoint import CHECKSUMS_FILE, _digest
+from stapo_lite.checkpoint import CHECKSUMS_FILE, _digest, flatten
 from stapo_lite.config import Config, InputError, load_config, load_eval_config
 from stapo_lite.files import read_jsonl
 
@@ -282,7 +282,8 @@ CHECKPOINTS = {
     ),
     "an adapter of another rank": (
         lambda c: replace_tensors(c, "adapter_model.safetensors", {
-            k: (v[:4] if "lora_A" in k else v[:, :4]).contiguous() for k, v in load_file(c / "adapter_model.safetensors").items()}),
+            name: (value[:4] if "lora_A" in name else value[:, :4]).contiguous()
+            for name, value in load_file(c / "adapter_model.safetensors").items()}),
         "does not fit this run (RuntimeError",
     ),
     "moments of another shape": (
@@ -331,8 +332,7 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
     max_leaves=8,
 )
-KNOWN = [f"{section}.{name}" for section, field in Config.model_fields.items() if hasattr(field.annotation, "model_fields")
-         for name in field.annotation.model_fields]  # fmt: skip
+KNOWN = [key for key in flatten(Config(model="m", output_dir="o").model_dump()) if "." in key]
 
 
 def accepted_or_one_line(load) -> None:

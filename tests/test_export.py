@@ -18,8 +18,10 @@ from random_model import build
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from stapo_lite.checkpoint import Progress, save_checkpoint, take_snapshot
 from stapo_lite.config import InputError
 from stapo_lite.files import write_lines
+from stapo_lite.policy import make_optimizer
 
 export_module = importlib.import_module("stapo_lite.export")  # the package's attribute is the function
 
@@ -172,9 +174,10 @@ def test_an_adapter_alone(make_run, tied_model, tmp_path, dtype):
 def test_without_a_final_adapter_the_newest_checkpoint(make_run, tied_model, tmp_path):
     run = make_run()
     for step in (4, 12):
-        checkpoint = run / f"checkpoint-{step}"
-        adapted_policy(tied_model, adapter_seed=step).save_adapter(checkpoint)
-        (checkpoint / "state.json").write_text(json.dumps({"progress": {"step": step}}), encoding="utf-8")
+        policy = adapted_policy(tied_model, adapter_seed=step)
+        optimizer = make_optimizer(policy, "adamw", 0.1, 0.0)
+        snapshot = take_snapshot(Progress(tau_p=0.002, step=step), policy, optimizer)
+        save_checkpoint(run, snapshot, policy, {}, {}, limit=2)
     shutil.rmtree(run / "adapter")
     write_lines(run / "metrics.jsonl", [{"step": step, "reward": float(step)} for step in range(1, 15)])
     write_lines(run / "evaluations.jsonl", [{"step": step} | RESULTS for step in (0, 14)])  # of other adapters

@@ -113,7 +113,6 @@ def test_sigterm_to_the_launcher_reaches_the_run(write_config, tmp_path):
     step = int(list_checkpoints(tmp_path / "run")[-1].name.removeprefix("checkpoint-"))
     assert 3 <= step < 1000
     assert [m["step"] for m in read_metrics(tmp_path / "run")][-1] - step in (0, 1)
-    assert not subprocess.run(["pgrep", "-f", config], capture_output=True, check=False).stdout
 
 
 @pytest.fixture
@@ -202,6 +201,32 @@ def test_another_environment_is_named(finished, write_config, monkeypatch, capsy
     monkeypatch.setattr(train, "environment", lambda *which: surroundings(*which) | {"torch": "1.0"})
     assert command(monkeypatch, write_config(train__max_steps=5), "--resume") == 0
     assert "in another environment, so that rounding and draws may differ: torch " in capsys.readouterr().out
+
+
+def test_with_vllm_a_resumed_step_draws_the_same(write_config, tmp_path, monkeypatch):
+    """Prompts, seed, sampler position and adapter version; on the CPU the completions too."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    from stapo_lite.rollout.vllm_engine import VLLMEngine
+
+    generate, calls = VLLMEngine.generate, []
+
+    def note(engine, prompts, seed, progress=False):
+        groups = generate(engine, prompts, seed, progress)
+        ids = [[c.token_ids for c in group] for group in groups]
+        calls.append(([p.token_ids for p in prompts], seed, groups[0][0].adapter_version, ids))
+        return groups
+
+    monkeypatch.setattr(VLLMEngine, "generate", note)
+    rollout = {"engine": "vllm", "num_generations": 4, "max_completion_length": 8, "kv_cache_gb": 0.125}
+    run(write_config(rollout=rollout, train__max_steps=3, log__save_steps=1))
+    folder = tmp_path / "run"
+    flip(folder / "checkpoint-3" / "state.json")
+    run(write_config(rollout=rollout, train__max_steps=3), resume=True)
+    assert [call[2] for call in calls] == [1, 2, 3, 3]
+    assert calls[3] == calls[2] != calls[1]
+    progress = read_state(folder / "checkpoint-3")["progress"]
+    assert (progress["prompts_drawn"], progress["updates"]) == (12, 6)
+    assert read_state(folder / "checkpoint-3")["environment"]["engine"].startswith("vllm 0.")
 
 
 def test_two_runs_do_not_share_a_folder(write_config):

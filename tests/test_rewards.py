@@ -4,6 +4,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -290,6 +291,22 @@ def test_a_function_that_fails_is_asked_twice_and_then_judges_nothing(user_funct
 def test_a_function_that_fails_once_is_asked_again(user_function, tmp_path):
     body = "p = __file__ + '.x'; os.path.exists(p) or (open(p, 'w').close(), os._exit(1)); return [1.0, None]"
     assert user_function(body)([completion("a"), completion("b")], 0) == [1.0, None]
+
+
+def test_a_notebooks_own_function(monkeypatch):
+    """It, and what it uses, goes to the process as it is now."""
+    names: dict = {"__name__": "__main__"}
+    exec(
+        "import math\nhalf = 0.5\ndef f(completions, **_): return [math.floor(len(c) * half) for c in completions]",
+        names,
+    )
+    for name in ("f", "half", "math"):
+        monkeypatch.setattr(sys.modules["__main__"], name, names[name], raising=False)
+    assert score(["__main__:f"], [completion("abcd"), completion("a")]) == [2.0, 0.0]
+    for name, message in (("g", "AttributeError"), ("lock", "TypeError: cannot pickle")):
+        monkeypatch.setattr(sys.modules["__main__"], "lock", threading.Lock(), raising=False)
+        with pytest.raises(InputError, match=f"reward.functions=__main__:{name}: cannot be imported \\({message}"):
+            score([f"__main__:{name}"], [completion("a")])
 
 
 def test_too_many_failures_in_a_row_end_the_run(user_function):

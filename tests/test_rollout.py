@@ -6,6 +6,7 @@ import shutil
 from contextlib import nullcontext
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from conftest import SAMPLING, adapted_policy, randomise_adapter
@@ -320,6 +321,11 @@ def test_a_vllm_that_keeps_dying_ends_the_run(vllm_engine, make_policy, version,
     monkeypatch.undo()
     vllm_engine._restart()  # for the tests to come
     vllm_engine.generate(PROMPTS, seed=0)
+
+
+def test_vllm_listens_to_this_machine_only(vllm_engine):
+    connections = psutil.Process().net_connections()
+    assert {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN} <= {"127.0.0.1", "::1"}
 
 
 def test_a_model_that_vllm_cannot_serve_is_one_line(tiny_model, tmp_path):

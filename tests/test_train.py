@@ -530,6 +530,7 @@ def launch(*arguments, timeout):
         timeout=timeout,
         check=False,
         cwd=ROOT,
+        env=os.environ | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"},  # a Hub that is out of reach
     )
 
 

@@ -70,6 +70,9 @@ class VLLMEngine:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # one process: seeds reach the sampler
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        if os.environ.get("WORLD_SIZE", "1") == "1":  # its own process group listens to nobody else
+            os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
         from vllm import LLM, SamplingParams
         from vllm.platforms import current_platform
