@@ -32,7 +32,7 @@ quickstart: install  ## fetch a small model, train it on sums, show what it lear
 	$(LAUNCH) -m stapo_lite.train configs/quickstart.yaml
 
 test: install-dev  ## the suite, under ten minutes on two cores
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 GOMP_SPINCOUNT=3000 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-all: install-dev  ## with the slow tests
 	$(BIN)/python -m pytest -m ''

@@ -39,7 +39,7 @@ class TokenBudget:
             try:
                 return work(micro_batches)
             except RuntimeError as error:
-                if not should_reduce_batch_size(error):
+                if not out_of_memory(error):
                     raise
                 if all(len(rows) == 1 for rows in micro_batches):
                     raise RunError(
@@ -53,6 +53,12 @@ class TokenBudget:
 
 def sequence_length(completion: Completion) -> int:
     return len(completion.prompt.token_ids) + len(completion.token_ids)
+
+
+def out_of_memory(error: RuntimeError) -> bool:
+    """Of the device, or of the host; accelerate's check knows neither pinned memory's nor cuBLAS's wording."""
+    kinds = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return should_reduce_batch_size(error) or any(kind in str(error) for kind in kinds)
 
 
 def split_by_tokens(completions: Sequence[Completion], max_tokens: int) -> list[list[Completion]]:

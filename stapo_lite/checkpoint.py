@@ -18,16 +18,18 @@ import json
 import logging
 import re
 import shutil
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from pydantic import ConfigDict, NonNegativeInt
+from pydantic.dataclasses import dataclass
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from stapo_lite.config import InputError, one_line
-from stapo_lite.files import sync
+from stapo_lite.files import read_object, sync
 from stapo_lite.policy import Policy
 
 logger = logging.getLogger(__name__)
@@ -44,21 +46,21 @@ FIXED = ("lora.", "train.optim")
 """Those that no force can change: adapter and optimiser would not fit."""
 
 
-@dataclass
+@dataclass(config=ConfigDict(extra="forbid"))
 class Progress:
     """Where a run stands after a step."""
 
     tau_p: float
     """S2T's probability threshold, which `adaptive` moves."""
-    step: int = 0
+    step: NonNegativeInt = 0
     """Steps done, which is the number of lines in the metrics file and the adapter's last version in the engine."""
-    updates: int = 0
+    updates: NonNegativeInt = 0
     """Optimiser updates done; the learning-rate schedule follows from it."""
-    prompts_drawn: int = 0
+    prompts_drawn: NonNegativeInt = 0
     """Position in the prompt order; the rollouts' seeds follow from it."""
-    halvings: int = 0
+    halvings: NonNegativeInt = 0
     """How often the token budget of a micro-batch was halved because memory ran out."""
-    skipped_in_a_row: int = 0
+    skipped_in_a_row: NonNegativeInt = 0
     """Updates skipped since the last one that was made."""
 
 
@@ -117,12 +119,16 @@ def save_checkpoint(
         raise
     partial.rename(final)
     sync(run_folder)
-    for old in list_checkpoints(run_folder)[:-limit]:
+    written = list_checkpoints(run_folder)
+    for old in written[: written.index(final) + 1][:-limit]:  # a newer one is damaged, or it would have been resumed
         shutil.rmtree(old)
 
 
-def load_checkpoint(folder: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> Progress:
+def load_checkpoint(folder: Path, policy: Policy, optimizer: torch.optim.Optimizer, tau_p: float) -> Progress:
     """Restore adapter and optimiser; return where the run stood.
+
+    Args:
+        tau_p: of the config, which counts where it is not that of the run so far.
 
     Raises:
         InputError: they do not fit the model or the optimiser.
@@ -131,12 +137,18 @@ def load_checkpoint(folder: Path, policy: Policy, optimizer: torch.optim.Optimiz
         state = read_state(folder)
         policy.load_adapter(folder)
         flat = load_file(folder / "optimizer.safetensors") | state["optimizer"]
+        decays = [group["weight_decay"] for group in optimizer.param_groups]  # those of the config count, too
         optimizer.load_state_dict({"state": _nest(flat, "state."), "param_groups": flat["param_groups"]})
         for parameter, moments in optimizer.state.items():
             for name in {"exp_avg", "exp_avg_sq", "state1", "state2"} & moments.keys():
                 if moments[name].shape != parameter.shape:
                     raise ValueError(f"{name} is {tuple(moments[name].shape)}, not {tuple(parameter.shape)}")
-        return Progress(**state["progress"])
+        for group, decay in zip(optimizer.param_groups, decays, strict=True):
+            group["weight_decay"] = decay
+        progress = Progress(**state["progress"])
+        if flatten(state["config"]).get("objective.s2t.tau_p") != tau_p:
+            progress.tau_p = tau_p
+        return progress
     except InputError:
         raise
     except Exception as error:  # what has intact checksums and is wrong all the same
@@ -149,9 +161,13 @@ def read_state(folder: Path) -> dict[str, Any]:
     Raises:
         InputError: it lacks a part.
     """
-    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    if not isinstance(state, dict) or not {"progress", "optimizer", "config", "environment"} <= set(state):
+    state = read_object(folder / "state.json")
+    if not all(isinstance(state.get(part), dict) for part in ("progress", "optimizer", "config", "environment")):
         raise InputError(f"{folder}: state.json is not that of a checkpoint")
+    try:
+        Progress(**state["progress"])
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{folder}: state.json is not that of a checkpoint ({one_line(error)})") from None
     return state
 
 
@@ -233,15 +249,11 @@ def newest_checkpoint(run_folder: Path) -> Path | None:
 def find_damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint's files; None where they are as they were written."""
     try:
-        sums = json.loads((folder / CHECKSUMS_FILE).read_bytes())
-        missing = {"adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors", "state.json"} - set(
-            sums
-        )
+        sums = read_object(folder / CHECKSUMS_FILE)
+        missing = set(FILES) - set(sums)
         wrong = [name for name, digest in sums.items() if missing or _digest(folder / name) != digest]
-    except OSError as error:
-        return f"{Path(error.filename).name}: {error.strerror}"
-    except (ValueError, TypeError, AttributeError) as error:
-        return f"{CHECKSUMS_FILE}: {one_line(error)}"
+    except (OSError, InputError, TypeError) as error:
+        return one_line(error)
     return f"the checksum of {(*missing, *wrong)[0]} is wrong" if missing or wrong else None
 
 

@@ -17,14 +17,24 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 Symptom = Literal[
     "entropy_collapse", "entropy_explosion", "no_signal", "reward_stuck", "silenced_share", "sampler_gap", "ratio"
 ]
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-UserPath = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
+
+
+def _path(text: str) -> str:
+    """Of a file or folder, or a name on the Hub."""
+    if "\0" in text or any(len(part.encode(errors="replace")) > 255 for part in text.split("/")):
+        raise PydanticCustomError("path", "no file can be called so")
+    return os.path.expanduser(text)
+
+
+UserPath = Annotated[str, Field(min_length=1), AfterValidator(_path)]
 BENCHMARK_NAMES = ["aime24", "aime25", "amc23", "math500", "minerva", "olympiadbench"]
-OptionalPath = Annotated[str | None, AfterValidator(lambda path: path and os.path.expanduser(path))]
+OptionalPath = Annotated[str | None, AfterValidator(lambda path: path and _path(path))]
 PROJECTIONS: list[Projection] = list(get_args(Projection))
 
 
@@ -135,11 +145,11 @@ class Reward(Section):
     """Soft overlong punishment (DAPO): taken off the reward of a completion of full length; 0 for none."""
     overlong_buffer: float = Field(0.2, gt=0, le=1)
     """The penalty grows linearly over this last share of `max_completion_length` (DAPO: 4,096 of 20,480)."""
-    timeout: float = Field(5.0, gt=0)
+    timeout: float = Field(5.0, gt=0, le=1e6)
     """Seconds of wall-clock time after which `math` kills the worker and scores the answer wrong."""
     num_workers: int = Field(2, ge=1)
     """Worker processes of `math`."""
-    function_timeout: float = Field(300.0, gt=0)
+    function_timeout: float = Field(300.0, gt=0, le=1e6)
     """Seconds that one call of your own function may take. It runs in a process of its own, which is then killed."""
     function_memory_gb: float | None = Field(None, gt=0)
     """Memory of that process, in GiB, above which it is killed; by default half of the machine's."""
@@ -468,7 +478,7 @@ class EvalPrompting(Prompting):
 class Grading(Section):
     """Judging the answers by rules."""
 
-    timeout: float = Field(5.0, gt=0)
+    timeout: float = Field(5.0, gt=0, le=1e6)
     """Seconds of wall-clock time after which a worker is killed and its answer is wrong."""
     num_workers: int = Field(2, ge=1)
     """Worker processes."""
@@ -621,7 +631,7 @@ def _apply_override(tree: dict, override: str) -> None:
     if not separator or not key:
         raise InputError(f"override {override!r}: write it as key.sub=value")
     try:
-        value = yaml.safe_load(text)
+        value = yaml.load(text, _Loader)
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise InputError(f"override {override[:80]!r}: the value is not YAML: {one_line(error)}") from None
     *parents, last = key.split(".")

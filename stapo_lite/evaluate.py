@@ -28,12 +28,11 @@ from stapo_lite.config import (
     RunError,
     check_launched,
     load_eval_config,
-    one_line,
     one_line_errors,
     to_yaml,
 )
 from stapo_lite.exam import Task, draw, judge, make_tasks, sample_key, summarise
-from stapo_lite.files import Journal, read_lines, write_lines, write_text
+from stapo_lite.files import Journal, read_lines, read_object, write_lines, write_text
 from stapo_lite.grading import MathGrader
 from stapo_lite.policy import load_model_config, load_policy, load_tokenizer
 from stapo_lite.rollout import Decoding, RolloutEngine, Sampling, check_vllm, resolve_engine, vllm_version
@@ -100,9 +99,9 @@ def evaluate(config: EvalConfig) -> dict[str, Any] | None:
         except OSError as error:
             raise RunError(f"{path}: cannot be written ({error.strerror}); make room and start again") from None
         engine.sleep()  # leaves its memory to the verifier
+        state.wait_for_everyone()  # before vLLM may end the process group
         engine.close()
         del engine
-    state.wait_for_everyone()
     if not state.is_main_process:
         return None
     lines = read_samples(folder)
@@ -140,9 +139,9 @@ def read_adapter(folder: str | None) -> dict[str, Any] | None:
     if folder is None:
         return None
     try:
-        adapter = json.loads((Path(folder) / "adapter_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"adapter={folder}: no adapter in PEFT's format ({one_line(error)})") from None
+        adapter = read_object(Path(folder) / "adapter_config.json")
+    except InputError as error:
+        raise InputError(f"adapter={folder}: no adapter in PEFT's format ({error})") from None
     special = [key for key in SPECIAL_ADAPTERS if adapter.get(key)]
     if adapter.get("peft_type") != "LORA" or special:
         kind = ", ".join(special) or adapter.get("peft_type")
@@ -150,8 +149,8 @@ def read_adapter(folder: str | None) -> dict[str, Any] | None:
     modules = adapter.get("target_modules")
     if not isinstance(modules, list) or any("." in name for name in modules):
         raise InputError(f"adapter={folder}: its target_modules must be a list of layer names, got {modules}")
-    if not 1 <= adapter["r"] <= 512:
-        raise InputError(f"adapter={folder}: its rank must be at most 512, got {adapter['r']}")
+    if not isinstance(adapter.get("r"), int) or not 1 <= adapter["r"] <= 512:
+        raise InputError(f"adapter={folder}: its rank must be a number from 1 to 512, got {adapter.get('r')!r}")
     return adapter
 
 
@@ -174,7 +173,7 @@ def open_folder(config: EvalConfig, engine: str, state: PartialState) -> Path:
         settings["adapter (its files)"] = digest.hexdigest()
     path = folder / "settings.json"
     if path.exists():
-        before = json.loads(path.read_text(encoding="utf-8"))
+        before = read_object(path)
         for key in sorted(before.keys() | settings.keys()):
             if before.get(key) != settings.get(key):
                 raise InputError(
@@ -287,9 +286,9 @@ def compare(folders: Sequence[Path]) -> str:
     runs = {}
     for folder in folders:
         try:
-            runs[str(folder)] = json.loads((folder / "results.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise InputError(f"{folder}: no results of an evaluation ({one_line(error)})") from None
+            runs[str(folder)] = read_object(folder / "results.json")
+        except InputError as error:
+            raise InputError(f"{folder}: no results of an evaluation ({error})") from None
     table = comparison_table(runs)
     if table is None:
         raise InputError("the runs have no benchmark with the same problems in common")

@@ -26,7 +26,7 @@ from stapo_lite import __version__
 from stapo_lite.checkpoint import newest_checkpoint, read_state
 from stapo_lite.config import Config, InputError, load_config, one_line, one_line_errors, to_yaml
 from stapo_lite.data import stop_token_ids
-from stapo_lite.files import read_lines, write_text
+from stapo_lite.files import read_lines, read_object, write_text
 from stapo_lite.policy import load_model_config, load_tokenizer
 from stapo_lite.rollout.vllm_engine import served_rank
 from stapo_lite.scores import results_table
@@ -101,8 +101,8 @@ def export(
     metrics = [line for line in metrics if line["step"] <= step]
     results = [line for line in read_lines(folder / EVALUATIONS_FILE) if line["step"] == step]
     if evaluation:
-        results = [read_json(Path(evaluation) / "results.json")]
-    environment = read_json(folder / ENVIRONMENT_FILE)
+        results = [read_object(Path(evaluation) / "results.json")]
+    environment = read_object(folder / ENVIRONMENT_FILE)
     base = base_model or config.model
     if getattr(load_model_config(base), "quantization_config", None) is not None:
         raise InputError(f"model={base} is quantised: name the base in full precision with --base-model")
@@ -173,8 +173,8 @@ def find_adapter(run_folder: Path) -> tuple[Path, int | None]:
 def same_export(folder: Path, manifest: dict[str, Any]) -> bool:
     """Whether the folder is what an export with this manifest wrote."""
     try:
-        before = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        before = read_object(folder / MANIFEST)
+    except InputError:
         return False
     return all(before.get(key) == value for key, value in manifest.items())
 
@@ -337,18 +337,6 @@ def deviation_from(references: tuple[Tensor, Tensor], actual: Tensor) -> Deviati
     return Deviation(difference.mean().item(), difference.max().item(), (together - alone).abs().mean().item())
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A file of a run or an evaluation.
-
-    Raises:
-        InputError: it is missing or damaged.
-    """
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read ({one_line(error)})") from None
-
-
 def model_card(
     name: str,
     config: Config,
@@ -486,7 +474,7 @@ def main() -> None:
         folder = export(**arguments)
         print(f"exported: {folder}")
         if gguf:
-            manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+            manifest = read_object(folder / MANIFEST)
             print(gguf_command(folder, manifest["base_model"], manifest["merged"], manifest["dtype"]))
 
 

@@ -18,27 +18,43 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     Raises:
         InputError: no such file, or a line is not a JSON object.
     """
-    rows = []
     try:
-        file = path.open("rb")
+        with path.open("rb") as file:
+            return [_parse(line, f"{path}, line {n}") for n, line in enumerate(file, start=1) if line.strip()]
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
-    with file:
-        for number, line in enumerate(file, start=1):
-            try:
-                row = json.loads(line.decode("utf-8-sig")) if line.strip() else None
-            except (ValueError, RecursionError) as error:  # bad UTF-8 is a ValueError, too
-                raise InputError(f"{path}, line {number}: not JSON ({one_line(error)})") from None
-            if not isinstance(row, dict | None):
-                raise InputError(f"{path}, line {number}: must be a JSON object, got {type(row).__name__}")
-            rows += [] if row is None else [row]
-    return rows
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a JSON lines file that may have been cut off; none where there is no file."""
-    data = path.read_bytes() if path.exists() else b""
-    return [json.loads(line) for line in data.split(b"\n")[:-1]]
+    """The complete lines of a JSON lines file that may have been cut off; none where there is no file.
+
+    Raises:
+        InputError: one is not a JSON object.
+    """
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    return [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON file that holds an object.
+
+    Raises:
+        InputError: there is no such file, or it holds something else.
+    """
+    try:
+        return _parse(path.read_bytes(), str(path))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def _parse(data: bytes, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(data.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:  # bad UTF-8 is a ValueError, too
+        raise InputError(f"{where}: not JSON ({one_line(error)})") from None
+    if not isinstance(value, dict):
+        raise InputError(f"{where}: must be a JSON object, got {type(value).__name__}")
+    return value
 
 
 def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
@@ -79,9 +95,23 @@ class Journal:
             raise
         self._waiting = []
 
+    def sync(self) -> None:
+        """Have all lines on the disk.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        self.flush()
+        sync(self.path)
+
 
 def _dump(line: dict[str, Any]) -> str:
-    return json.dumps(line, ensure_ascii=False) + "\n"
+    text = json.dumps(line, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        text = json.dumps(line)
+    return text + "\n"
 
 
 def write_text(path: Path, text: str) -> None:

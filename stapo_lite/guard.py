@@ -20,16 +20,18 @@ class Rule(NamedTuple):
     """What it may come from, and the keys to change."""
 
 
-def _first(history: Metrics, name: str) -> float:
-    return fmean(_known(history[:SHORT], name) or [0.0])
+def _is(*names: str, when: Callable[[float, float], bool]) -> Callable[[Metrics], bool]:
+    """A condition on the sum of some metrics: on its means over the first and the last SHORT steps that have them."""
+
+    def holds(history: Metrics) -> bool:
+        known = _known(history, *names)
+        return len(known) >= 2 * SHORT and when(fmean(known[:SHORT]), fmean(known[-SHORT:]))
+
+    return holds
 
 
-def _last(history: Metrics, name: str) -> float:
-    return fmean(_known(history[-SHORT:], name) or [0.0])
-
-
-def _known(history: Metrics, name: str) -> list[float]:
-    return [m[name] for m in history if m[name] is not None]
+def _known(history: Metrics, *names: str) -> list[float]:
+    return [sum(m[name] for name in names) for m in history if None not in [m[name] for name in names]]
 
 
 def _not_rising(history: Metrics) -> bool:
@@ -43,17 +45,17 @@ def _not_rising(history: Metrics) -> bool:
 
 RULES: dict[Symptom, Rule] = {
     "entropy_collapse": Rule(
-        lambda h: _last(h, "entropy") < 0.1 * _first(h, "entropy"),
+        _is("entropy", when=lambda first, last: last < 0.1 * first),
         "entropy is below a tenth of what it was: the policy has stopped exploring; raise objective.epsilon_high or "
         "objective.entropy_coef, or lower train.learning_rate",
     ),
     "entropy_explosion": Rule(
-        lambda h: _last(h, "entropy") > max(2 * _first(h, "entropy"), _first(h, "entropy") + 0.5),
+        _is("entropy", when=lambda first, last: last > max(2 * first, first + 0.5)),
         "entropy is more than twice what it was: updates destroy what the model knew; lower train.learning_rate or "
         "objective.entropy_coef, or leave S2T on (objective.s2t.enabled)",
     ),
     "no_signal": Rule(
-        lambda h: _last(h, "zero_variance_groups") > 0.95,
+        _is("zero_variance_groups", when=lambda _, last: last > 0.95),
         "more than 95 % of the groups have equal rewards, so nothing is learned: the problems are too hard or too "
         "easy, or the reward is constant; change data.source or reward.functions, raise rollout.num_generations or "
         "rollout.max_completion_length",
@@ -64,17 +66,17 @@ RULES: dict[Symptom, Rule] = {
         "train.batch_size, or see whether reward.functions rewards what the model can do",
     ),
     "silenced_share": Rule(
-        lambda h: _last(h, "silenced_share") > 0.01,
+        _is("silenced_share", when=lambda _, last: last > 0.01),
         "S2T silences more than 1 % of the tokens, a hundred times the paper's share: lower objective.s2t.tau_p or "
         "objective.s2t.quantile",
     ),
     "sampler_gap": Rule(
-        lambda h: _last(h, "sampler_gap_mean") > max(2 * _first(h, "sampler_gap_mean"), 0.02),
+        _is("sampler_gap_mean", when=lambda first, last: last > max(2 * first, 0.02)),
         "the engine's log-probabilities drift away from the trainer's: raise the precision of what samples "
         "(rollout.quantization, rollout.model, dtype), or keep objective.sampler_correction on",
     ),
     "ratio": Rule(
-        lambda h: _last(h, "clip_low_share") + _last(h, "clip_high_share") > 0.2,
+        _is("clip_low_share", "clip_high_share", when=lambda _, last: last > 0.2),
         "more than a fifth of the tokens are clipped: the policy moves too far within a step; lower "
         "train.learning_rate or raise train.mini_batch_size",
     ),
@@ -82,9 +84,5 @@ RULES: dict[Symptom, Rule] = {
 
 
 def new_symptoms(history: Metrics) -> list[Symptom]:
-    """Those that hold after the last of these steps and did not after the one before, none in the first `2 * SHORT`."""
-    return [name for name in RULES if _holds(name, history) and not _holds(name, history[:-1])]
-
-
-def _holds(name: Symptom, history: Metrics) -> bool:
-    return len(history) >= 2 * SHORT and RULES[name].holds(history)
+    """Those that hold after the last of these steps and did not after the one before."""
+    return [name for name, rule in RULES.items() if rule.holds(history) and not rule.holds(history[:-1])]

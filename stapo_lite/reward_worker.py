@@ -67,5 +67,4 @@ def _describe(error: Exception) -> str:
 if __name__ == "__main__":
     with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
         file.write("1000")  # where the machine's memory ends before the limit, the kernel takes this process first
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer
     serve(Connection(int(sys.argv[1])), float(sys.argv[2]))

@@ -4,14 +4,15 @@ python -m stapo_lite.rewards grade cases.jsonl --out verdicts.jsonl
 """
 
 import argparse
-import json
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import psutil
 from tqdm.auto import tqdm
 
 from stapo_lite.config import InputError, RunError, one_line, one_line_errors
-from stapo_lite.files import read_jsonl
+from stapo_lite.files import read_jsonl, write_lines
 from stapo_lite.grading import MathGrader, Question
 from stapo_lite.types import Completion
 
@@ -183,6 +184,7 @@ class UserFunction:
             [sys.executable, "-m", "stapo_lite.reward_worker", str(theirs.fileno()), str(self._timeout)],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
+            start_new_session=True,  # a group of its own, with what it starts
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
         theirs.close()
@@ -206,14 +208,12 @@ class UserFunction:
         assert self._process is not None
         deadline = time.monotonic() + self._timeout
         while not self._connection.poll(0.1):
-            try:
-                memory = psutil.Process(self._process.pid).memory_info().rss
-            except psutil.Error:  # it ends just now
-                continue
+            if self._process.poll() is not None:  # what it started may hold the connection open
+                return self._ended()
             if time.monotonic() > deadline:
                 self.close()
                 return f"took longer than {self._timeout:g} s (reward.function_timeout)"
-            if memory > self._memory_bytes:
+            if resident_bytes(self._process.pid) > self._memory_bytes:
                 self.close()
                 return f"took more than {self._memory_bytes / 2**30:.3g} GiB (reward.function_memory_gb)"
         try:
@@ -230,10 +230,20 @@ class UserFunction:
     def close(self) -> None:
         """End the process."""
         if self._process is not None:
-            self._process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             self._process = None
             self._connection.close()
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory of a process and of those that it started; 0 where it ends just now."""
+    try:
+        process = psutil.Process(pid)
+        return sum(one.memory_info().rss for one in (process, *process.children(recursive=True)))
+    except psutil.Error:
+        return 0
 
 
 def _reference(path: str) -> str | bytes:
@@ -273,16 +283,14 @@ def grade_file(cases: Path, out: Path, timeout: float, num_workers: int) -> str:
     rows = read_jsonl(cases)
     questions = [_case(row, f"{cases}, case {number}") for number, row in enumerate(rows, start=1)]
     try:
-        file = out.open("w", encoding="utf-8")
+        out.open("a").close()
     except OSError as error:
         raise InputError(f"--out={out}: cannot be written ({error.strerror})") from None
     grader = MathGrader(timeout, num_workers)
     with tqdm(total=len(rows), desc="grade", unit="answer", leave=False, disable=None) as bar:
         verdicts = grader.grade(questions, on_verdict=bar.update)
     grader.close()
-    with file:
-        for row, verdict in zip(rows, verdicts, strict=True):
-            file.write(json.dumps(row | {"correct": verdict.correct}, ensure_ascii=False) + "\n")
+    write_lines(out, [row | {"correct": verdict.correct} for row, verdict in zip(rows, verdicts, strict=True)])
     missing = sum(verdict.answer is None for verdict in verdicts)
     return f"{len(rows)} graded, {sum(v.correct for v in verdicts)} correct, {missing} without an answer: {out}"
 

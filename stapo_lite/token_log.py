@@ -165,6 +165,15 @@ class TokenLog:
             self._quadrants.add([line])
         self._begin_step()
 
+    def flush(self) -> None:
+        """Have all lines on the disk.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        self._tokens.sync()
+        self._quadrants.sync()
+
     def _draw(self, candidates: list[tuple[float, dict[str, Any]]]) -> list[tuple[float, dict[str, Any]]]:
         return sorted(candidates, key=itemgetter(0))[: self._limit]
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from stapo_lite.config import InputError, one_line
-from stapo_lite.files import Journal, read_lines, sync, write_lines
+from stapo_lite.files import Journal, read_lines, write_lines
 from stapo_lite.scores import results_table
 from stapo_lite.types import Completion
 
@@ -92,21 +93,26 @@ class RunLog:
         self._trackers: list[Any] = []
         self._max_steps = max_steps
         if accelerator.is_main_process:
-            # What a new run, or the steps to come, will write again; also where the token log is off by now.
-            for path in (folder / name for name in (METRICS_FILE, EVALUATIONS_FILE, TOKENS_FILE, QUADRANTS_FILE)):
-                if path.exists():
-                    write_lines(path, [line for line in read_lines(path) if line["step"] <= start_step and start_step])
+            # Not what a new run, or the steps to come, will write again; also where the token log is off by now.
+            names = (METRICS_FILE, EVALUATIONS_FILE, TOKENS_FILE, QUADRANTS_FILE)
+            before = {folder / name: read_lines(folder / name) for name in names if (folder / name).exists()}
+            for path, lines in before.items():
+                write_lines(path, [line for line in lines if line["step"] <= start_step and start_step])
         accelerator.wait_for_everyone()
         self._steps, self._evaluations = Journal(folder / METRICS_FILE), Journal(folder / EVALUATIONS_FILE)
         self._evaluated = {line["step"] for line in read_lines(folder / EVALUATIONS_FILE)}
 
-    def start_trackers(self, project: str, config: dict[str, str]) -> None:
-        """Start accelerate's trackers. Where one cannot be reached, training goes on without, with a warning."""
-        try:
-            self._accelerator.init_trackers(project, config)
-            self._trackers = self._accelerator.trackers
-        except Exception as error:  # a service out of reach, a folder that cannot be written
-            logger.warning("log.report_to: no tracker was started (%s)", one_line(error))
+    def start_trackers(self, names: Sequence[str], project: str, folder: Path, config: dict[str, str]) -> None:
+        """Start trackers by accelerate's names. Without one that cannot be reached training goes on, with a warning."""
+        for name in names if self._accelerator.is_main_process else ():
+            kind = LOGGER_TYPE_TO_CLASS[name]
+            try:
+                tracker = kind(project, str(folder)) if kind.requires_logging_directory else kind(project)
+                tracker.start()
+                tracker.store_init_configuration(config)
+                self._trackers.append(tracker)
+            except Exception as error:  # a service out of reach, a folder that cannot be written
+                logger.warning("log.report_to: training goes on without %s (%s)", name, one_line(error))
 
     def _track(self, values: dict[str, Any], step: int) -> None:
         for tracker in list(self._trackers):
@@ -133,13 +139,14 @@ class RunLog:
         self._track({k: v for k, v in metrics.items() if v is not None and k != "step"}, int(metrics["step"] or 0))
 
     def flush(self) -> None:
-        """Have all steps on the disk.
+        """Have all lines on the disk.
 
         Raises:
             OSError: they still cannot.
         """
-        self._steps.flush()
-        sync(self._steps.path)
+        self._steps.sync()
+        if self._evaluated:
+            self._evaluations.sync()
 
     def has_evaluation(self, step: int) -> bool:
         """Whether the benchmarks were run after this step."""

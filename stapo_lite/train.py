@@ -9,6 +9,7 @@ departs from the paper; first of all, a LoRA adapter trains instead of the whole
 import argparse
 import ctypes
 import fcntl
+import hashlib
 import importlib.util
 import json
 import logging
@@ -17,9 +18,10 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -27,7 +29,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration, gather_object
+from accelerate.utils import InitProcessGroupKwargs, gather_object
 from safetensors import SafetensorError
 from tqdm.auto import tqdm
 
@@ -98,33 +100,42 @@ def _train(config: Config, resume: bool, force: bool, closing: ExitStack) -> Ite
     check_processes(config, processes)
     engine_name = resolve_engine(config.rollout.engine)
     check_engine(engine_name, config)
-    run_folder, newest = open_run_folder(config, resume, accelerator, closing)
-    surroundings = environment(engine_name, processes)
-    if newest is not None:
-        for note in checkpoint.check_resume(newest, config.model_dump(), surroundings, force):
-            accelerator.print(note)
+    run_folder = Path(config.output_dir)
+    if not resume:
+        check_no_run(run_folder)
     prompts, tokenizer, stop_tokens = load_prompts(config, accelerator.print)
     exam = make_exam(config, tokenizer)
     accelerator.print(batch_arithmetic(config, processes))
+    if is_main:
+        closing.enter_context(lock(run_folder))
+    accelerator.wait_for_everyone()
+    newest = checkpoint.newest_checkpoint(run_folder) if resume else None
+    surroundings = environment(engine_name, processes, prompts)
+    if newest is not None:
+        for note in checkpoint.check_resume(newest, config.model_dump(), surroundings, force):
+            accelerator.print(note)
     rewards = make_rewards(config)
     closing.callback(rewards.close)
     policy = make_policy(config, tokenizer, accelerator.device)
     optimizer = make_optimizer(policy, config.train.optim, config.train.learning_rate, config.train.weight_decay)
     progress = checkpoint.Progress(tau_p=config.objective.s2t.tau_p)
     if newest is not None:
-        progress = checkpoint.load_checkpoint(newest, policy, optimizer)
+        progress = checkpoint.load_checkpoint(newest, policy, optimizer, config.objective.s2t.tau_p)
     budget = TokenBudget(config.train.max_tokens_per_microbatch, progress.halvings)
     if config.train.park_trainer:
         policy.park()
     engine = make_engine(engine_name, config, stop_tokens)
     closing.callback(engine.close)
-    if is_main:
-        describe_run(run_folder, config, surroundings)
-        if progress.step < config.train.max_steps:
-            shutil.rmtree(run_folder / "adapter", ignore_errors=True)  # of the end before
-    log = RunLog(run_folder, config.train.max_steps, progress.step, accelerator)
+    with full_disk_is_a_run_error(run_folder):
+        log = RunLog(run_folder, config.train.max_steps, progress.step, accelerator)
+        if is_main:
+            write_text(run_folder / "config.yaml", to_yaml(config))
+            write_text(run_folder / ENVIRONMENT_FILE, json.dumps(surroundings, indent=1))
+            if progress.step < config.train.max_steps:
+                shutil.rmtree(run_folder / "adapter", ignore_errors=True)  # of the end before
     closing.callback(log.close)
-    log.start_trackers(config.log.project, {k: str(v) for k, v in flatten(config.model_dump()).items()})
+    settings = {k: str(v) for k, v in flatten(config.model_dump()).items()}
+    log.start_trackers(config.log.report_to, config.log.project, run_folder / "logs", settings)
     history = read_metrics(run_folder)
     token_log = None
     if config.audit.enabled:
@@ -136,6 +147,8 @@ def _train(config: Config, resume: bool, force: bool, closing: ExitStack) -> Ite
             return
         try:
             log.flush()
+            if token_log is not None:
+                token_log.flush()
             limit = config.log.save_total_limit
             checkpoint.save_checkpoint(run_folder, snapshot, policy, config.model_dump(), surroundings, limit)
         except (OSError, SafetensorError) as error:  # a full disk, above all
@@ -301,12 +314,18 @@ def _train(config: Config, resume: bool, force: bool, closing: ExitStack) -> Ite
             engine.publish(policy, version=progress.step + 1)
             log.evaluation(progress.step, exam(engine, accelerator))
     except BaseException as interruption:  # whatever it is, what was learned is kept
-        save_checkpoint()
+        with undisturbed():
+            save_checkpoint()
         if not isinstance(interruption, GeneratorExit):  # the caller has seen enough
             raise
     if is_main:
-        policy.save_adapter(run_folder / "adapter")
-        print(f"{write_report(run_folder)}\nadapter: {run_folder / 'adapter'}")
+        with full_disk_is_a_run_error(run_folder):
+            log.flush()
+            if token_log is not None:
+                token_log.flush()
+            policy.save_adapter(run_folder / "adapter")
+            report = write_report(run_folder)
+        print(f"{report}\nadapter: {run_folder / 'adapter'}")
 
 
 def learning_rate(peak: float, warmup_steps: int, updates_done: int) -> float:
@@ -319,7 +338,7 @@ def check_skipped(in_a_row: int, limit: int) -> None:
     if in_a_row >= limit:
         raise RunError(
             f"{in_a_row} updates in a row had a loss or gradient that is not finite (train.max_skipped_updates): lower "
-            "train.learning_rate, choose another dtype, and continue from an earlier checkpoint"
+            "train.learning_rate or choose another dtype, delete the newest checkpoints, and use --resume --force"
         )
 
 
@@ -436,13 +455,10 @@ def make_accelerator(config: Config) -> Accelerator:
     # Micro-batches of many shapes would leave holes that no other shape fits. Read once, before CUDA starts.
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    project = ProjectConfiguration(logging_dir=config.output_dir)
     on_cpu = not torch.accelerator.is_available()  # several processes on a CPU need to be told so
     patience = InitProcessGroupKwargs(timeout=timedelta(days=7))  # processes may finish sampling hours apart
     accelerator = Accelerator(
         cpu=on_cpu,
-        log_with=list(config.log.report_to) or None,
-        project_config=project,
         kwargs_handlers=[patience],
     )
     cores = os.cpu_count() or 1
@@ -452,46 +468,54 @@ def make_accelerator(config: Config) -> Accelerator:
     return accelerator
 
 
-def open_run_folder(
-    config: Config, resume: bool, accelerator: Accelerator, closing: ExitStack
-) -> tuple[Path, Path | None]:
-    """Make the run folder and lock it; returns it and the checkpoint to resume, None where that is the beginning.
-    Nothing that it holds is changed.
+def check_no_run(folder: Path) -> None:
+    """Raises InputError where the folder holds a run, which a new one would overwrite."""
+    if read_metrics(folder) or checkpoint.list_checkpoints(folder) or (folder / "adapter").exists():
+        raise InputError(f"output_dir={folder} holds a run: continue it with --resume, or choose another folder")
+
+
+@contextmanager
+def lock(folder: Path) -> Iterator[None]:
+    """Make the run folder and keep other runs out of it; a lock ends with its process, whatever ends that.
 
     Raises:
-        InputError: it holds a run already, or damaged checkpoints only; another process writes to it.
+        InputError: another run is there, or the folder cannot be written.
     """
-    folder = Path(config.output_dir)
-    newest = checkpoint.newest_checkpoint(folder) if resume else None
-    if not resume and read_metrics(folder):
-        raise InputError(f"output_dir={folder} holds a run: continue it with --resume, or choose another folder")
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / ".lock").open("w")
+    except OSError as error:
+        raise InputError(f"output_dir={folder}: cannot be written ({error.strerror})") from None
+    with file:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = closing.enter_context((folder / ".lock").open("w"))
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the file is closed, by whatever death
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InputError(f"output_dir={folder}: another run writes to it at this moment") from None
-        except OSError as error:
-            raise InputError(f"output_dir={folder}: cannot be written ({error.strerror})") from None
-    return folder, newest
+        except OSError as error:  # a file system without locks
+            logger.warning("output_dir=%s: not locked against other runs (%s)", folder, error.strerror)
+        yield
 
 
-def describe_run(folder: Path, config: Config, surroundings: dict[str, str]) -> None:
-    """Write the resolved config and what the run runs on."""
-    write_text(folder / "config.yaml", to_yaml(config))
-    write_text(folder / ENVIRONMENT_FILE, json.dumps(surroundings, indent=1))
+@contextmanager
+def full_disk_is_a_run_error(folder: Path) -> Iterator[None]:
+    """For the beginning and the end of a run, where what is not written would be missing."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise RunError(
+            f"{folder}: cannot be written ({one_line(error)}); make room, and continue with --resume"
+        ) from None
 
 
-def environment(engine: str, processes: int) -> dict[str, str]:
-    """What the run runs on: hardware and versions, for its model card and to compare when it is resumed."""
+def environment(engine: str, processes: int, prompts: Sequence[Prompt]) -> dict[str, str]:
+    """What the run runs on: hardware, versions, data; for its model card and to compare when it is resumed."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU with {os.cpu_count()} cores"
     names = ("torch", "transformers", "peft", "accelerate")
     return {
         "hardware": f"{processes} x {device}" if torch.cuda.is_available() else device,
         "processes": str(processes),
         "engine": f"vllm {vllm_version()}" if engine == "vllm" else engine,
+        "prompts": hashlib.sha256(repr([(p.token_ids, p.answer) for p in prompts]).encode()).hexdigest()[:16],
         "stapo_lite": __version__,
         **{name: version(name) for name in names},
     }
@@ -650,6 +674,19 @@ def end_on_sigterm() -> None:
     if "ACCELERATE_MIXED_PRECISION" in os.environ and sys.platform == "linux":
         # `accelerate launch` dies of a SIGTERM without passing it on; the kernel does it for us then.
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Ignore signals that would end the process, in the main thread: `accelerate launch` passes Ctrl-C on twice."""
+    in_charge = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM) if in_charge else ()
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def main() -> None:

@@ -131,7 +131,9 @@ def update(
     def backward(micro_batches: list[list[Completion]]) -> tuple[Tally, Statistics, dict[Completion, Tensor]]:
         """Add up the gradient; its tally, the statistics now, and the norm of each token's logit gradient."""
         nonlocal first
-        known, first = first, None  # its graph serves once
+        known, first = first, None  # its graph serves once, and not at all in other micro-batches
+        if known is not None and known[0] not in micro_batches[:1]:
+            known = None
         optimizer.zero_grad()
         if token_log is not None:
             token_log.forget()
@@ -143,7 +145,7 @@ def update(
             active = batch.completion_mask & (batch.advantages != 0)[:, None]
             rollout_logprobs = pad_rows([torch.tensor(c.rollout_logprobs) for c in rows]).to(policy.device)
             ref_logprobs = policy.reference_logprobs(batch) if objective.beta else None
-            hidden, now = known[1] if known is not None and known[0] == rows else forward(batch)
+            hidden, now = forward(batch) if known is None else known[1]
             known = None
             logprobs, entropy, collision = (values.detach() for values in now)
             statistics = by_completion(rows, now)

@@ -78,7 +78,7 @@ def train_on_a_full_disk(arguments: list[str], first: int, last: int) -> None:
     config = load_config(arguments[0], arguments[1:])
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     for metrics in importlib.import_module("stapo_lite.train").train(config):
-        full = first <= metrics["step"] + 1 <= last
+        full = first <= min(metrics["step"] + 1, config.train.max_steps) <= last
         size = (Path(config.output_dir) / "metrics.jsonl").stat().st_size + 100
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, unlimited[1]) if full else unlimited)
 

@@ -27,7 +27,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 def refused(monkeypatch, capsys, caplog, tmp_path):
     """The one line that the command says about its input; the folders are as they were."""
 
-    def check(config, *arguments, program="train"):
+    monkeypatch.chdir(tmp_path)
+
+    def check(config, *arguments):
         before = contents(tmp_path)
         status = command(monkeypatch, config, *arguments)
         printed = capsys.readouterr()
@@ -91,6 +93,10 @@ OVERRIDES = {
     "no YAML": ("seed=]", "the value is not YAML"),
     "too deep": ("seed=" + "[" * 5000, "the value is not YAML"),
     "a value as section": ("model.name=3", "model is a value, not a section"),
+    "a key twice": ("train={max_steps: 1, max_steps: 2}", "the key 'max_steps' stands there twice"),
+    "a zero byte": ('output_dir="a\\0b"', "key 'output_dir': no file can be called so"),
+    "a name too long": ("data.source=" + "x" * 300 + ".jsonl", "key 'data.source': no file can be called so"),
+    "a timeout beyond clocks": ("reward.function_timeout=1e300", "key 'reward.function_timeout'"),
     "an empty folder name": ("output_dir=", "key 'output_dir'"),
     "no such reward": ("reward.functions=[nowhere:f]", "cannot be imported (ModuleNotFoundError"),
     "a reward that is no path": ("reward.functions=['__import__(\"os\")']", "use math, arithmetic or package.module"),
@@ -268,15 +274,20 @@ def replace_tensors(checkpoint: Path, name: str, tensors) -> None:
 
 CHECKPOINTS = {
     "no progress": (lambda c: rewrite(c, lambda s: s.pop("progress")), "state.json is not that of a checkpoint"),
+    "a step that is text": (lambda c: rewrite(c, lambda s: s["progress"].update(step="two")), "is not that of a check"),
+    "a negative number": (lambda c: rewrite(c, lambda s: s["progress"].update(halvings=-1)), "is not that of a check"),
+    "a list for the config": (lambda c: rewrite(c, lambda s: s.update(config=[])), "is not that of a checkpoint"),
+    "metrics that are no JSON": (lambda c: (c.parent / "metrics.jsonl").write_text("x\n"), "line 1: not JSON"),
+    "metrics that are lists": (lambda c: (c.parent / "metrics.jsonl").write_text("[1]\n"), "line 1: must be a JSON"),
     "progress of another version": (
-        lambda c: rewrite(c, lambda s: s["progress"].update(epoch=1)), "does not fit this run (TypeError",
+        lambda c: rewrite(c, lambda s: s["progress"].update(epoch=1)), "state.json is not that of a checkpoint",
     ),
     "no optimiser": (lambda c: rewrite(c, lambda s: s.pop("optimizer")), "state.json is not that of a checkpoint"),
     "half an optimiser": (
         lambda c: rewrite(c, lambda s: s["optimizer"].pop("param_groups")), "does not fit this run (KeyError",
     ),
     "no config": (lambda c: rewrite(c, lambda s: s.pop("config")), "state.json is not that of a checkpoint"),
-    "a list as state": (lambda c: replace_state(c, "[]"), "state.json is not that of a checkpoint"),
+    "a list as state": (lambda c: replace_state(c, "[]"), "state.json: must be a JSON object, got list"),
     "another adapter": (
         lambda c: replace_tensors(c, "adapter_model.safetensors", {"a": torch.zeros(2)}), "the adapter does not fit",
     ),

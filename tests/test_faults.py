@@ -3,7 +3,9 @@
 import importlib
 import json
 import math
+import os
 import re
+import signal
 from contextlib import contextmanager
 
 import interrupted
@@ -102,6 +104,17 @@ def test_one_sequence_that_does_not_fit_ends_the_run_with_a_reason(make_policy):
         run_update(policy, fake_completions(3, ADVANTAGES), objective(), max_tokens=60)
 
 
+@pytest.mark.parametrize("wording", ["CUDA error: out of memory\nCompile with", "CUBLAS_STATUS_ALLOC_FAILED when"])
+def test_other_wordings_of_the_same(make_policy, wording):
+    def refuse():
+        raise RuntimeError(wording)
+
+    policy, budget = make_policy(), TokenBudget(60)
+    with memory_for(policy, 20, refuse):
+        run_update(policy, fake_completions(3, ADVANTAGES), objective(), max_tokens=budget)
+    assert budget.halvings == 1
+
+
 def test_other_errors_are_not_taken_for_memory(make_policy):
     def refuse():
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -142,7 +155,7 @@ def test_an_update_that_is_not_finite_is_skipped(write_config, user_reward, tmp_
     assert [m["updates"] for m in metrics] == [1] * 4
     assert caplog.text.count("update skipped: loss or gradient is not finite (norm inf)") == 4
     assert all(math.isfinite(value) for m in metrics for value in m.values() if value is not None)
-    assert metrics[-1]["learning_rate"] == pytest.approx(0.01 * 4 / 10) or metrics[-1]["learning_rate"] == 0.005
+    assert metrics[-1]["learning_rate"] in (pytest.approx(0.004), pytest.approx(0.005))  # whichever came last
     saved = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
     assert all(value.isfinite().all() for value in saved.values())
     assert read_state(tmp_path / "run" / "checkpoint-4")["progress"]["updates"] == 4
@@ -181,18 +194,51 @@ def test_a_reward_function_that_keeps_failing_ends_the_run_with_a_checkpoint(
     assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["checkpoint-3"]
 
 
+def test_no_signal_disturbs_the_last_checkpoint(write_config, user_reward, tmp_path, monkeypatch):
+    """`accelerate launch` that is interrupted sends a SIGTERM after the Ctrl-C."""
+    user_reward("def even(completion_ids, **columns): return [float(len(ids)) for ids in completion_ids]")
+    save, update, handler = (
+        train_module.checkpoint.save_checkpoint,
+        train_module.update,
+        signal.getsignal(signal.SIGTERM),
+    )
+
+    def disturbed(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        save(*arguments)
+
+    def interrupted_in_step_3(*arguments, **options):
+        if next(calls) == 5:
+            raise KeyboardInterrupt
+        return update(*arguments, **options)
+
+    calls = iter(range(99))
+    monkeypatch.setattr(train_module.checkpoint, "save_checkpoint", disturbed)
+    monkeypatch.setattr(train_module, "update", interrupted_in_step_3)
+    with pytest.raises(KeyboardInterrupt):
+        run(write_config(log__save_steps=0))
+    assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["checkpoint-2"]
+    assert signal.getsignal(signal.SIGTERM) == handler
+
+
 def test_a_full_disk_costs_nothing_but_checkpoints(children, write_config, tmp_path):
     config = str(write_config(train__max_steps=6, log__save_steps=1, log__save_total_limit=9, audit={"enabled": True}))
-    for name, steps in (("whole", (0, 0)), ("run", (3, 4))):
+    for name, steps, status in (("whole", (0, 0), 0), ("run", (3, 4), 0), ("last", (5, 6), 1)):
         arguments = [config, f"output_dir={tmp_path / name}"]
-        assert children(interrupted.train_on_a_full_disk, arguments, *steps) == 0
+        assert children(interrupted.train_on_a_full_disk, arguments, *steps) == status
+    assert children(interrupted.command, [*arguments, "--resume"]) == 0
+    assert outcome(tmp_path / "last") == outcome(tmp_path / "whole")
     whole, cut = tmp_path / "whole", tmp_path / "run"
-    assert without_times(read_metrics(cut)) == without_times(read_metrics(whole))
-    for name in ("tokens.jsonl", "quadrants.jsonl", "adapter/adapter_model.safetensors"):
-        assert (cut / name).read_bytes() == (whole / name).read_bytes()
+    assert outcome(cut) == outcome(whole)
     assert [path.name for path in list_checkpoints(cut)] == [f"checkpoint-{step}" for step in (1, 2, 5, 6)]
     assert not [path for path in list_checkpoints(cut) if find_damage(path)]
     assert not list(cut.glob(".checkpoint*"))
+
+
+def outcome(folder):
+    names = ("tokens.jsonl", "quadrants.jsonl", "adapter/adapter_model.safetensors")
+    return [(folder / name).read_bytes() for name in names], without_times(read_metrics(folder))
 
 
 def test_a_journal_writes_whole_lines_or_none(tmp_path, caplog):
@@ -207,10 +253,10 @@ def test_a_journal_writes_whole_lines_or_none(tmp_path, caplog):
 
 def test_trackers_that_cannot_be_started_are_left_out(write_config, tmp_path, caplog):
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "sums").write_text("", encoding="utf-8")  # where TensorBoard wants a folder
-    config = write_config(log={"report_to": ["tensorboard"], "project": "sums"})
+    (tmp_path / "run" / "logs").write_text("", encoding="utf-8")  # where TensorBoard wants a folder
+    config = write_config(log={"report_to": ["tensorboard"]})
     assert len(run(config)) == 4
-    assert "log.report_to: no tracker was started (" in caplog.text
+    assert "log.report_to: training goes on without tensorboard (" in caplog.text
 
 
 def test_a_tracker_that_fails_later_is_left_out(write_config, tmp_path, caplog):
@@ -246,12 +292,12 @@ def test_stop_on_ends_a_run_with_adapter_and_checkpoint(
 
 
 def test_secrets_stay_out_of_the_run_folder(write_config, tmp_path, monkeypatch, capsys):
-    secrets = {name: f"secret-{name}-4711" for name in ("HF_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY")}
+    secrets = {name: f"secret-of-{name}" for name in ("HF_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY")}
     for name, value in secrets.items():
         monkeypatch.setenv(name, value)
     run(write_config(audit={"enabled": True}, log={"report_to": ["tensorboard"]}))
     written = b"".join(path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file())
     printed = "".join(capsys.readouterr())
     assert json.dumps("seconds_step").encode() in written
-    assert b"4711" not in written
-    assert "4711" not in printed
+    assert b"secret-of" not in written
+    assert "secret-of" not in printed

@@ -64,6 +64,8 @@ def test_the_first_steps_say_nothing():
 
 def test_steps_without_a_value_are_passed_over():
     assert found(history(60, **dict.fromkeys((*HEALTHY, "reward")))) == {}
+    late = {name: lambda step: None if step < 15 else 0.8 for name in ("entropy", "sampler_gap_mean")}
+    assert found(history(60, **late)) == {}
     gaps = {"entropy": lambda step: None if step % 2 else 0.8 if step < 40 else 0.01}
     assert list(found(history(60, **gaps))) == ["entropy_collapse"]
 

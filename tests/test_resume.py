@@ -169,6 +169,18 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(finished, write_
     assert outcome_of_four(finished) == expected
 
 
+def test_a_damaged_checkpoint_does_not_push_out_an_intact_one(write_config, tmp_path):
+    run(write_config(log__save_steps=1, log__save_total_limit=9))
+    for name in ("checkpoint-3", "checkpoint-4"):
+        tear(tmp_path / "run" / name / "state.json")
+    config = load_config(write_config(log__save_steps=1, log__save_total_limit=1))
+    steps = sys.modules["stapo_lite.train"].train(config, resume=True)
+    assert next(steps)["step"] == 3
+    steps.close()
+    assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["checkpoint-3", "checkpoint-4"]
+    assert find_damage(tmp_path / "run" / "checkpoint-3") is None
+
+
 def outcome_of_four(folder):
     files = {
         name: (folder / "checkpoint-4" / name).read_bytes() for name in ("adapter_model.safetensors", "state.json")
@@ -227,6 +239,14 @@ def test_with_vllm_a_resumed_step_draws_the_same(write_config, tmp_path, monkeyp
     progress = read_state(folder / "checkpoint-3")["progress"]
     assert (progress["prompts_drawn"], progress["updates"]) == (12, 6)
     assert read_state(folder / "checkpoint-3")["environment"]["engine"].startswith("vllm 0.")
+
+
+def test_other_prompts_under_the_same_name_are_named(finished, write_config, tmp_path, capsys):
+    config = write_config(train__max_steps=5)
+    lines = (tmp_path / "prompts.jsonl").read_text(encoding="utf-8")
+    (tmp_path / "prompts.jsonl").write_text(lines.replace("three", "seven"), encoding="utf-8")
+    run(config, resume=True)
+    assert "in another environment, so that rounding and draws may differ: prompts " in capsys.readouterr().out
 
 
 def test_two_runs_do_not_share_a_folder(write_config):

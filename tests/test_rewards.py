@@ -244,6 +244,10 @@ FAULTS = {
         "hoard = [bytearray(1 << 20) for _ in iter(int, 1)]",
         r"took more than 0.2 GiB \(reward.function_memory_gb\)",
     ),
+    "starts a process that takes all memory": (
+        "import subprocess; subprocess.run([sys.executable, '-c', 'x = [bytearray(1 << 20) for _ in iter(int, 1)]'])",
+        r"took more than 0.2 GiB",
+    ),
     "ends its process": ("os._exit(3)", "ended its process with status 3"),
     "exits": ("sys.exit(4)", "ended its process with status 4"),
     "is killed": ("os.kill(os.getpid(), 9)", "ended its process with status -9"),
@@ -276,8 +280,9 @@ def user_function(tmp_path):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_function_that_fails_is_asked_twice_and_then_judges_nothing(user_function, caplog, fault):
     body, message = FAULTS[fault]
-    limits = {"timeout": 2.0} if "hangs" in fault else {"memory_bytes": int(0.2 * 2**30)} if "memory" in fault else {}
-    function, pair = user_function(body, **limits), [completion("a"), completion("b")]
+    function, pair = user_function(body), [completion("a"), completion("b")]
+    function._timeout = 2.0 if "hangs" in fault else GENEROUS
+    function._memory_bytes = int(0.2 * 2**30) if "memory" in fault else 1 << 30
     assert function(pair, 0) == [None, None]
     assert len(re.findall(f"reward.functions=faulty:f: {message}", caplog.text)) == 2
     function._timeout, function._memory_bytes = 20.0, 1 << 30
@@ -341,7 +346,7 @@ def test_a_functions_process_ends_with_its_parent(tmp_path):
     (tmp_path / "slow.py").write_text("def f(**columns):\n    print('hangs', flush=True)\n    while True: pass\n")
     program = (
         "from stapo_lite.rewards import UserFunction\nfrom stapo_lite.types import Completion, Prompt\n"
-        "f = UserFunction('slow:f', 1.0, 1 << 30, 1)\n"
+        "f = UserFunction('slow:f', 5.0, 1 << 30, 1)\n"
         "f([Completion(Prompt('p', [1], 'a'), [1], [0.0], False, 0)], 0)\n"
     )
     with subprocess.Popen(

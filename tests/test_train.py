@@ -306,8 +306,14 @@ def test_resuming_with_another_config_names_the_key(write_config, tmp_path, monk
     assert read_metrics(tmp_path / "run")[-1]["step"] == 2
     assert command(monkeypatch, changed, "--resume", "--force") == 0
     assert read_metrics(tmp_path / "run")[-1]["learning_rate"] == pytest.approx(0.02 * 6 / 10)
-    assert command(monkeypatch, write_config(log__save_steps=1, train__learning_rate=0.02), "--resume") == 0
-    assert "with another config: log.save_steps 2 -> 1, train.max_steps 3 -> 4\n" in capsys.readouterr().out
+    settings = ["objective.s2t.tau_p=0.02", "train.weight_decay=0.5", "train.max_steps=4"]
+    assert command(monkeypatch, changed, "--resume", "--force", *settings) == 0
+    assert read_metrics(tmp_path / "run")[-1]["tau_p"] == 0.02
+    state = json.loads((tmp_path / "run" / "checkpoint-4" / "state.json").read_text(encoding="utf-8"))
+    assert state["optimizer"]["param_groups"][0]["weight_decay"] == 0.5
+    last = [write_config(log__save_steps=1, train__learning_rate=0.02), *settings, "train.max_steps=5"]
+    assert command(monkeypatch, *last, "--resume") == 0
+    assert "with another config: log.save_steps 2 -> 1, train.max_steps 4 -> 5\n" in capsys.readouterr().out
 
 
 def test_only_the_newest_checkpoints_are_kept(write_config, tmp_path):

@@ -211,6 +211,8 @@ class VLLMEngine:
             except Exception as error:  # whatever ends vLLM
                 failures += 1
                 reason = f"vLLM failed while it sampled ({type(error).__name__}: {one_line(error)})"
+                if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # its end is that of the process group, too
+                    raise RunError(f"{reason}: continue with --resume") from error
                 if failures > self._max_restarts:
                     raise RunError(f"{reason}, after {failures - 1} restarts (rollout.max_restarts)") from error
                 logger.warning("%s: starting it anew for %d of %d prompts", reason, len(missing), len(prompts))
