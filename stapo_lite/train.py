@@ -7,8 +7,6 @@ departs from the paper; first of all, a LoRA adapter trains instead of the whole
 """
 
 import argparse
-import ctypes
-import fcntl
 import hashlib
 import importlib.util
 import json
@@ -16,12 +14,9 @@ import logging
 import math
 import os
 import shutil
-import signal
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -56,6 +51,7 @@ from stapo_lite.exam import draw, judge, make_tasks, sample_key, summarise
 from stapo_lite.files import write_text
 from stapo_lite.grading import MathGrader
 from stapo_lite.guard import RULES, new_symptoms
+from stapo_lite.lifecycle import check_no_run, end_on_sigterm, full_disk_is_a_run_error, lock, undisturbed
 from stapo_lite.policy import Policy, load_policy, load_tokenizer, make_optimizer
 from stapo_lite.report import write_report
 from stapo_lite.rewards import BUILT_IN, RewardModel, overlong_share
@@ -142,13 +138,16 @@ def _train(config: Config, resume: bool, force: bool, closing: ExitStack) -> Ite
         limits = config.audit.tokens_per_step, config.audit.context
         token_log = TokenLog(run_folder, *limits, policy, tokenizer, accelerator)
 
+    def flush_logs() -> None:
+        log.flush()
+        if token_log is not None:
+            token_log.flush()
+
     def save_checkpoint() -> None:
         if not is_main or snapshot.progress.step == 0:
             return
         try:
-            log.flush()
-            if token_log is not None:
-                token_log.flush()
+            flush_logs()
             limit = config.log.save_total_limit
             checkpoint.save_checkpoint(run_folder, snapshot, policy, config.model_dump(), surroundings, limit)
         except (OSError, SafetensorError) as error:  # a full disk, above all
@@ -320,9 +319,7 @@ def _train(config: Config, resume: bool, force: bool, closing: ExitStack) -> Ite
             raise
     if is_main:
         with full_disk_is_a_run_error(run_folder):
-            log.flush()
-            if token_log is not None:
-                token_log.flush()
+            flush_logs()
             policy.save_adapter(run_folder / "adapter")
             report = write_report(run_folder)
         print(f"{report}\nadapter: {run_folder / 'adapter'}")
@@ -466,45 +463,6 @@ def make_accelerator(config: Config) -> Accelerator:
         print(f"running on 1 of {cores} cores: accelerate launch --num_cpu_threads_per_process {cores} uses all")
     check_launched(accelerator.num_processes)
     return accelerator
-
-
-def check_no_run(folder: Path) -> None:
-    """Raises InputError where the folder holds a run, which a new one would overwrite."""
-    if read_metrics(folder) or checkpoint.list_checkpoints(folder) or (folder / "adapter").exists():
-        raise InputError(f"output_dir={folder} holds a run: continue it with --resume, or choose another folder")
-
-
-@contextmanager
-def lock(folder: Path) -> Iterator[None]:
-    """Make the run folder and keep other runs out of it; a lock ends with its process, whatever ends that.
-
-    Raises:
-        InputError: another run is there, or the folder cannot be written.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / ".lock").open("w")
-    except OSError as error:
-        raise InputError(f"output_dir={folder}: cannot be written ({error.strerror})") from None
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError(f"output_dir={folder}: another run writes to it at this moment") from None
-        except OSError as error:  # a file system without locks
-            logger.warning("output_dir=%s: not locked against other runs (%s)", folder, error.strerror)
-        yield
-
-
-@contextmanager
-def full_disk_is_a_run_error(folder: Path) -> Iterator[None]:
-    """For the beginning and the end of a run, where what is not written would be missing."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise RunError(
-            f"{folder}: cannot be written ({one_line(error)}); make room, and continue with --resume"
-        ) from None
 
 
 def environment(engine: str, processes: int, prompts: Sequence[Prompt]) -> dict[str, str]:
@@ -661,32 +619,6 @@ def make_engine(name: str, config: Config, stop_tokens: tuple[int, ...]) -> Roll
         sleep_level=r.sleep_level,
         max_restarts=r.max_restarts,
     )
-
-
-def end_on_sigterm() -> None:
-    """Have SIGTERM, by which schedulers announce that they will kill, end the run like an error, with status 143."""
-
-    def end(*_: Any) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough
-        sys.exit(128 + signal.SIGTERM)
-
-    signal.signal(signal.SIGTERM, end)
-    if "ACCELERATE_MIXED_PRECISION" in os.environ and sys.platform == "linux":
-        # `accelerate launch` dies of a SIGTERM without passing it on; the kernel does it for us then.
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """Ignore signals that would end the process, in the main thread: `accelerate launch` passes Ctrl-C on twice."""
-    in_charge = threading.current_thread() is threading.main_thread()
-    numbers = (signal.SIGINT, signal.SIGTERM) if in_charge else ()
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
 def main() -> None:
