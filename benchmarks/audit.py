@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import now, save
+from common import save, timed
 
 from stapo_lite import load_config, train
 from stapo_lite.files import read_lines
@@ -22,20 +22,8 @@ HERE = Path(__file__).parent
 
 
 def measure(steps: int, **s2t: float) -> dict[str, Any]:
-    spent, shares = [0.0], []
-    originals = {name: getattr(TokenLog, name) for name in ("see", "note", "write")}
-
-    def timed(original: Any) -> Any:
-        def method(*arguments: Any) -> None:
-            start = now()
-            original(*arguments)
-            spent[0] += now() - start
-
-        return method
-
-    for name, original in originals.items():
-        setattr(TokenLog, name, timed(original))
-    with tempfile.TemporaryDirectory() as folder:
+    shares = []
+    with tempfile.TemporaryDirectory() as folder, timed(TokenLog, "see", "note", "write") as spent:
         overrides = [f"output_dir={folder}", "audit.enabled=true", f"train.max_steps={steps}", "log.save_steps=0"]
         overrides += [f"objective.s2t.{key}={value}" for key, value in s2t.items()]
         for metrics in train(load_config(HERE.parent / "configs/quickstart.yaml", overrides)):
@@ -43,8 +31,6 @@ def measure(steps: int, **s2t: float) -> dict[str, Any]:
             spent[0] = 0.0
         candidates = [sum(line["tokens"][:2]) for line in read_lines(Path(folder) / "quadrants.jsonl")]
         size = sum((Path(folder) / name).stat().st_size for name in ("tokens.jsonl", "quadrants.jsonl"))
-    for name, original in originals.items():
-        setattr(TokenLog, name, original)
     shares = shares[1:]  # the first step warms up
     return {
         "steps": len(shares),

@@ -68,6 +68,7 @@ def children():
         child = context.Process(target=target, args=arguments)
         child.start()
         child.join(timeout=120)
+        child.kill()  # one that hangs
         return child.exitcode
 
     return start

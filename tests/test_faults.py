@@ -19,6 +19,7 @@ from test_update import ADVANTAGES, TAU_P, objective, run_update
 from stapo_lite.batching import TokenBudget
 from stapo_lite.checkpoint import find_damage, list_checkpoints, read_state
 from stapo_lite.config import RunError, load_config
+from stapo_lite.export import export
 from stapo_lite.files import Journal, read_lines
 from stapo_lite.token_log import TokenLog
 from stapo_lite.tracking import read_metrics
@@ -57,16 +58,16 @@ def memory_for(policy, tokens, refuse=refuse_memory, phase="forward", spare=0):
     ("refuse", "phase"),
     [(refuse_memory, "forward"), (refuse_memory, "backward"), (refuse_memory_as_cuda_does, "forward")],
 )
-@pytest.mark.parametrize("spare", [0, 1])
-def test_an_update_that_does_not_fit_is_made_in_halves(make_policy, tmp_path, caplog, refuse, phase, spare):
-    """The very update of half the budget: gradient, metrics and token log."""
+@pytest.mark.parametrize(("tokens", "spare"), [(60, 0), (60, 1), (120, 1)])
+def test_an_update_that_does_not_fit_is_made_in_halves(make_policy, tmp_path, caplog, refuse, phase, tokens, spare):
+    """The very update of a smaller budget: gradient, metrics and token log."""
     completions, logs = fake_completions(3, ADVANTAGES), []
 
     def log(policy):
         logs.append(TokenLog(tmp_path, 100, 3, policy, Letters(), train_module.Accelerator(cpu=True)))
         return logs[-1]
 
-    policy, budget = make_policy(), TokenBudget(60)
+    policy, budget = make_policy(), TokenBudget(tokens)
     with memory_for(policy, 20, refuse, phase, spare):
         gradient, metrics, result = run_update(
             policy, completions, objective(), max_tokens=budget, token_log=log(policy)
@@ -81,9 +82,8 @@ def test_an_update_that_does_not_fit_is_made_in_halves(make_policy, tmp_path, ca
     assert metrics == expected[1]
     for one in logs:
         one.write(1, TAU_P)
-    halved, small = (read_lines(tmp_path / "tokens.jsonl")[part] for part in (slice(None, None), slice(0, 0)))
-    assert len(halved) % 2 == 0
-    assert halved[: len(halved) // 2] == halved[len(halved) // 2 :] != small
+    lines = read_lines(tmp_path / "tokens.jsonl")
+    assert lines[: len(lines) // 2] == lines[len(lines) // 2 :] != []
 
 
 def test_a_pass_without_gradient_is_halved_too(make_policy):
@@ -150,9 +150,10 @@ UNSCALED = {"objective": {"scale_rewards": "none", "s2t": {"tau_p": 0.01}}, "rol
 def test_an_update_that_is_not_finite_is_skipped(write_config, user_reward, tmp_path, caplog):
     """An advantage beyond fp32 in one of the two mini-batches: the step is what the other one makes of it."""
     user_reward(HUGE.format("'two' in p"))
-    metrics = run(write_config(**UNSCALED, train__max_tokens_per_microbatch=512))
-    assert [m["skipped_updates"] for m in metrics] == [1] * 4
+    metrics = run(write_config(**UNSCALED, train__max_tokens_per_microbatch=512, train__max_skipped_updates=3))
+    assert [m["skipped_updates"] for m in metrics] == [1] * 4  # never three in a row
     assert [m["updates"] for m in metrics] == [1] * 4
+    assert all(abs(m["loss"]) < 1000 for m in metrics)  # nothing of the skipped update
     assert caplog.text.count("update skipped: loss or gradient is not finite (norm inf)") == 4
     assert all(math.isfinite(value) for m in metrics for value in m.values() if value is not None)
     assert metrics[-1]["learning_rate"] in (pytest.approx(0.004), pytest.approx(0.005))  # whichever came last
@@ -236,6 +237,29 @@ def test_a_full_disk_costs_nothing_but_checkpoints(children, write_config, tmp_p
     assert not list(cut.glob(".checkpoint*"))
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "tokens.jsonl"])
+def test_what_waits_is_written_before_a_checkpoint_and_at_the_end(write_config, tmp_path, monkeypatch, name):
+    flush, refused = Journal.flush, []
+
+    def fail(journal):
+        if journal.path.name == name and len(refused) in fails:
+            refused.append(1)
+            raise OSError(28, "No space left on device")
+        flush(journal)
+
+    monkeypatch.setattr(Journal, "flush", fail)
+    fails = {0}
+    steps = train_module.train(load_config(write_config(log__save_steps=1, audit={"enabled": True})))
+    next(steps)
+    assert refused
+    assert {line["step"] for line in read_lines(tmp_path / "run" / name)} == {1}
+    assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["checkpoint-1"]
+    fails = range(99)
+    with pytest.raises(RunError, match="cannot be written .*No space left.*; make room, and continue with --resume"):
+        list(steps)
+    assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["checkpoint-1"]
+
+
 def outcome(folder):
     names = ("tokens.jsonl", "quadrants.jsonl", "adapter/adapter_model.safetensors")
     return [(folder / name).read_bytes() for name in names], without_times(read_metrics(folder))
@@ -296,7 +320,9 @@ def test_secrets_stay_out_of_the_run_folder(write_config, tmp_path, monkeypatch,
     for name, value in secrets.items():
         monkeypatch.setenv(name, value)
     run(write_config(audit={"enabled": True}, log={"report_to": ["tensorboard"]}))
+    export(tmp_path / "run", tmp_path / "run" / "export", dtype="float32")
     written = b"".join(path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file())
+    assert (tmp_path / "run" / "export" / "README.md").exists()
     printed = "".join(capsys.readouterr())
     assert json.dumps("seconds_step").encode() in written
     assert b"secret-of" not in written
