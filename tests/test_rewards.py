@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 
+import psutil
 import pytest
 
 from stapo_lite.config import InputError, RunError
@@ -291,6 +292,19 @@ def test_a_function_that_fails_is_asked_twice_and_then_judges_nothing(user_funct
         file.write("\ndef f(completions, **columns): return [1, True]\n")
     assert function(pair, 0) == [1.0, 1.0]
     assert function._failures == 0
+
+
+def test_what_a_function_started_ends_with_it(user_function, tmp_path):
+    started = (
+        "import subprocess; p = subprocess.Popen(['sleep', '1000']); open(__file__ + '.pid', 'a').write(f'{p.pid} ')"
+    )
+    function = user_function(f"{started}; time.sleep(1000)")
+    function._timeout = 2.0
+    assert function([completion("a")], 0) == [None]
+    pids = (tmp_path / "faulty.py.pid").read_text(encoding="utf-8").split()
+    assert len(pids) == 2
+    for pid in map(int, pids):
+        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_function_that_fails_once_is_asked_again(user_function, tmp_path):
