@@ -223,9 +223,7 @@ class VLLMEngine:
 
     def _restart(self) -> None:
         self._shut_down()
-        self._llm = self._start()
-        if self._request is not None:
-            self._engine.add_lora(self._request)
+        self._llm = self._start()  # which reads the adapter with the first request for it
 
     def sleep(self) -> None:
         if self._sleep_level:
