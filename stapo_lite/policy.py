@@ -31,9 +31,8 @@ def load_tokenizer(model: str, longest_sequence: int, target_modules: list[str])
             modules = {name.rpartition(".")[2] for name, _ in AutoModelForCausalLM.from_config(config).named_modules()}
     except Exception as error:  # transformers raises a dozen kinds
         raise _no_model(model, error) from None
-    if not tokenizer(
-        "1 + 1 = 2", add_special_tokens=False
-    ).input_ids:  # transformers makes an empty one where the files are missing
+    # Where the files are missing, transformers makes an empty one.
+    if not tokenizer("1 + 1 = 2", add_special_tokens=False).input_ids:
         raise InputError(f"model={model}: has no tokenizer")
     for key in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(config, key, None) not in (None, 1, 1.0):
