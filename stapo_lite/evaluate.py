@@ -150,7 +150,7 @@ def read_adapter(folder: str | None) -> dict[str, Any] | None:
     if not isinstance(modules, list) or any("." in name for name in modules):
         raise InputError(f"adapter={folder}: its target_modules must be a list of layer names, got {modules}")
     if not isinstance(adapter.get("r"), int) or not 1 <= adapter["r"] <= 512:
-        raise InputError(f"adapter={folder}: its rank must be a number from 1 to 512, got {adapter.get('r')!r}")
+        raise InputError(f"adapter={folder}: its rank must be at most 512, got {adapter.get('r')!r}")
     return adapter
 
 
