@@ -17,12 +17,16 @@ T = TypeVar("T")
 class TokenBudget:
     """The most tokens of a micro-batch, padding included; half as many each time that they do not fit into memory.
 
+    Args:
+        in_step: where processes must run the same number of micro-batches: the largest of their numbers, from our own.
+            Who has fewer gets empty ones, and none can go on alone where memory runs out.
+
     Attributes:
         halvings: so far; they last.
     """
 
-    def __init__(self, tokens: int, halvings: int = 0):
-        self._tokens, self.halvings = tokens, halvings
+    def __init__(self, tokens: int, halvings: int = 0, in_step: Callable[[int], int] | None = None):
+        self._tokens, self.halvings, self._in_step = tokens, halvings, in_step
 
     @property
     def tokens(self) -> int:
@@ -36,11 +40,15 @@ class TokenBudget:
         """
         while True:
             micro_batches = split_by_tokens(completions, self.tokens)
+            if self._in_step is not None:
+                micro_batches += [[]] * (self._in_step(len(micro_batches)) - len(micro_batches))
             try:
                 return work(micro_batches)
             except RuntimeError as error:
                 if not out_of_memory(error):
                     raise
+                if self._in_step is not None:
+                    raise RunError("memory ran out: lower train.max_tokens_per_microbatch, use --resume") from error
                 if all(len(rows) == 1 for rows in micro_batches):
                     raise RunError(
                         "memory ran out on a single sequence: lower rollout.max_completion_length or "
@@ -79,6 +87,20 @@ def split_by_tokens(completions: Sequence[Completion], max_tokens: int) -> list[
         batches.append(ordered[start : end[start]])
         start = end[start]
     return batches
+
+
+def split_evenly(work: Sequence[float], parts: int) -> list[list[int]]:
+    """Deal items out so that each part has about the same work: the largest first, to whoever has the least so far.
+
+    Returns:
+        The indices of each part, in ascending order.
+    """
+    loads, shares = [0.0] * parts, [[] for _ in range(parts)]  # type: tuple[list[float], list[list[int]]]
+    for index in sorted(range(len(work)), key=lambda index: -work[index]):
+        least = min(range(parts), key=loads.__getitem__)
+        loads[least] += work[index]
+        shares[least].append(index)
+    return [sorted(share) for share in shares]
 
 
 def collate(completions: Sequence[Completion], pad_token_id: int, device: torch.device | str) -> MicroBatch:

@@ -39,7 +39,8 @@ FILES = ("adapter_model.safetensors", "adapter_config.json", "optimizer.safetens
 CHECKSUMS_FILE = "checksums.json"
 FREE = (
     "output_dir", "train.max_steps", "train.max_skipped_updates", "rollout.max_restarts", "reward.function_timeout",
-    "reward.function_memory_gb", "reward.max_failures", "stop_on", "log.", "evaluation.", "audit.",
+    "reward.function_memory_gb", "reward.max_failures", "rollout.servers", "rollout.server_timeout",
+    "rollout.shared_folder", "rollout.tensor_parallel_size", "stop_on", "log.", "evaluation.", "audit.",
 )  # fmt: skip
 """Keys, and sections, that may change when a run is resumed: they decide nothing that a sound run computes."""
 FIXED = ("lora.", "train.optim")

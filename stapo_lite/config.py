@@ -180,7 +180,8 @@ class Engine(Section):
     max_num_seqs: int = Field(128, ge=1)
     """Completions sampled at the same time."""
     max_restarts: int = Field(3, ge=0)
-    """Times that a vLLM which fails while it samples a batch is started anew before the run ends."""
+    """Times that a vLLM which fails while it samples a batch is started anew, or that a request to a server is
+    repeated, before the run ends."""
     quantization: str | None = None
     """vLLM's `quantization` of what it serves: `bitsandbytes` for the 4-bit weights of an `nf4` trainer, `fp8`, ...;
     a quantised checkpoint needs none."""
@@ -198,6 +199,21 @@ class Rollout(Engine):
     """Drop groups whose rewards are all equal and draw further prompts until the batch is full (DAPO)."""
     max_sampling_rounds: int = Field(10, ge=1)
     """`dynamic_sampling` only: after this many rounds the step goes on with the groups it has."""
+    engine: Literal["auto", "vllm", "server", "transformers"] = "auto"  # type: ignore[assignment]
+    """`auto` takes vLLM in the trainer's process where it is installed, else transformers' `generate`; `server` is a
+    vLLM of its own, on another card or machine (docs/scaling.md)."""
+    servers: list[str] = Field(["http://127.0.0.1:8000"], min_length=1)
+    """`server` only: addresses of vLLM servers, which share the work."""
+    server_timeout: float = Field(600.0, gt=0, le=1e6)
+    """`server` only: seconds to wait for them to come up."""
+    shared_folder: OptionalPath = None
+    """`server` only: a folder that trainer and servers see under the same path, to hand adapters over; without one
+    they are uploaded, to servers that `python -m stapo_lite.rollout.serve` started."""
+    tensor_parallel_size: int = Field(1, ge=1)
+    """`server` only: cards that one server is spread over."""
+    max_lag: int = Field(0, ge=0)
+    """`server` only: how many steps ahead of the trainer completions may be sampled, by an adapter that is as much
+    older; 0 is synchronous. `objective.sampler_correction` accounts for it."""
     model: OptionalPath = None
     """vLLM: serve this checkpoint of the same model, quantised to fp8, AWQ or GPTQ, in place of `model`. How far
     that is from the trainer's policy is logged as `sampler_gap_*`, and corrected by `objective.sampler_correction`."""
@@ -437,6 +453,12 @@ class Config(Section):
             raise ValueError(
                 f"rollout.max_num_seqs={self.rollout.max_num_seqs} is less than one group, "
                 f"rollout.num_generations={self.rollout.num_generations}: raise it"
+            )
+        uncorrected = self.objective.old_logprobs == "trainer" and self.objective.sampler_correction == "off"
+        if self.rollout.max_lag and uncorrected:
+            raise ValueError(
+                f"rollout.max_lag={self.rollout.max_lag} needs a correction for older adapters: set "
+                "objective.sampler_correction=token-truncate, or objective.old_logprobs=rollout"
             )
         if self.lora.dtype == "bfloat16" and self.dtype != "bfloat16":
             raise ValueError("lora.dtype=bfloat16 needs dtype=bfloat16: change one")

@@ -1,6 +1,7 @@
 """Does a run fit the card? The memory of both phases, before anything is loaded.
 
     python -m stapo_lite.plan configs/qwen14b_qlora.yaml --gpu-memory 24 [--host-memory 64] [key.sub=value ...]
+    python -m stapo_lite.plan configs/qwen8b_lora_server.yaml --gpu-memory 80 --processes 8 [--sharded]
 
 Needs the model's config, not its weights. Weights, adapter, optimiser and KV cache are counted. Activations are
 measured: two and three layers of the real model run forward and backward on fake tensors, which have a size and no
@@ -24,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from stapo_lite.config import Config, InputError, load_config, one_line_errors
+from stapo_lite.config import Config, InputError, check_processes, load_config, one_line_errors
 from stapo_lite.lm_head import token_statistics
 from stapo_lite.policy import add_adapter, load_model_config
 from stapo_lite.rollout.vllm_engine import served_rank
@@ -39,6 +40,8 @@ HOST_PROCESS = 6 * GIB
 """Python, torch, CUDA and vLLM in host memory."""
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Per weight with double quantisation: four bits, an 8-bit scale for 64 weights, an fp32 scale for 256 of those."""
+TOKEN_BYTES = 14
+"""Of a completion that goes to other processes: id and log-probability, pickled."""
 SERVED_BYTES = {"bitsandbytes": 0.5 + 4 / 64, "fp8": 1.0}
 """Per weight in vLLM, which unpacks the scales of 4-bit weights to fp32."""
 
@@ -47,7 +50,9 @@ class Plan(NamedTuple):
     """Bytes by what they are for."""
 
     rollout: dict[str, int]
+    """On the card that samples, which is the server's where there is one."""
     update: dict[str, int]
+    """On the card that trains."""
     host: dict[str, int]
     kv_tokens: int
     """Tokens that the KV cache holds."""
@@ -55,6 +60,8 @@ class Plan(NamedTuple):
     """Tokens of the longest sequence."""
     problems: list[str]
     """Empty where everything fits."""
+    traffic: dict[str, int]
+    """What a process sends over the network."""
 
 
 class Sizes(NamedTuple):
@@ -66,20 +73,32 @@ class Sizes(NamedTuple):
     """Elements of each other parameter: embedding, head, norms."""
     kv_per_token: int
     """Elements of keys and values."""
+    layer: int
+    """Elements of the linear layers of one decoder layer."""
 
 
-def make_plan(config: Config, model: Any, gpu_memory: int, host_memory: int | None = None) -> Plan:
+def make_plan(
+    config: Config,
+    model: Any,
+    gpu_memory: int,
+    host_memory: int | None = None,
+    processes: int = 1,
+    sharded: bool = False,
+) -> Plan:
     """The memory of each phase on each card, with vLLM's rollouts.
 
     Args:
         model: the transformers config.
         gpu_memory: bytes of a card.
         host_memory: bytes of the host for each card; None leaves it unchecked.
+        processes: that train; each has a card.
+        sharded: whether FSDP or DeepSpeed spreads the base over them.
 
     Raises:
         InputError: rollouts are not vLLM's, or quantised in a way that is not known here; the model lacks a target
-            module.
+            module; the batch does not split over the processes.
     """
+    check_processes(config, processes)
     if config.rollout.engine == "transformers":
         raise InputError("rollout.engine=transformers: the plan covers rollouts with vLLM only")
     train, rollout, sizes = config.train, config.rollout, model_sizes(as_json(model))
@@ -96,23 +115,30 @@ def make_plan(config: Config, model: Any, gpu_memory: int, host_memory: int | No
     served = [int(n * served_bytes(config, width)) for n in matrices] + [n * width for n in sizes.others]
     context = {"CUDA context": CUDA_CONTEXT}
     weights = {"trainer: base weights": sum(base)}
+    linears, serving = sum(base[: len(matrices)]), config.rollout.engine == "server"
+    if sharded:
+        whole = sum(base) - linears
+        weights = {"trainer: its shard of the base": linears // processes + whole}
+        weights["trainer: two layers put together"] = 2 * sizes.layer * width
     trainer = {
         "trainer: adapter": lora_bytes,
         "trainer: optimiser": 2 * lora_bytes if train.optim == "adamw" else int(2 * lora * (1 + 4 / 256)),
     }
 
     # Rollouts: vLLM takes a share of the card, and what its other needs leave of that is KV cache.
-    rank = served_rank(config.lora.r)
+    rank, cards = served_rank(config.lora.r), rollout.tensor_parallel_size
     engine = {
-        "vLLM: weights": sum(served),
-        "vLLM: adapter slot": lora // config.lora.r * rank * width,
+        "vLLM: weights": sum(served) // cards,
+        "vLLM: adapter slots": lora // config.lora.r * rank * width * (rollout.max_lag + 1) // cards,
         "vLLM: activations": BATCHED_TOKENS * width * (2 * model.hidden_size + 3 * model.intermediate_size)
         + rollout.max_num_seqs * model.vocab_size * 4 * 4,
         "vLLM: CUDA graphs": CUDA_GRAPHS,
     }
     engine["vLLM: KV cache"] = max(0, int(rollout.gpu_memory_utilization * gpu_memory) - sum(engine.values()))
-    kv_tokens = engine["vLLM: KV cache"] // (sizes.kv_per_token * width)
-    rollout_phase = ({} if train.park_trainer else weights) | trainer | engine | context
+    kv_tokens = engine["vLLM: KV cache"] * cards // (sizes.kv_per_token * width)
+    rollout_phase = engine | context
+    if not serving:
+        rollout_phase = ({} if train.park_trainer else weights) | trainer | rollout_phase
 
     # Update: what autograd keeps and makes at the longest micro-batch.
     kept, activations, head = measure_activations(config, model)
@@ -123,12 +149,15 @@ def make_plan(config: Config, model: Any, gpu_memory: int, host_memory: int | No
         update_phase["activations in host memory"] = -kept
     if config.quantization:
         update_phase["a dequantised matrix"] = max(matrices) * width
-    update_phase |= {"vLLM: CUDA graphs": CUDA_GRAPHS} if rollout.sleep_level else engine
+    if not serving:
+        update_phase |= {"vLLM: CUDA graphs": CUDA_GRAPHS} if rollout.sleep_level else engine
 
     host = {"processes": HOST_PROCESS, "snapshots of two steps": 2 * sum(trainer.values())}
+    if sharded:
+        host["base weights, read by one process"] = sum(base) // processes
     if train.park_trainer:
         host["trainer: base weights"] = pinned(base)
-    if rollout.sleep_level == 1:
+    if rollout.sleep_level == 1 and not serving:
         host["vLLM: weights"] = pinned(served)
     if train.offload_activations:
         host["activations"] = 2 * kept  # pinned memory comes in powers of two
@@ -146,7 +175,17 @@ def make_plan(config: Config, model: Any, gpu_memory: int, host_memory: int | No
     longest = config.data.max_prompt_length + rollout.max_completion_length
     if kv_tokens < longest:
         problems.append(f"rollouts: the KV cache holds {kv_tokens:,} tokens, less than one sequence of {longest:,}")
-    return Plan(rollout_phase, update_phase, host, kv_tokens, longest, problems)
+    others = (processes - 1) / processes
+    completions = train.batch_size * rollout.num_generations // processes
+    traffic = {
+        "gradients, an update": int(2 * others * lora * 4),
+        "completions, a step, at most": int(others * processes * completions * longest * TOKEN_BYTES),
+    }
+    if sharded:
+        traffic["layers, a micro-batch"] = int(2 * others * linears)  # for each of its two passes
+    if serving:
+        traffic["adapter to each server, a step"] = lora * width
+    return Plan(rollout_phase, update_phase, host, kv_tokens, longest, problems, traffic)
 
 
 @cache
@@ -161,7 +200,8 @@ def model_sizes(model: str) -> Sizes:
     quantised = {id(m.weight) for m in causal_lm.get_decoder().modules() if isinstance(m, nn.Linear)}
     others = [p.numel() for p in causal_lm.parameters() if id(p) not in quantised]
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return Sizes(linears, others, 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim)
+    layer = sum(n_in * n_out for shapes in linears.values() for n_in, n_out in shapes) // config.num_hidden_layers
+    return Sizes(linears, others, 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim, layer)
 
 
 def as_json(model: Any) -> str:
@@ -319,7 +359,13 @@ def _storages(tree: Any) -> list[torch.UntypedStorage]:
 
 
 def suggest(
-    path: Path, overrides: list[str], model: Any, gpu_memory: int, host_memory: int | None
+    path: Path,
+    overrides: list[str],
+    model: Any,
+    gpu_memory: int,
+    host_memory: int | None,
+    processes: int,
+    sharded: bool,
 ) -> tuple[list[str], Plan] | None:
     """The gentlest further overrides that make a run fit, and its plan; None where nothing known here does.
 
@@ -328,13 +374,12 @@ def suggest(
     config = load_config(path, overrides)
     longest = config.data.max_prompt_length + config.rollout.max_completion_length
     tokens = config.train.max_tokens_per_microbatch
+    together = [(1, ["rollout.sleep_level=1"]), (1, ["train.park_trainer=true"]), (2, ["rollout.sleep_level=2"])]
     changes = [  # and how much they change: time only, then the weights, then the task
-        (1, ["rollout.sleep_level=1"]),
-        (1, ["train.park_trainer=true"]),
+        *(together if config.rollout.engine != "server" and not sharded else []),
         (1, [f"train.max_tokens_per_microbatch={max(longest, tokens // 2)}"]),
         (2, [f"train.max_tokens_per_microbatch={max(longest, tokens // 4)}"]),
         (2, ["train.offload_activations=true"]),
-        (2, ["rollout.sleep_level=2"]),
         (10, ["quantization=nf4", "rollout.quantization=bitsandbytes"]),
         (20, [f"rollout.max_completion_length={config.rollout.max_completion_length // 2}"]),
     ]
@@ -346,11 +391,12 @@ def suggest(
         if len({override.partition("=")[0] for override in given}) < len(given):
             continue
         try:
-            plan = make_plan(load_config(path, overrides + given), model, gpu_memory, host_memory)
+            arguments = model, gpu_memory, host_memory, processes, sharded
+            plan = make_plan(load_config(path, overrides + given), *arguments)
             trainer = sum(size for name, size in plan.rollout.items() if not name.startswith("vLLM"))
             share = min(0.95, math.floor(100 * (1 - trainer / gpu_memory)) / 100)  # all that the trainer leaves
             given.append(f"rollout.gpu_memory_utilization={share}")
-            plan = make_plan(load_config(path, overrides + given), model, gpu_memory, host_memory)
+            plan = make_plan(load_config(path, overrides + given), *arguments)
         except InputError:  # values that do not go together
             continue
         if not plan.problems and plan.kv_tokens >= 4 * longest:
@@ -373,6 +419,9 @@ def report(plan: Plan) -> str:
         f"The KV cache holds {plan.kv_tokens:,} tokens: {plan.kv_tokens // plan.longest} sequences of the longest "
         f"length ({plan.longest:,}) at a time."
     )
+    sent = [f"{size / GIB:.2f} GiB of {name}" for name, size in plan.traffic.items() if size]
+    if sent:
+        lines.append(f"Each process sends {'; '.join(sent)}.")
     return "\n".join(lines)
 
 
@@ -384,19 +433,22 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="replace values of the config")
     parser.add_argument("--gpu-memory", type=float, required=True, metavar="GIB", help="of each card")
     parser.add_argument("--host-memory", type=float, metavar="GIB", help="of the host, for each card")
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help="that train, each with a card")
+    parser.add_argument("--sharded", action="store_true", help="FSDP2 or ZeRO-3 spreads the base over them")
     arguments = parser.parse_intermixed_args()
     with one_line_errors():
         config = load_config(arguments.config, arguments.overrides)
         model = load_model_config(config.model)
         gpu_memory = int(arguments.gpu_memory * GIB)
         host_memory = None if arguments.host_memory is None else int(arguments.host_memory * GIB)
-        plan = make_plan(config, model, gpu_memory, host_memory)
+        cards = host_memory, arguments.processes, arguments.sharded
+        plan = make_plan(config, model, gpu_memory, *cards)
         print(report(plan))
         if not plan.problems:
             print("It fits.")
             return
         print("It does not fit.", *plan.problems, sep="\n  ")
-        found = suggest(arguments.config, arguments.overrides, model, gpu_memory, host_memory)
+        found = suggest(arguments.config, arguments.overrides, model, gpu_memory, *cards)
         if found is None:
             print("No change that is known here makes it fit: take a smaller model or a larger card.")
         else:

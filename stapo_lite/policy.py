@@ -89,6 +89,7 @@ def load_policy(
     lm_head_triton: bool,
     device: torch.device,
     seed: int,
+    shard: Callable[[Any], None] | None = None,
 ) -> "Policy":
     """Load the base model and give it a new LoRA adapter.
 
@@ -97,6 +98,7 @@ def load_policy(
         lora_dtype: of the adapter's parameters.
         offload_activations: keep what checkpointing saves in host memory.
         seed: of the adapter's random initialisation.
+        shard: spreads the base over the processes (`sharding.py`).
 
     Raises:
         InputError: the model cannot be loaded, does not fit on the device, or lacks weights.
@@ -116,7 +118,7 @@ def load_policy(
             model,
             dtype=dtype,
             quantization_config=quantization_config,
-            device_map={"": device},
+            device_map={"": torch.device("cpu") if shard else device},
             trust_remote_code=False,
             output_loading_info=True,
         )
@@ -130,6 +132,8 @@ def load_policy(
     # generate() falls back on these for what a call leaves open: top-p and top-k of a model's
     # defaults would bias the sampled log-probabilities.
     base.generation_config = GenerationConfig(pad_token_id=pad_token_id)
+    if shard is not None:
+        shard(base)
     torch.manual_seed(seed)
     peft_model = add_adapter(
         base,
@@ -151,6 +155,7 @@ def load_policy(
         offload_activations=offload_activations,
         lm_head_memory_bytes=lm_head_memory_bytes,
         lm_head_triton=lm_head_triton,
+        sharded=shard is not None,
     )
 
 
@@ -194,6 +199,7 @@ class Policy:
         model: the PeftModel.
         parameters: the adapter's trainable parameters by name.
         dtype: of the base and of the forward pass.
+        sharded: whether all processes must run the decoder together.
     """
 
     def __init__(
@@ -206,8 +212,10 @@ class Policy:
         offload_activations: bool,
         lm_head_memory_bytes: int,
         lm_head_triton: bool,
+        sharded: bool,
     ):
         self.model = model
+        self.sharded = sharded
         self.pad_token_id = pad_token_id
         self.parameters: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._causal_lm = model.get_base_model()
@@ -258,6 +266,14 @@ class Policy:
         row, t = batch.completion_mask.nonzero(as_tuple=True)
         return hidden[row, batch.prompt_lengths[row] + t - 1].to(self._head.weight.dtype)
 
+    def take_part(self) -> None:
+        """Run both passes of the decoder on nothing, while other processes run them on something."""
+        token = torch.full((1, 1), self.pad_token_id, device=self.device)
+        with self.autocast(), self._keep_activations():
+            hidden = self._causal_lm.get_decoder()(input_ids=token, use_cache=False).last_hidden_state
+        if hidden.requires_grad:
+            (0 * hidden).sum().backward()
+
     def score(self, batch: MicroBatch, hidden: Tensor, differentiable_entropy: bool = False) -> TokenStatistics:
         """`statistics` of a batch whose hidden states are known."""
         flat = token_statistics(
@@ -303,6 +319,13 @@ class Policy:
         if self._offload_activations and torch.is_grad_enabled():
             return torch.autograd.graph.save_on_cpu(pin_memory=self.device.type == "cuda")
         return nullcontext()
+
+    def adapter_tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Copies of the adapter's values in host memory, by the names under which PEFT saves them."""
+        return {
+            name.replace(".default.", "."): p.detach().to("cpu", dtype, copy=True)
+            for name, p in self.parameters.items()
+        }
 
     def save_adapter(self, folder: Path, values: dict[str, Tensor] | None = None) -> None:
         """Write the adapter in PEFT's format.

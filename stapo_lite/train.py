@@ -9,6 +9,7 @@ departs from the paper; first of all, a LoRA adapter trains instead of the whole
 import argparse
 import hashlib
 import importlib.util
+import itertools
 import json
 import logging
 import math
@@ -24,13 +25,13 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import InitProcessGroupKwargs, gather_object
+from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gather_object
 from safetensors import SafetensorError
 from tqdm.auto import tqdm
 
 from stapo_lite import __version__, checkpoint, data
 from stapo_lite.advantages import group_advantages
-from stapo_lite.batching import TokenBudget
+from stapo_lite.batching import TokenBudget, sequence_length, split_evenly
 from stapo_lite.benchmarks import load_benchmark
 from stapo_lite.checkpoint import flatten
 from stapo_lite.config import (
@@ -57,6 +58,7 @@ from stapo_lite.report import write_report
 from stapo_lite.rewards import BUILT_IN, RewardModel, overlong_share
 from stapo_lite.rollout import Decoding, RolloutEngine, Sampling, check_vllm, resolve_engine, vllm_version
 from stapo_lite.s2t import linear_quantiles, next_tau_p
+from stapo_lite.sharding import make_sharding
 from stapo_lite.token_log import TokenLog
 from stapo_lite.tracking import ENVIRONMENT_FILE, RunLog, Tally, read_metrics
 from stapo_lite.types import Completion, Prompt
@@ -66,8 +68,9 @@ logger = logging.getLogger(__name__)
 
 ROLLOUT_SUMS = (
     "groups", "zero_variance_groups", "completions", "truncated", "scored", "reward", "tokens", "sampled_nll",
-    "batch_completions", "overlong_penalty",
+    "batch_completions", "overlong_penalty", "lag",
 )  # fmt: skip
+ROLLOUT_MAXIMA = ("lag_max",)
 
 
 def train(config: Config, resume: bool = False, force: bool = False) -> Iterator[dict[str, Any]]:
@@ -96,6 +99,9 @@ def _train(config: Config, resume: bool, force: bool, closing: ExitStack) -> Ite
     check_processes(config, processes)
     engine_name = resolve_engine(config.rollout.engine)
     check_engine(engine_name, config)
+    shard = make_sharding(getattr(torch, config.dtype), accelerator.device)
+    if shard is not None:
+        check_sharded(engine_name, config)
     run_folder = Path(config.output_dir)
     if not resume:
         check_no_run(run_folder)
@@ -112,15 +118,16 @@ def _train(config: Config, resume: bool, force: bool, closing: ExitStack) -> Ite
             accelerator.print(note)
     rewards = make_rewards(config)
     closing.callback(rewards.close)
-    policy = make_policy(config, tokenizer, accelerator.device)
+    policy = make_policy(config, tokenizer, accelerator.device, shard)
     optimizer = make_optimizer(policy, config.train.optim, config.train.learning_rate, config.train.weight_decay)
     progress = checkpoint.Progress(tau_p=config.objective.s2t.tau_p)
     if newest is not None:
         progress = checkpoint.load_checkpoint(newest, policy, optimizer, config.objective.s2t.tau_p)
-    budget = TokenBudget(config.train.max_tokens_per_microbatch, progress.halvings)
+    in_step = (lambda count: max(gather_object([count]))) if policy.sharded else None
+    budget = TokenBudget(config.train.max_tokens_per_microbatch, progress.halvings, in_step)
     if config.train.park_trainer:
         policy.park()
-    engine = make_engine(engine_name, config, stop_tokens)
+    engine = make_engine(engine_name, config, stop_tokens, accelerator)
     closing.callback(engine.close)
     with full_disk_is_a_run_error(run_folder):
         log = RunLog(run_folder, config.train.max_steps, progress.step, accelerator)
@@ -157,6 +164,13 @@ def _train(config: Config, resume: bool, force: bool, closing: ExitStack) -> Ite
     dynamic = config.rollout.dynamic_sampling
     max_rounds = config.rollout.max_sampling_rounds if dynamic else 1
 
+    def our_share(start: int, count: int) -> tuple[list[int], list[Prompt], list[int]]:
+        """Ours of `count` places in the prompt order, their prompts and seeds: the draws do not depend on who draws."""
+        order = data.prompt_order(len(prompts), config.seed, start, count)
+        ours = [i for i in range(count) if (start + i) % processes == rank]
+        seeds = [rollout_seed(config.seed, start + i, config.rollout.num_generations) for i in ours]
+        return ours, [prompts[order[i]] for i in ours], seeds
+
     try:
         while progress.step < config.train.max_steps:
             step = progress.step + 1
@@ -172,41 +186,45 @@ def _train(config: Config, resume: bool, force: bool, closing: ExitStack) -> Ite
                 clock = lap(seconds, "rollout", clock)
                 log.evaluation(progress.step, exam(engine, accelerator))
                 clock = time.perf_counter()
+            if config.rollout.max_lag:  # servers go on with the prompts of later steps while this one trains
+                steps = min(1 + config.rollout.max_lag, config.train.max_steps - progress.step)
+                _, ahead, seeds = our_share(progress.prompts_drawn, steps * config.train.batch_size)
+                engine.prefetch(ahead, seeds)
             sampled: list[list[Completion]] = []
-            batch: dict[int, list[Completion]] = {}  # this process's groups by their place in the whole batch
-            filled = rounds = drawn = 0
-            while filled < config.train.batch_size and rounds < max_rounds:
-                # The same order for any number of processes, and our share of it.
-                count = prompts_wanted(filled, config.train.batch_size, drawn, processes)
-                order = data.prompt_order(len(prompts), config.seed, progress.prompts_drawn, count)
-                mine = range(rank, count, processes)
-                seed = (config.seed * 1_000_003 + progress.prompts_drawn + rank) % 2**31
-                groups = engine.generate([prompts[order[i]] for i in mine], seed, progress=is_main)
-                assert all(c.adapter_version == step for group in groups for c in group), "the engine lost the adapter"
+            batch: list[list[Completion]] = []  # the groups of all processes
+            rounds = drawn = 0
+            while len(batch) < config.train.batch_size and rounds < max_rounds:
+                count = prompts_wanted(len(batch), config.train.batch_size, drawn)
+                ours, asked, seeds = our_share(progress.prompts_drawn, count)
+                groups = engine.generate(asked, seeds, progress=is_main) if ours else []
+                for completion in itertools.chain(*groups):
+                    assert 0 <= step - completion.adapter_version <= config.rollout.max_lag, (
+                        "the engine lost the adapter"
+                    )
                 sampled += groups
                 progress.prompts_drawn += count
                 drawn += count
                 rounds += 1
                 clock = lap(seconds, "rollout", clock)
 
-                # 2. Rewards, and the groups that go into the batch.
+                # 2. Rewards, and the groups that go into the batch; every process gets all of them.
                 completions = [completion for group in groups for completion in group]
                 texts = tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
                 for completion, text in zip(completions, texts, strict=True):
                     completion.text = text
-                rewards.score(completions, seed)
-                usable = [(i, not dynamic or has_variance(group)) for i, group in zip(mine, groups, strict=True)]
-                places = fill_places(sorted(gather_object(usable)), filled, config.train.batch_size)
-                batch |= {places[i]: group for i, group in zip(mine, groups, strict=True) if i in places}
-                filled += len(places)
+                if ours:
+                    rewards.score(completions, seeds[0])
+                everyones = sorted(gather_object(list(zip(ours, groups, strict=True))), key=lambda pair: pair[0])
+                batch += [group for _, group in everyones if not dynamic or has_variance(group)]
+                del batch[config.train.batch_size :]
                 clock = lap(seconds, "reward", clock)
             engine.sleep()
             policy.unpark()
-            tally = Tally(ROLLOUT_SUMS + SUMS, MAXIMA, VALUES, policy.device)
-            count_rollouts(tally, sampled)
+            tally = Tally(ROLLOUT_SUMS + SUMS, ROLLOUT_MAXIMA + MAXIMA, VALUES, policy.device)
+            count_rollouts(tally, sampled, step)
 
             # 3. Group advantages, of the rewards less the soft overlong punishment.
-            for group in batch.values():
+            for group in batch:
                 penalties = [
                     config.reward.overlong_penalty
                     * overlong_share(
@@ -220,22 +238,25 @@ def _train(config: Config, resume: bool, force: bool, closing: ExitStack) -> Ite
                 )
                 for completion, advantage in zip(group, advantages.tolist(), strict=True):
                     completion.advantage = advantage
-                tally.add(batch_completions=len(group), overlong_penalty=sum(penalties))
+                if is_main:
+                    tally.add(batch_completions=len(group), overlong_penalty=sum(penalties))
 
-            # 4. What later mini-batches need of the policy as it was before the step's first update.
-            size = config.train.mini_batch_size
-            mini_batches = [
-                [completion for place in sorted(batch) if place // size == index for completion in batch[place]]
-                for index in range(math.ceil(filled / size))
-            ]
+            # 4. Our share of each mini-batch, as much work as that of any other process; and what later mini-batches
+            #    need of the policy as it was before the step's first update.
+            mini_batches = []
+            for start in range(0, len(batch), config.train.mini_batch_size):
+                whole = list(itertools.chain(*batch[start : start + config.train.mini_batch_size]))
+                runs = set(with_gradient(whole, objective))
+                work = [sequence_length(c) if c in runs else 0 for c in whole]
+                mini_batches.append([whole[i] for i in split_evenly(work, processes)[rank]])
             old: Statistics = {}
             for mini_batch in mini_batches[1:]:
                 old |= measure(policy, old_inputs(mini_batch, objective), budget)
 
             # 5. One update for each mini-batch.
             updates, skipped = [], 0
-            work = sum(len(c.token_ids) for mini_batch in mini_batches for c in with_gradient(mini_batch, objective))
-            with tqdm(total=work, desc="update", unit="tok", leave=False, disable=None if is_main else True) as bar:
+            tokens = sum(len(c.token_ids) for mini_batch in mini_batches for c in with_gradient(mini_batch, objective))
+            with tqdm(total=tokens, desc="update", unit="tok", leave=False, disable=None if is_main else True) as bar:
                 for index, mini_batch in enumerate(mini_batches):
                     rate = learning_rate(config.train.learning_rate, config.train.warmup_steps, progress.updates)
                     for parameters in optimizer.param_groups:
@@ -278,7 +299,7 @@ def _train(config: Config, resume: bool, force: bool, closing: ExitStack) -> Ite
                 updates,
                 seconds,
                 sampling_rounds=rounds,
-                batch_groups=filled,
+                batch_groups=len(batch),
                 skipped_updates=skipped,
                 microbatch_tokens=budget.tokens,
                 tau_p=progress.tau_p,
@@ -343,11 +364,9 @@ def with_tau_p(objective: Objective, tau_p: float) -> Objective:
     return objective.model_copy(update={"s2t": objective.s2t.model_copy(update={"tau_p": tau_p})})
 
 
-def prompts_wanted(filled: int, size: int, drawn: int, processes: int) -> int:
-    """Prompts of the next round: a whole batch, or what fills it if as many groups are usable as so far; the same
-    number for every process."""
-    count = math.ceil((size - filled) * drawn / filled) if filled else size
-    return min(size, math.ceil(count / processes) * processes)
+def prompts_wanted(filled: int, size: int, drawn: int) -> int:
+    """Prompts of the next round: a whole batch, or what fills it if as many groups are usable as so far."""
+    return min(size, math.ceil((size - filled) * drawn / filled)) if filled else size
 
 
 def has_variance(group: Sequence[Completion]) -> bool:
@@ -355,15 +374,9 @@ def has_variance(group: Sequence[Completion]) -> bool:
     return len({c.reward for c in group if c.reward is not None}) > 1
 
 
-def fill_places(usable: Sequence[tuple[int, bool]], filled: int, size: int) -> dict[int, int]:
-    """Place in the batch of each prompt of a round that gets one.
-
-    Args:
-        usable: (index in the round, whether its group may go into the batch), in order, of all processes.
-        filled: places taken so far.
-        size: of the batch.
-    """
-    return dict(zip((index for index, use in usable if use), range(filled, size), strict=False))
+def rollout_seed(seed: int, position: int, num_generations: int) -> int:
+    """Of the first completion of the prompt at a position; those of the others follow it."""
+    return (seed * 1_000_003 + position * num_generations) % 2**31
 
 
 def lap(seconds: dict[str, float], name: str, start: float) -> float:
@@ -373,7 +386,7 @@ def lap(seconds: dict[str, float], name: str, start: float) -> float:
     return now
 
 
-def count_rollouts(tally: Tally, groups: Sequence[Sequence[Completion]]) -> None:
+def count_rollouts(tally: Tally, groups: Sequence[Sequence[Completion]], step: int) -> None:
     completions = [completion for group in groups for completion in group]
     rewards = [c.reward for c in completions if c.reward is not None]
     tally.add(
@@ -385,7 +398,9 @@ def count_rollouts(tally: Tally, groups: Sequence[Sequence[Completion]]) -> None
         reward=sum(rewards),
         tokens=sum(len(c.token_ids) for c in completions),
         sampled_nll=-sum(sum(c.rollout_logprobs) for c in completions),
+        lag=sum(step - c.adapter_version for c in completions),
     )
+    tally.raise_to(lag_max=torch.tensor(max((float(step - c.adapter_version) for c in completions), default=-math.inf)))
 
 
 def step_metrics(
@@ -413,6 +428,8 @@ def step_metrics(
         "zero_variance_groups": ratio(t["zero_variance_groups"], t["groups"]),
         "completion_length": ratio(t["tokens"], t["completions"]),
         "truncated_share": ratio(t["truncated"], t["completions"]),
+        "lag_mean": ratio(t["lag"], t["completions"]),
+        "lag_max": t["lag_max"],
         "sampled_nll": ratio(t["sampled_nll"], t["tokens"]),
         "entropy": ratio(t["entropy"], t["active_tokens"]),
         "entropy_p10": p10,
@@ -560,7 +577,7 @@ def make_rewards(config: Config) -> RewardModel:
     return RewardModel(r.functions, weights, r.correct, r.incorrect, r.timeout, r.num_workers, *user)
 
 
-def make_policy(config: Config, tokenizer: Any, device: torch.device) -> Policy:
+def make_policy(config: Config, tokenizer: Any, device: torch.device, shard: Callable[[Any], None] | None) -> Policy:
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     return load_policy(
         config.model,
@@ -579,37 +596,71 @@ def make_policy(config: Config, tokenizer: Any, device: torch.device) -> Policy:
         lm_head_triton=config.train.lm_head_triton,
         device=device,
         seed=config.seed,
+        shard=shard,
     )
 
 
 def check_engine(name: str, config: Config) -> None:
     """Raises InputError where the engine cannot do what the config asks of it; before any weights are loaded."""
+    r = config.rollout
     if name == "vllm":
-        check_vllm(config.rollout.quantization, config.rollout.sleep_level)
-        return
+        check_vllm(r.quantization, r.sleep_level)
+    elif config.train.park_trainer:
+        raise InputError("train.park_trainer=True needs vLLM in the process: only then is its room wanted")
+    if name != "server" and (r.max_lag or r.tensor_parallel_size > 1):
+        key = "max_lag" if r.max_lag else "tensor_parallel_size"
+        raise InputError(f"rollout.{key}={getattr(r, key)} needs rollout.engine=server (docs/scaling.md)")
+    for key in ("model", "quantization") if name == "transformers" else ():
+        if getattr(r, key):
+            raise InputError(
+                f"rollout.{key}={getattr(r, key)} needs vLLM; transformers samples from the trainer's own model"
+            )
+
+
+def check_sharded(engine: str, config: Config) -> None:
+    """Raises InputError where the config asks for what a sharded base cannot do."""
     for key, value in {
-        "rollout.model": config.rollout.model,
-        "rollout.quantization": config.rollout.quantization,
+        "quantization": config.quantization,
         "train.park_trainer": config.train.park_trainer,
+        "train.compile": config.train.compile,
+        "rollout.engine": engine if engine == "transformers" else None,
     }.items():
         if value:
-            raise InputError(f"{key}={value} needs vLLM; the transformers engine samples from the trainer's own model")
+            raise InputError(f"{key}={value}: not with a base that FSDP or DeepSpeed shards over the processes")
 
 
-def make_engine(name: str, config: Config, stop_tokens: tuple[int, ...]) -> RolloutEngine:
+def make_engine(name: str, config: Config, stop_tokens: tuple[int, ...], accelerator: Accelerator) -> RolloutEngine:
     r = config.rollout
+    longest = config.data.max_prompt_length + r.max_completion_length
     sampling = Sampling(r.num_generations, r.max_completion_length, r.temperature, stop_tokens)
     if name == "transformers":
         from stapo_lite.rollout.transformers_engine import TransformersEngine
 
         return TransformersEngine(sampling, r.max_num_seqs)
+    if name == "server":
+        from stapo_lite.rollout.server_engine import ServerEngine
+
+        return ServerEngine(
+            r.servers,
+            sampling,
+            dtype=config.dtype,
+            max_model_len=longest,
+            max_num_seqs=r.max_num_seqs,
+            max_retries=r.max_restarts,
+            timeout=r.server_timeout,
+            shared_folder=r.shared_folder,
+            max_lag=r.max_lag,
+            processes=accelerator.num_processes,
+            is_main=accelerator.is_main_process,
+            share=lambda value: broadcast_object_list([value])[0],
+        )
     from stapo_lite.rollout.vllm_engine import VLLMEngine
 
     return VLLMEngine(
         config.rollout.model or config.model,
         sampling,
         dtype=config.dtype,
-        max_model_len=config.data.max_prompt_length + r.max_completion_length,
+        max_model_len=longest,
         max_num_seqs=r.max_num_seqs,
         lora_r=config.lora.r,
         target_modules=list(config.lora.target_modules),

@@ -105,7 +105,7 @@ def update(
     given: Statistics = {}
     if old is not None and objective.s2t.statistics == "old":
         given = old
-    elif mask_inputs(mini_batch, objective) and trained:
+    elif mask_inputs(mini_batch, objective) and trained and not policy.sharded:
         first = budget.fit(
             trained, lambda parts: (parts[0], forward(collate(parts[0], policy.pad_token_id, policy.device)))
         )
@@ -141,6 +141,12 @@ def update(
         current: Statistics = {}
         norms: dict[Completion, Tensor] = {}
         for rows in micro_batches:
+            if not rows:
+                if objective.beta:
+                    with torch.no_grad():
+                        policy.take_part()
+                policy.take_part()
+                continue
             batch = collate(rows, policy.pad_token_id, policy.device)
             active = batch.completion_mask & (batch.advantages != 0)[:, None]
             rollout_logprobs = pad_rows([torch.tensor(c.rollout_logprobs) for c in rows]).to(policy.device)
@@ -228,6 +234,9 @@ def measure(policy: Policy, completions: Sequence[Completion], budget: TokenBudg
 
     def run(micro_batches: list[list[Completion]]) -> None:
         for rows in micro_batches:
+            if not rows:
+                policy.take_part()
+                continue
             statistics.update(by_completion(rows, policy.statistics(collate(rows, policy.pad_token_id, policy.device))))
 
     budget.fit(completions, run)

@@ -4,6 +4,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import subprocess
 import sys
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before the Hub's client is imported: no test asks the network
@@ -24,6 +25,7 @@ from stapo_lite.policy import Policy, load_policy
 from stapo_lite.rollout import Sampling
 from stapo_lite.types import Completion, Prompt
 
+ROOT = Path(__file__).parent.parent
 SAMPLING = Sampling(num_generations=4, max_completion_length=12, temperature=0.8, stop_token_ids=(1, 2))
 
 
@@ -206,3 +208,36 @@ TIMES = {"tokens_per_second", "seconds_rollout", "seconds_reward", "seconds_upda
 
 def without_times(metrics):
     return [{k: v for k, v in line.items() if k not in TIMES} for line in metrics]
+
+
+def same_metrics(metrics, others):
+    """Of two runs, but for times and rounding."""
+    for line, other in zip(without_times(metrics), without_times(others), strict=True):
+        assert line.keys() == other.keys()
+        for name, value in other.items():
+            if value is None:
+                assert line[name] is None
+                continue
+            rounding = 1e-5 if name.startswith("sampler_gap") else 1e-7  # all that the gap is in float32
+            assert line[name] == pytest.approx(value, rel=2e-6, abs=rounding), name
+
+
+def in_two_processes(config, folder, *options, accelerate=("--multi_gpu",), status=0):
+    """Launch a training, which finds the tests' modules in `folder`; gives what it prints."""
+    done = subprocess.run(
+        [
+            *(str(Path(sys.executable).with_name("accelerate")), "launch", *accelerate, "--num_processes", "2"),
+            *("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"),
+            *("-m", "stapo_lite.train", str(config), *options),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{folder}:{ROOT}"},
+    )
+    errors = done.stderr.partition("torch/distributed/elastic")[0]  # what comes before the launcher's own
+    assert done.returncode == status, errors[-3000:]
+    assert "on 2 process(es)" in done.stdout
+    return done.stdout

@@ -5,7 +5,8 @@ import pytest
 import torch
 from conftest import fake_completions
 
-from stapo_lite.batching import collate, pad_rows, sequence_length, split_by_tokens
+from stapo_lite.batching import TokenBudget, collate, pad_rows, sequence_length, split_by_tokens, split_evenly
+from stapo_lite.config import RunError
 from stapo_lite.types import Completion, Prompt
 
 
@@ -71,3 +72,25 @@ def test_layout_by_hand():
 
 def test_pad_rows():
     assert pad_rows([torch.tensor([1.0, 2.0]), torch.tensor([3.0])]).tolist() == [[1.0, 2.0], [3.0, 0.0]]
+
+
+def test_work_is_dealt_out_evenly():
+    assert split_evenly([5, 1, 1, 1, 2], 2) == [[0], [1, 2, 3, 4]]
+    assert split_evenly([3, 0, 0, 4], 3) == [[3], [0], [1, 2]]
+    assert split_evenly([7, 7, 7], 1) == [[0, 1, 2]]
+    assert split_evenly([], 2) == [[], []]
+    lengths = (torch.randn(512, generator=torch.Generator().manual_seed(0)).exp() * 1000).tolist()
+    loads = [sum(lengths[i] for i in share) for share in split_evenly(lengths, 8)]
+    assert max(loads) < 1.001 * sum(loads) / 8
+
+
+def test_who_has_fewer_micro_batches_gets_empty_ones():
+    completions = fake_completions(0, [1.0] * 6)
+    budget = TokenBudget(10_000, in_step=lambda count: count + 2)
+    assert budget.fit(completions, lambda parts: [len(rows) for rows in parts]) == [6, 0, 0]
+
+    def too_much(_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+
+    with pytest.raises(RunError, match="memory ran out: lower train.max_tokens_per_microbatch"):
+        budget.fit(completions, too_much)

@@ -147,7 +147,7 @@ BAD = [
     ({"train.learning_rate": 0}, "key 'train.learning_rate': input should be greater than 0"),
     ({"train.max_steps": 1.5}, "key 'train.max_steps': input should be a valid integer"),
     ({"rollout.num_generations": 1}, "key 'rollout.num_generations': input should be greater than or equal to 2"),
-    ({"rollout.engine": "sglang"}, "key 'rollout.engine': input should be 'auto', 'vllm' or 'transformers'"),
+    ({"rollout.engine": "sglang"}, "key 'rollout.engine': input should be 'auto', 'vllm', 'server' or 'transformers'"),
     ({"lora.r": 513}, "key 'lora.r': input should be less than or equal to 512"),
     ({"lora.target_modules": ["lm_head"]}, "key 'lora.target_modules.0': input should be 'q_proj', .*got 'lm_head'"),
     ({"train": 3}, "key 'train': input should be a valid dictionary"),

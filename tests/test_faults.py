@@ -6,12 +6,13 @@ import math
 import os
 import re
 import signal
+import time
 from contextlib import contextmanager
 
 import interrupted
 import pytest
 import torch
-from conftest import command, fake_completions, run, without_times
+from conftest import command, fake_completions, in_two_processes, run, same_metrics, without_times
 from safetensors.torch import load_file
 from test_token_log import Letters
 from test_update import ADVANTAGES, TAU_P, objective, run_update
@@ -327,3 +328,26 @@ def test_secrets_stay_out_of_the_run_folder(write_config, tmp_path, monkeypatch,
     assert json.dumps("seconds_step").encode() in written
     assert b"secret-of" not in written
     assert "secret-of" not in printed
+
+
+DEADLY = """
+import os
+calls = 0
+def even(completion_ids, **columns):
+    global calls
+    calls += 1
+    if os.environ.get("RANK") == "1" and calls == 3:
+        os.kill(os.getppid(), 9)  # the trainer
+    return [float(sum(i % 2 == 0 for i in ids)) for ids in completion_ids]
+"""
+
+
+def test_a_lost_trainer_ends_the_job_and_the_other_one_s_work_is_kept(write_config, user_reward, tmp_path):
+    whole = run(write_config(output_dir=str(tmp_path / "whole"), log__save_steps=0, train__learning_rate=1e-4))
+    user_reward(DEADLY)
+    config = write_config(log__save_steps=0, train__learning_rate=1e-4)
+    start = time.monotonic()
+    in_two_processes(config, tmp_path, status=1)
+    assert time.monotonic() - start < 120
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-2"]
+    same_metrics(run(config, resume=True), whole[2:])  # with one process

@@ -39,7 +39,7 @@ def test_it_runs_from_the_first_cell_to_the_last(smollm2, tmp_path, monkeypatch,
     notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
     (index,) = (i for i, cell in enumerate(notebook.cells) if "parameters" in cell.metadata.get("tags", []))
     notebook.cells.insert(index + 1, nbformat.v4.new_code_cell(TOY[name]))
-    NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    NotebookClient(notebook, timeout=900, resources={"metadata": {"path": str(tmp_path)}}).execute()
     text, pictures = printed(notebook)
     assert pictures >= images
     for expected in texts:

@@ -41,6 +41,35 @@ def config(**changes):
     return Config.model_validate(tree)
 
 
+def test_a_server_has_a_card_of_its_own_and_holds_the_versions_under_way():
+    """The same model at rank 32, over two of the server's cards; the adapters of max_lag + 1 versions."""
+    r = {"engine": "server", "max_lag": 1, "tensor_parallel_size": 2, "gpu_memory_utilization": 0.5}
+    found = make_plan(config(lora__r=32, train__max_tokens_per_microbatch=4096, rollout=r), qwen3("8B"), 48 * GIB)
+    adapter = 2 * 36 * 32 * ((4096 + 4096) * 2 + (4096 + 1024) * 2 + (4096 + 12288) * 3)
+    assert found.rollout["vLLM: weights"] == PARAMETERS["8B"]
+    assert found.rollout["vLLM: adapter slots"] == adapter
+    assert not any("trainer" in name for name in found.rollout)
+    assert not any("vLLM" in name for name in [*found.update, *found.host])
+    assert found.kv_tokens == 2 * found.rollout["vLLM: KV cache"] // (36 * 2 * 8 * 128 * 2)
+    assert found.traffic["adapter to each server, a step"] == adapter
+
+
+def test_a_base_spread_over_four_cards_by_hand():
+    """Of Qwen3-8B embedding, head (151,936 x 4,096) and norms stay whole; the layers are quartered."""
+    c = config(lora__r=32, train__max_tokens_per_microbatch=4096)
+    found = make_plan(c, qwen3("8B"), 48 * GIB, processes=4, sharded=True)
+    layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 12288
+    whole = PARAMETERS["8B"] - 36 * layer
+    assert 0 < whole - 2 * 151_936 * 4096 < 1e6
+    assert found.update["trainer: its shard of the base"] == 2 * 36 * layer // 4 + 2 * whole
+    assert found.update["trainer: two layers put together"] == 2 * 2 * layer
+    assert found.traffic["layers, a micro-batch"] == 2 * 2 * 36 * layer * 3 // 4
+    lora = 36 * 32 * ((4096 + 4096) * 2 + (4096 + 1024) * 2 + (4096 + 12288) * 3)
+    assert found.traffic["gradients, an update"] == 2 * 4 * lora * 3 // 4
+    assert found.traffic["completions, a step, at most"] == 3 * 64 * 8 // 4 * (1024 + 2048) * 14
+    assert make_plan(c, qwen3("8B"), 48 * GIB).traffic["gradients, an update"] == 0
+
+
 @pytest.mark.parametrize("size", QWEN3)
 def test_the_real_models_counted(size):
     sizes = model_sizes(plan.as_json(qwen3(size)))
@@ -57,7 +86,7 @@ def test_the_8b_model_by_hand():
     assert found.update["trainer: base weights"] == 2 * PARAMETERS["8B"]
     assert found.update["trainer: adapter"] == found.update["trainer: gradients"] == 4 * 36 * per_layer
     assert found.update["trainer: optimiser"] == 2 * 4 * 36 * per_layer
-    assert found.rollout["vLLM: adapter slot"] == 2 * 36 * per_layer
+    assert found.rollout["vLLM: adapter slots"] == 2 * 36 * per_layer
     share = sum(size for name, size in found.rollout.items() if name.startswith("vLLM"))
     assert share == int(0.45 * 48 * GIB)
     assert found.kv_tokens == found.rollout["vLLM: KV cache"] // 147_456

@@ -73,6 +73,10 @@ def version(request):
 VERSION = pytest.StashKey[list[int]]()
 
 
+def generate(engine, prompts, seed=0):
+    return engine.generate(prompts, [seed + SAMPLING.num_generations * i for i in range(len(prompts))])
+
+
 def gap(policy, groups):
     """|rollout_logprobs - the trainer's|, of all tokens."""
     completions = [c for group in groups for c in group]
@@ -86,7 +90,7 @@ def gap(policy, groups):
 def test_groups_follow_the_protocol(engine, make_policy, version):
     now = version()
     engine.publish(make_policy(), now)
-    groups = engine.generate(PROMPTS, seed=0)
+    groups = generate(engine, PROMPTS)
     assert [len(group) for group in groups] == [SAMPLING.num_generations] * len(PROMPTS)
     for prompt, group in zip(PROMPTS, groups, strict=True):
         for completion in group:
@@ -103,7 +107,7 @@ def test_groups_follow_the_protocol(engine, make_policy, version):
 def test_draws_follow_from_the_seed(engine, make_policy, version):
     def draw(seed):
         engine.publish(make_policy(), version())
-        return [[c.token_ids for c in group] for group in engine.generate(PROMPTS, seed=seed)]
+        return [[c.token_ids for c in group] for group in generate(engine, PROMPTS, seed=seed)]
 
     first = draw(3)
     assert draw(3) == first
@@ -113,14 +117,14 @@ def test_draws_follow_from_the_seed(engine, make_policy, version):
 def test_log_probabilities_agree_with_the_trainer(engine, make_policy, version):
     policy = make_policy()
     engine.publish(policy, version())
-    assert gap(policy, engine.generate(PROMPTS, seed=0)).max() < 1e-4
+    assert gap(policy, generate(engine, PROMPTS)).max() < 1e-4
 
 
 def test_completions_come_from_the_tempered_distribution(engine, make_policy, version):
     """The first token's frequencies against the trainer's probabilities: nothing is cut off or sharpened."""
     policy = make_policy()
     engine.publish(policy, version())
-    groups = engine.generate([PROMPTS[0]] * 256, seed=0)
+    groups = generate(engine, [PROMPTS[0]] * 256)
     first = torch.tensor([c.token_ids[0] for group in groups for c in group])
     ids = torch.tensor([PROMPTS[0].token_ids])
     with torch.no_grad():
@@ -207,7 +211,7 @@ def test_every_target_module_reaches_vllm(vllm_engine, make_policy, version, pro
     policy = make_policy()
     randomise_adapter(policy, seed=3, scale=0.5, only=projection)
     vllm_engine.publish(policy, version())
-    groups = vllm_engine.generate(PROMPTS, seed=0)
+    groups = generate(vllm_engine, PROMPTS)
     assert gap(policy, groups).max() < 1e-4
     randomise_adapter(policy, seed=3, scale=0.0)
     assert gap(policy, groups).max() > 1e-2
@@ -216,14 +220,14 @@ def test_every_target_module_reaches_vllm(vllm_engine, make_policy, version, pro
 def test_a_rank_between_those_that_vllm_allows(vllm_engine, make_policy, version):
     policy = make_policy(lora_r=5, scale=0.5)
     vllm_engine.publish(policy, version())
-    assert gap(policy, vllm_engine.generate(PROMPTS, seed=0)).max() < 1e-4
+    assert gap(policy, generate(vllm_engine, PROMPTS)).max() < 1e-4
 
 
 def test_a_new_version_does_not_see_the_cache_of_the_one_before(vllm_engine, make_policy, version):
     first, second = make_policy(adapter_seed=1), make_policy(adapter_seed=2)
     for policy, other in ((first, second), (second, first), (first, second)):
         vllm_engine.publish(policy, version())
-        groups = vllm_engine.generate(LONG, seed=0)
+        groups = generate(vllm_engine, LONG)
         assert gap(policy, groups).max() < 1e-4
         assert gap(other, groups).mean() > 1e-2
 
@@ -246,11 +250,11 @@ def test_publishing_never_touches_the_base(vllm_engine, make_policy, version):
 
     def serve():
         vllm_engine.publish(make_policy(scale=0.0), version())
-        return [c.rollout_logprobs for group in vllm_engine.generate(PROMPTS, seed=0) for c in group]
+        return [c.rollout_logprobs for group in generate(vllm_engine, PROMPTS) for c in group]
 
     before = serve()
     vllm_engine.publish(make_policy(), version())
-    vllm_engine.generate(PROMPTS, seed=0)
+    generate(vllm_engine, PROMPTS)
     assert serve() == before
 
 
@@ -259,11 +263,11 @@ def test_the_adapter_is_read_anew_after_a_wake(vllm_engine, make_policy, version
     now, other = version(), make_policy(adapter_seed=2)
     vllm_engine.publish(make_policy(), now)
     vllm_engine._reload_adapter()
-    assert gap(other, vllm_engine.generate(PROMPTS, seed=0)).mean() > 1e-2
+    assert gap(other, generate(vllm_engine, PROMPTS)).mean() > 1e-2
     for name, tensor in _ADAPTERS[vllm_engine._request.lora_path].items():
         tensor.copy_(other.parameters[name.replace(".weight", ".default.weight")].detach())
     vllm_engine._reload_adapter()
-    groups = vllm_engine.generate(PROMPTS, seed=0)
+    groups = generate(vllm_engine, PROMPTS)
     assert {c.adapter_version for group in groups for c in group} == {now}
     assert gap(other, groups).max() < 1e-4
 
@@ -291,7 +295,7 @@ def test_a_vllm_that_dies_is_started_anew_for_what_is_missing(vllm_engine, make_
     vllm_engine.publish(make_policy(adapter_seed=2), version())
     vllm_engine.publish(policy, now)
     dying(first=14)  # of 12 tokens, 16 sequences at a time: some groups have ended
-    groups = vllm_engine.generate(PROMPTS * 4, seed=0)
+    groups = generate(vllm_engine, PROMPTS * 4)
     (left,) = re.findall(
         r"vLLM failed while it sampled \(RuntimeError: the device fell off the bus\): starting it anew for (\d+) of 12",
         caplog.text,
@@ -302,7 +306,7 @@ def test_a_vllm_that_dies_is_started_anew_for_what_is_missing(vllm_engine, make_
     assert {c.adapter_version for group in groups for c in group} == {now}
     assert gap(policy, groups).max() < 1e-4
     vllm_engine.publish(policy, version())
-    assert gap(policy, vllm_engine.generate(LONG, seed=0)).max() < 1e-4
+    assert gap(policy, generate(vllm_engine, LONG)).max() < 1e-4
 
 
 def test_streamed_samples_are_the_same_after_a_death(vllm_engine, make_policy, version, dying):
@@ -316,11 +320,11 @@ def test_a_vllm_that_keeps_dying_ends_the_run(vllm_engine, make_policy, version,
     vllm_engine.publish(make_policy(), version())
     dying(first=1, count=100)
     with pytest.raises(RunError, match=r"fell off the bus\), after 2 restarts \(rollout.max_restarts\)"):
-        vllm_engine.generate(PROMPTS, seed=0)
+        generate(vllm_engine, PROMPTS)
     assert caplog.text.count("starting it anew for 3 of 3 prompts") == 2
     monkeypatch.undo()
     vllm_engine._restart()  # for the tests to come
-    vllm_engine.generate(PROMPTS, seed=0)
+    generate(vllm_engine, PROMPTS)
 
 
 def test_vllm_listens_to_this_machine_only(vllm_engine):
@@ -340,7 +344,7 @@ def test_bfloat16_agrees_loosely(tiny_model, make_policy):
     engine, policy = make_vllm(tiny_model, "bfloat16"), make_policy("bfloat16")
     try:
         engine.publish(policy, 1)
-        groups = engine.generate(PROMPTS, seed=0)
+        groups = generate(engine, PROMPTS)
         assert gap(policy, groups).mean() < 0.1
         assert gap(policy, groups).max() < 1.0
         other = make_policy("bfloat16", adapter_seed=2)
@@ -356,7 +360,7 @@ def test_the_same_4_bit_weights_on_both_sides(smollm2):
     try:
         policy = adapted_policy(smollm2, "bfloat16", quantization="nf4", scale=0.05)
         engine.publish(policy, 1)
-        groups = engine.generate(PROMPTS, seed=0)
+        groups = generate(engine, PROMPTS)
         same = gap(policy, groups).mean()
         assert same < 0.1
         assert gap(adapted_policy(smollm2, "bfloat16", scale=0.05), groups).mean() > 3 * same

@@ -24,6 +24,7 @@ from stapo_lite.update import MAXIMA, SUMS, VALUES, Update, find_masks, measure,
 
 ADVANTAGES = [1.2, -0.4, 0.0, 0.7, -1.1, 0.0, 0.3, 2.0]
 TAU_P = 0.02  # the tiny model is flat: enough candidates to test with
+ROOT = Path(__file__).parent.parent
 LONGEST = 9
 
 
@@ -492,12 +493,21 @@ def test_gradient_is_clipped_once_by_its_global_norm(make_policy):
     assert relative(clipped / clipped.norm(), whole / whole.norm()) < 1e-3
 
 
-def test_two_processes_make_the_same_update_as_one(tiny_model, tmp_path):
-    """Same gradient, masks and metrics for every objective, also where one process has nothing to train."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+@pytest.mark.parametrize("sharded", ["", "fsdp2", "zero3"])
+def test_two_processes_make_the_same_update_as_one(tiny_model, tmp_path, sharded):
+    """Same gradient, masks and metrics for every objective, also where one process has nothing to train, and where the
+    base is spread over both."""
+    if sharded == "zero3":
+        pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    options = (
+        ["--config_file", str(ROOT / "configs" / "accelerate" / f"{sharded}.yaml")] if sharded else ["--multi_gpu"]
+    )
+    options += ["--num_processes", "2", "--num_machines", "1", "--main_process_port", "0", "--mixed_precision", "no"]
+    dtype = "float32" if sharded == "zero3" else "float64"  # which DeepSpeed does not know
     script = Path(__file__).with_name("two_processes.py")
+    accelerate = str(Path(sys.executable).with_name("accelerate"))
     done = subprocess.run(
-        [*command, str(script), str(tiny_model), str(tmp_path)],
+        [accelerate, "launch", *options, str(script), str(tiny_model), str(tmp_path), dtype],
         capture_output=True,
         text=True,
         timeout=300,
@@ -506,7 +516,8 @@ def test_two_processes_make_the_same_update_as_one(tiny_model, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     for case in INVARIANT:
         policy = adapted_policy(tiny_model)
-        policy.model.double()
+        if dtype == "float64":
+            policy.model.double()
         completions, old = later_update(policy)
         expected = run_update(policy, completions, objective(**INVARIANT[case]), old=old)
         assert expected[1]["clipped_low"] + expected[1]["clipped_high"] > 0
@@ -514,6 +525,8 @@ def test_two_processes_make_the_same_update_as_one(tiny_model, tmp_path):
         for rank in (0, 1):
             results = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
             assert results["world_size"] == 2
+            assert results["sharded"] == bool(sharded)
             for split in ("alternating", "one has nothing to train"):
                 gradient, metrics, result = results[case, split]
-                assert_same((gradient, metrics, Update(*result)), expected, tolerance(case))
+                rounding = 20 if dtype == "float32" else 1
+                assert_same((gradient, metrics, Update(*result)), expected, rounding * tolerance(case))

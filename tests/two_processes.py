@@ -8,24 +8,46 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch: two processes with two thre
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 from conftest import adapted_policy
 from test_update import INVARIANT, later_update, objective, run_update
 
-model, out = Path(sys.argv[1]), Path(sys.argv[2])
+from stapo_lite.batching import TokenBudget
+from stapo_lite.sharding import make_sharding
+
+model, out, exact = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "float64"
 accelerator = Accelerator(cpu=True)
 rank = accelerator.process_index
-results = {"world_size": accelerator.num_processes}
+shard = make_sharding(torch.float32, accelerator.device)
+
+
+def longest(count):
+    return max(gather_object([count]))
+
+
+results = {"world_size": accelerator.num_processes, "sharded": shard is not None}
 for case in INVARIANT:
     for split in ("alternating", "one has nothing to train"):
-        policy = adapted_policy(model)
-        policy.model.double()
-        completions, old = later_update(policy)
+        told = {name: os.environ.pop(name) for name in ("ACCELERATE_USE_FSDP",) if name in os.environ}
+        whole = adapted_policy(model)  # with its weights on both processes
+        os.environ.update(told)
+        if exact:
+            whole.model.double()
+        completions, old = later_update(whole)
+        policy = whole
+        if shard is not None:
+            policy = adapted_policy(model, shard=lambda base: shard(base.double() if exact else base))
+            if exact:
+                policy.model.double()
+            for name, parameter in policy.parameters.items():
+                parameter.data.copy_(whole.parameters[name])
         mine = completions[rank::2]
         if split == "one has nothing to train":
             mine = [c for c in completions if (c.advantage == 0) == (rank == 1)]
-        gradient, metrics, result = run_update(policy, mine, objective(**INVARIANT[case]), old=old)
+        budget = TokenBudget(40, in_step=longest if policy.sharded else None)
+        gradient, metrics, result = run_update(policy, mine, objective(**INVARIANT[case]), old=old, max_tokens=budget)
         results[case, split] = gradient, metrics, tuple(result)
 torch.save(results, out / f"{rank}.pt")

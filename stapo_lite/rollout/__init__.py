@@ -37,13 +37,18 @@ class RolloutEngine(Protocol):
 
     `generate` returns one group of `num_generations` completions per prompt, in order; each carries
     the version it was sampled from and the log-probability of each token at the sampling temperature.
-    The draws follow from `seed`. `stream` yields the index of a prompt and its one completion, without
-    log-probabilities, as they finish; each draw follows from the prompt's own seed. `sleep` gives the
-    device's memory to the trainer; after `wake` the engine serves the version that it served before.
+    Completion g of a prompt with seed s has the seed s + g; vLLM in the process draws all from the first.
+    `prefetch` announces what later calls of `generate` will ask for. `stream` yields the index of a prompt
+    and its one completion, without log-probabilities, as they finish; each draw follows from the prompt's
+    own seed. `sleep` gives the device's memory to the trainer; after `wake` the engine serves the version
+    that it served before.
     """
 
     def publish(self, policy: Policy, version: int) -> None: ...
-    def generate(self, prompts: Sequence[Prompt], seed: int, progress: bool = False) -> list[list[Completion]]: ...
+    def prefetch(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> None: ...
+    def generate(
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], progress: bool = False
+    ) -> list[list[Completion]]: ...
     def stream(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], decoding: Decoding
     ) -> Iterator[tuple[int, Completion]]: ...
@@ -53,7 +58,7 @@ class RolloutEngine(Protocol):
 
 
 def resolve_engine(name: str) -> str:
-    """`auto` -> `vllm` where it is installed, else `transformers`.
+    """`auto` -> `vllm` where it is installed, else `transformers`; `server` needs no vLLM here.
 
     Raises:
         InputError: vLLM is asked for and not installed.
@@ -61,7 +66,9 @@ def resolve_engine(name: str) -> str:
     installed = importlib.util.find_spec("vllm") is not None
     if name == "vllm" and not installed:
         raise InputError("rollout.engine=vllm: vLLM is not installed; install it, or set rollout.engine=transformers")
-    return "vllm" if installed and name != "transformers" else "transformers"
+    if name == "auto":
+        return "vllm" if installed else "transformers"
+    return name
 
 
 def vllm_version() -> Version:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
 from stapo_lite.policy import Policy
 from stapo_lite.rollout import Decoding, Sampling
@@ -25,55 +26,47 @@ class TransformersEngine:
     def publish(self, policy: Policy, version: int) -> None:
         self._policy, self._version = policy, version
 
-    def generate(self, prompts: Sequence[Prompt], seed: int, progress: bool = False) -> list[list[Completion]]:
-        torch.manual_seed(seed)
+    def generate(
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], progress: bool = False
+    ) -> list[list[Completion]]:
         groups: list[list[Completion]] = []
         size = self._sampling.num_generations
         bar = tqdm(total=len(prompts), desc="rollout", unit="prompt", leave=False, disable=None if progress else True)
         with bar:
-            for start in range(0, len(prompts), self._max_num_seqs // size):
-                batch = prompts[start : start + self._max_num_seqs // size]
+            at_once = self._max_num_seqs // size
+            for start in range(0, len(prompts), at_once):
+                rows = [prompt for prompt in prompts[start : start + at_once] for _ in range(size)]
+                row_seeds = [seed + number for seed in seeds[start : start + at_once] for number in range(size)]
                 recorder = _LogprobRecorder(self._sampling.temperature)
-                output = self._generate(
-                    batch,
-                    [recorder],
-                    do_sample=True,
-                    temperature=self._sampling.temperature,
-                    top_k=0,
-                    top_p=1.0,
-                    num_return_sequences=size,
-                    max_new_tokens=self._sampling.max_completion_length,
-                )
-                logprobs = recorder.finish(output)
-                completions = [
-                    self._completion(batch[row // size], ids, chosen)
-                    for row, (ids, chosen) in enumerate(zip(output.tolist(), logprobs.tolist(), strict=True))
-                ]
+                warper = TemperatureLogitsWarper(self._sampling.temperature)
+                longest = self._sampling.max_completion_length
+                output = self._generate(rows, [recorder, warper, _SeededDraws(row_seeds)], longest)
+                drawn = zip(rows, output.tolist(), recorder.finish(output).tolist(), strict=True)
+                completions = [self._completion(*each) for each in drawn]
                 groups += [completions[i : i + size] for i in range(0, len(completions), size)]
-                bar.update(len(batch))
+                bar.update(len(rows) // size)
         return groups
+
+    def prefetch(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> None:
+        """Nothing to gain: who samples here does not train meanwhile."""
 
     def stream(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], decoding: Decoding
     ) -> Iterator[tuple[int, Completion]]:
-        from transformers import TemperatureLogitsWarper, TopPLogitsWarper
-
         for start in range(0, len(prompts), self._max_num_seqs):
             batch = prompts[start : start + self._max_num_seqs]
             processors = [
                 TemperatureLogitsWarper(decoding.temperature),
                 TopPLogitsWarper(decoding.top_p),
-                _SeededDraws(seeds[start : start + len(batch)], self._policy.device),
+                _SeededDraws(seeds[start : start + len(batch)]),
             ]
-            output = self._generate(batch, processors, do_sample=False, max_new_tokens=decoding.max_completion_length)
+            output = self._generate(batch, processors, decoding.max_completion_length)
             for row, ids in enumerate(output.tolist()):
                 yield start + row, self._completion(batch[row], ids, [])
 
     @torch.no_grad()
-    def _generate(self, prompts: Sequence[Prompt], processors: list[Any], **options: Any) -> Tensor:
+    def _generate(self, prompts: Sequence[Prompt], processors: list[Any], max_new_tokens: int) -> Tensor:
         """New tokens [rows, steps], padded after the stop token."""
-        from transformers import LogitsProcessorList
-
         device, pad = self._policy.device, self._policy.pad_token_id
         width = max(len(p.token_ids) for p in prompts)
         input_ids = torch.tensor([[pad] * (width - len(p.token_ids)) + p.token_ids for p in prompts], device=device)
@@ -86,7 +79,8 @@ class TransformersEngine:
                     attention_mask=mask,
                     eos_token_id=list(self._sampling.stop_token_ids),
                     logits_processor=LogitsProcessorList(processors),
-                    **options,
+                    do_sample=False,  # `_SeededDraws` has drawn
+                    max_new_tokens=max_new_tokens,
                 )
         finally:
             self._policy.model.train()
@@ -116,7 +110,7 @@ class _LogprobRecorder:
     """
 
     def __init__(self, temperature: float):
-        self._temperature = temperature  # the temperature warper runs after it
+        self._temperature = temperature  # the warper runs after it
         self._pending: Tensor | None = None
         self._chosen: list[Tensor] = []
 
@@ -136,13 +130,14 @@ class _LogprobRecorder:
 
 
 class _SeededDraws:
-    """A logits processor after which the largest logit is a draw from the distribution (Gumbel's trick), with a
-    generator for each row: a sample is the same whatever it is batched with, rounding aside."""
+    """A logits processor that leaves one token of each row, drawn by the inverse of the cumulated distribution from a
+    uniform number of the row's own generator: a sample is the same whatever it is batched with, rounding aside."""
 
-    def __init__(self, seeds: Sequence[int], device: torch.device):
-        self._generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
+    def __init__(self, seeds: Sequence[int]):
+        self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        scores = scores.float()
-        noise = [torch.empty_like(scores[0]).exponential_(generator=generator) for generator in self._generators]
-        return scores - torch.stack(noise).log_()
+        uniform = torch.cat([torch.rand(1, generator=generator, dtype=torch.float64) for generator in self._generators])
+        cumulated = scores.double().softmax(-1).cumsum(-1)
+        drawn = torch.searchsorted(cumulated, uniform.to(scores.device)[:, None] * cumulated[:, -1:], right=True)
+        return torch.full_like(scores, -torch.inf).scatter(1, drawn, 0.0)

@@ -137,9 +137,7 @@ class VLLMEngine:
         """Hot-load the adapter as `version`, which must be new."""
         folder = Path(self._folder.name) / f"v{version}"
         policy.model.peft_config["default"].save_pretrained(folder)
-        names = (name.replace(".default.", ".") for name in policy.parameters)  # as PEFT would save them
-        tensors = (p.detach().to("cpu", self._dtype, copy=True) for p in policy.parameters.values())
-        _ADAPTERS[str(folder)] = dict(zip(names, tensors, strict=True))
+        _ADAPTERS[str(folder)] = policy.adapter_tensors(self._dtype)
         self.load_adapter(folder, version)
 
     def load_adapter(self, folder: Path, version: int) -> None:
@@ -152,8 +150,10 @@ class VLLMEngine:
         self._forget_adapter()
         self._request = request
 
-    def generate(self, prompts: Sequence[Prompt], seed: int, progress: bool = False) -> list[list[Completion]]:
-        set_seed(seed)  # vLLM samples from the process's generators; a seed per request costs a fifth
+    def generate(
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], progress: bool = False
+    ) -> list[list[Completion]]:
+        set_seed(seeds[0])  # vLLM samples from the process's generators; a seed per request costs a fifth
         groups: dict[int, list[Completion]] = {}
         quiet = None if progress else True
         with tqdm(total=len(prompts), desc="rollout", unit="prompt", leave=False, disable=quiet) as bar:
@@ -162,6 +162,9 @@ class VLLMEngine:
                 groups[index] = [completion(prompts[index], sample, version) for sample in output.outputs]
                 bar.update()
         return [groups[index] for index in range(len(prompts))]
+
+    def prefetch(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> None:
+        """Nothing to gain: who samples here does not train meanwhile."""
 
     def stream(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], decoding: Decoding

@@ -18,7 +18,7 @@ from memory import peak_bytes
 from packaging.version import Version
 from random_model import build, qwen3
 from test_lm_head import dense, relative
-from test_rollout import LONG, PROMPTS, gap, make_vllm
+from test_rollout import LONG, PROMPTS, gap, generate, make_vllm
 
 from stapo_lite.batching import collate
 from stapo_lite.lm_head import token_statistics
@@ -130,13 +130,13 @@ def sleep_and_wake(model, level):
     engine = make_vllm(model, "bfloat16", sleep_level=level)
     policy = adapted_policy(model, "bfloat16", device=CUDA)
     engine.publish(policy, 7)
-    before = gap(policy, engine.generate(PROMPTS + LONG, seed=0)).mean()
+    before = gap(policy, generate(engine, PROMPTS + LONG)).mean()
     free, total = torch.cuda.mem_get_info()
     for _ in range(2):
         engine.sleep()
         assert torch.cuda.mem_get_info()[0] - free > 0.2 * total  # of the 0.3 it has
         engine.wake()
-        groups = engine.generate(PROMPTS + LONG, seed=0)
+        groups = generate(engine, PROMPTS + LONG)
         assert {c.adapter_version for group in groups for c in group} == {7}
         assert gap(policy, groups).mean() < 2 * before + 0.01
     other = adapted_policy(model, "bfloat16", adapter_seed=2, device=CUDA)

@@ -1,0 +1,466 @@
+"""Rollouts from vLLM servers over HTTP: on other cards or machines, several of them, and ahead of the trainer.
+
+Each completion is a request of its own, with a seed of its own: it is the same whichever server samples it, and a
+server that is lost takes only unfinished completions along, which the others then sample. Every adapter version is
+loaded by vLLM's runtime LoRA endpoints under a fresh name, by which vLLM keys its prefix cache.
+"""
+
+import asyncio
+import heapq
+import itertools
+import logging
+import os
+import secrets
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, InvalidStateError, as_completed
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import torch
+from safetensors.torch import save
+from tqdm.auto import tqdm
+
+from stapo_lite.config import InputError, RunError, one_line
+from stapo_lite.policy import Policy
+from stapo_lite.rollout import Decoding, Sampling
+from stapo_lite.types import Completion, Prompt
+
+logger = logging.getLogger(__name__)
+
+HEALTH_INTERVAL = 5.0
+"""Seconds between two checks of a server."""
+HEALTH_TIMEOUT = 20.0
+"""Seconds that it may take to answer one, twice in a row."""
+KEY_FILE = Path("~/.cache/stapo_lite/api_key")
+
+
+def api_key() -> str:
+    """What servers ask for and trainers send: `VLLM_API_KEY`, or a secret of this user that is made once."""
+    path = KEY_FILE.expanduser()
+    if "VLLM_API_KEY" not in os.environ and not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent) as file:  # which nobody else may read
+            file.write(secrets.token_urlsafe(32))
+            file.flush()
+            with suppress(FileExistsError):  # trainer and server may start together
+                os.link(file.name, path)
+    return os.environ.get("VLLM_API_KEY") or path.read_text(encoding="utf-8")
+
+
+class ServerEngine:
+    """vLLM's OpenAI-compatible servers, started by `python -m stapo_lite.rollout.serve` or by hand.
+
+    Args:
+        servers: addresses, such as `http://127.0.0.1:8000`.
+        dtype: of the adapters that they get.
+        max_model_len: tokens of the longest prompt and completion.
+        max_num_seqs: completions that each server samples at the same time, for all of our processes.
+        max_retries: times that a request may fail and is sent again.
+        timeout: seconds to wait for the servers to come up.
+        shared_folder: a folder that we and the servers see under the same path; without one adapters are uploaded,
+            which takes servers of `stapo_lite.rollout.serve`.
+        max_lag: how many versions before the newest may still have requests.
+        processes: that share the servers. One of them publishes, `is_main`; `share` gives its value to all.
+
+    Raises:
+        InputError: a server does not come up, refuses the key, or cannot serve this run.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[str],
+        sampling: Sampling,
+        *,
+        dtype: str,
+        max_model_len: int,
+        max_num_seqs: int,
+        max_retries: int,
+        timeout: float,
+        shared_folder: str | None,
+        max_lag: int,
+        processes: int,
+        is_main: bool,
+        share: Callable[[Any], Any],
+    ):
+        self._sampling, self._dtype = sampling, getattr(torch, dtype)
+        self._shared_folder = Path(shared_folder) if shared_folder else None
+        self._max_lag, self._is_main, self._share = max_lag, is_main, share
+        # A resumed run has old version numbers for new weights: its adapters must not have old names.
+        self._run = share(f"stapo_lite-{secrets.token_hex(4)}")
+        self._loaded: list[int] = []
+        self._ahead: dict[int, list[Future]] = {}
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True).start()
+        self._requests = _Requests(servers, max(1, max_num_seqs // processes), max_retries)
+        try:
+            self._call(self._requests.connect(timeout, max_model_len))
+        except BaseException:
+            self.close()
+            raise
+
+    def _call(self, coroutine: Any) -> Any:
+        """Run a coroutine in the thread of the requests."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def publish(self, policy: Policy, version: int) -> None:
+        """Load the adapter as `version`, which must be new, into every server that answers: one that was lost takes
+        part again.
+
+        Raises:
+            RunError: there is none.
+        """
+        having: list[str] = []
+        if self._is_main:
+            having = self._call(self._requests.load(self._name(version), self._adapter(policy, version)))
+            self._loaded.append(version)
+            # What version v began belongs to steps up to v + max_lag, and those before this one are done.
+            self._unload([old for old in self._loaded if old < version - self._max_lag])
+        having = self._share(having)
+        if not having:
+            raise RunError("rollout.servers: none of them could load the adapter; continue with --resume")
+        self._call(self._requests.use(self._name(version), version, having))
+
+    def _name(self, version: int) -> str:
+        return f"{self._run}-v{version}"
+
+    def _adapter(self, policy: Policy, version: int) -> Path | dict[str, bytes]:
+        """The adapter's folder, or its files to upload."""
+        with tempfile.TemporaryDirectory() as folder:
+            policy.model.peft_config["default"].save_pretrained(folder)
+            files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+        files["adapter_model.safetensors"] = save(policy.adapter_tensors(self._dtype))
+        if self._shared_folder is None:
+            return files
+        shared = self._shared_folder / self._name(version)
+        shared.mkdir(parents=True)
+        for name, content in files.items():
+            (shared / name).write_bytes(content)
+        return shared
+
+    def _unload(self, versions: Sequence[int]) -> None:
+        self._loaded = [version for version in self._loaded if version not in versions]
+        for name in map(self._name, versions):
+            self._call(self._requests.unload(name, uploaded=self._shared_folder is None))
+            if self._shared_folder is not None:
+                shutil.rmtree(self._shared_folder / name, ignore_errors=True)
+
+    def prefetch(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> None:
+        """Begin with what later calls of `generate` will ask for, in their order."""
+        s = self._sampling
+        options = {"temperature": s.temperature, "max_tokens": s.max_completion_length, "top_p": 1.0, "logprobs": 0}
+        for prompt, seed in zip(prompts, seeds, strict=True):
+            if seed not in self._ahead:
+                drawn = range(seed, seed + s.num_generations)
+                self._ahead[seed] = [self._submit(prompt, options | {"seed": number}) for number in drawn]
+
+    def generate(
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], progress: bool = False
+    ) -> list[list[Completion]]:
+        self.prefetch(prompts, seeds)
+        groups = []
+        quiet = None if progress else True
+        with tqdm(total=len(prompts), desc="rollout", unit="prompt", leave=False, disable=quiet) as bar:
+            for prompt, seed in zip(prompts, seeds, strict=True):
+                groups.append([_completion(prompt, *future.result()) for future in self._ahead[seed]])
+                del self._ahead[seed]
+                bar.update()
+        return groups
+
+    def stream(
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], decoding: Decoding
+    ) -> Iterator[tuple[int, Completion]]:
+        d = decoding
+        options = {"temperature": d.temperature, "max_tokens": d.max_completion_length, "top_p": d.top_p}
+        drawn = zip(prompts, seeds, strict=True)
+        indices = {self._submit(prompt, options | {"seed": seed}): i for i, (prompt, seed) in enumerate(drawn)}
+        try:
+            for future in as_completed(indices):
+                index = indices[future]
+                yield index, _completion(prompts[index], *future.result())
+        finally:  # the caller may have seen enough
+            self._call(self._requests.abandon(set(indices)))
+
+    def _submit(self, prompt: Prompt, options: dict[str, Any]) -> Future:
+        # All that would change the distribution is given: a server may have defaults of its own.
+        neutral = {
+            "top_k": 0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+        }
+        body = neutral | options | {
+            "prompt": prompt.token_ids,
+            "stop_token_ids": list(self._sampling.stop_token_ids),
+            "return_token_ids": True,
+        }  # fmt: skip
+        future: Future = Future()
+        self._loop.call_soon_threadsafe(self._requests.submit, body, future)
+        return future
+
+    def sleep(self) -> None:
+        """Nothing to do: the card is the server's own."""
+
+    def wake(self) -> None: ...
+
+    def close(self) -> None:
+        self._call(self._requests.stop())
+        if self._is_main:
+            self._unload(self._loaded)
+        self._call(self._requests.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+def _completion(prompt: Prompt, choice: dict[str, Any], version: int) -> Completion:
+    """One of the choices of a response."""
+    logprobs = choice["logprobs"]["token_logprobs"] if choice["logprobs"] else []
+    return Completion(prompt, choice["token_ids"], logprobs, choice["finish_reason"] == "length", version)
+
+
+@dataclass(order=True)
+class _Job:
+    """A completion to sample."""
+
+    number: int
+    """Requests are sent in this order."""
+    body: dict[str, Any] = field(compare=False)
+    future: Future = field(compare=False)
+    failures: int = field(default=0, compare=False)
+
+
+@dataclass(eq=False)
+class _Server:
+    url: str
+    jobs: dict[asyncio.Task, _Job] = field(default_factory=dict)
+
+
+class _Lost(Exception):
+    """A server answers that it has lost the adapter, or its engine."""
+
+
+class _Requests:
+    """Everything that happens in the thread of the requests.
+
+    Args:
+        capacity: requests that a server gets at the same time.
+    """
+
+    def __init__(self, servers: Sequence[str], capacity: int, max_retries: int):
+        self._servers = [_Server(url.rstrip("/")) for url in servers]
+        self._live: list[_Server] = []
+        self._capacity, self._max_retries = capacity, max_retries
+        self._queue: list[_Job] = []
+        self._numbers = itertools.count()
+        self._model, self._version = "", 0
+        self._session: aiohttp.ClientSession | None = None
+        self._watcher: asyncio.Task | None = None
+
+    async def connect(self, timeout: float, max_model_len: int) -> None:
+        self._session = aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {api_key()}"},
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=HEALTH_TIMEOUT),  # sampling may take hours
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),  # a kept connection may be half closed
+        )
+        for server in self._servers:
+            deadline = asyncio.get_running_loop().time() + timeout
+            while not await self._healthy(server):
+                if asyncio.get_running_loop().time() > deadline:
+                    raise InputError(f"rollout.servers: {server.url} did not come up within {timeout:g} s")
+                await asyncio.sleep(min(1.0, timeout / 10))
+            try:
+                await self._check(server, max_model_len)
+            except (aiohttp.ClientError, RunError, _Lost) as error:
+                raise InputError(f"rollout.servers: {one_line(error)}") from error
+        self._watcher = asyncio.create_task(self._watch())
+
+    async def _check(self, server: _Server, max_model_len: int) -> None:
+        models = (await self._ask("GET", f"{server.url}/v1/models"))["data"]
+        if models[0]["max_model_len"] < max_model_len:
+            raise InputError(
+                f"rollout.servers: {server.url} serves sequences of {models[0]['max_model_len']} tokens, but "
+                f"data.max_prompt_length + rollout.max_completion_length = {max_model_len}: start it with "
+                f"--max-model-len {max_model_len}"
+            )
+        # With such a bias the token is all but certain, unless log-probabilities are of the distribution before it.
+        body = {"model": models[0]["id"], "prompt": [1], "max_tokens": 1, "logit_bias": {"2": 100}, "logprobs": 0}
+        answer = await self._ask("POST", f"{server.url}/v1/completions", json=body)
+        if answer["choices"][0]["logprobs"]["token_logprobs"][0] < -0.1:
+            raise InputError(
+                f"rollout.servers: {server.url} gives log-probabilities without the temperature: start it with "
+                "--logprobs-mode processed_logprobs"
+            )
+
+    async def _ask(self, method: str, url: str, **content: Any) -> Any:
+        """Send a request; its answer, from JSON where it is.
+
+        Raises:
+            RunError: the server refuses it, as it would refuse it again.
+            _Lost: it does not know the adapter, or has no engine any more.
+            aiohttp.ClientError: anything else.
+        """
+        assert self._session is not None
+        async with self._session.request(method, url, **content) as response:
+            if response.ok:
+                is_json = response.content_type == "application/json"
+                return await (response.json() if is_json else response.text())
+            text = " ".join((await response.text()).split())[:300]
+        if response.status in (401, 403):
+            raise RunError(f"{url} refuses the API key: set VLLM_API_KEY to the server's")
+        if response.status in (404, 503):
+            raise _Lost(f"{url}: {response.status} {text}")
+        if response.status < 500 and response.status != 429:
+            raise RunError(f"{url}: {response.status} {text}")
+        raise aiohttp.ClientError(f"{url}: {response.status} {text}")
+
+    async def _healthy(self, server: _Server) -> bool:
+        assert self._session is not None
+        limit = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT)
+        try:
+            async with self._session.get(f"{server.url}/health", timeout=limit) as response:
+                return response.ok
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return False
+
+    async def _watch(self) -> None:
+        """Notice servers that hang, or are out of reach, and would let requests wait for ever."""
+        while True:
+            await asyncio.sleep(HEALTH_INTERVAL)
+            for server in list(self._live):
+                if not (await self._healthy(server) or await self._healthy(server)):
+                    self._drop(server, "it does not answer")
+
+    def submit(self, body: dict[str, Any], future: Future) -> None:
+        heapq.heappush(self._queue, _Job(next(self._numbers), body, future))
+        self._dispatch()
+
+    def _dispatch(self) -> None:
+        """Send what waits to whoever has the least to do."""
+        while self._queue:
+            if not self._live:
+                job = heapq.heappop(self._queue)
+                _settle(job.future.set_exception, RunError("rollout.servers: none is left; continue with --resume"))
+                continue
+            server = min(self._live, key=lambda server: len(server.jobs))
+            if len(server.jobs) >= self._capacity:
+                return
+            job = heapq.heappop(self._queue)
+            server.jobs[asyncio.create_task(self._sample(server, job))] = job
+
+    async def _sample(self, server: _Server, job: _Job) -> None:
+        version = self._version
+        task = asyncio.current_task()
+        try:
+            answer = await self._ask("POST", f"{server.url}/v1/completions", json=job.body | {"model": self._model})
+            _settle(job.future.set_result, (answer["choices"][0], version))
+        except RunError as error:
+            _settle(job.future.set_exception, error)
+        except _Lost as error:
+            self._drop(server, one_line(error))
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            job.failures += 1
+            if not await self._healthy(server):
+                self._drop(server, f"{type(error).__name__}: {one_line(error)}")
+            elif job.failures > self._max_retries:
+                problem = f"rollout.servers: a request failed {job.failures} times (rollout.max_restarts): {error}"
+                _settle(job.future.set_exception, RunError(problem))
+            else:
+                await asyncio.sleep(0.1 * 2**job.failures)
+                heapq.heappush(self._queue, job)
+        except Exception as error:  # an answer of another shape: not from vLLM
+            problem = (
+                f"rollout.servers: {server.url} answers what is not a completion ({type(error).__name__}: {error})"
+            )
+            _settle(job.future.set_exception, RunError(problem))
+        finally:
+            server.jobs.pop(task, None)  # type: ignore[arg-type]
+            self._dispatch()
+
+    def _drop(self, server: _Server, reason: str) -> None:
+        """Do without a server, and let others sample what it had to."""
+        if server not in self._live:
+            return
+        self._live.remove(server)
+        jobs, server.jobs = server.jobs, {}
+        logger.warning("rollout.servers: going on without %s (%s); %d completions move", server.url, reason, len(jobs))
+        for task, job in jobs.items():
+            task.cancel()
+            heapq.heappush(self._queue, job)
+        self._dispatch()
+
+    async def abandon(self, futures: set[Future]) -> None:
+        """Forget requests, and end those that are under way."""
+        self._queue = [job for job in self._queue if job.future not in futures]
+        heapq.heapify(self._queue)
+        for server in self._live:
+            for task, job in server.jobs.items():
+                if job.future in futures:
+                    task.cancel()
+
+    async def load(self, name: str, adapter: Path | dict[str, bytes]) -> list[str]:
+        """Load an adapter into all servers; gives the addresses of those that have it."""
+        having = await asyncio.gather(*(self._load(server, name, adapter) for server in self._servers))
+        return [server.url for server, has in zip(self._servers, having, strict=True) if has]
+
+    async def _load(self, server: _Server, name: str, adapter: Path | dict[str, bytes]) -> bool:
+        for failures in itertools.count(1):
+            try:
+                path = str(adapter) if isinstance(adapter, Path) else await self._upload(server, name, adapter)
+                await self._ask(
+                    "POST", f"{server.url}/v1/load_lora_adapter", json={"lora_name": name, "lora_path": path}
+                )
+                return True
+            except (aiohttp.ClientError, TimeoutError, OSError, RunError, _Lost) as error:
+                if "already been loaded" in str(error):  # only the answer was lost
+                    return True
+                if failures <= self._max_retries and await self._healthy(server):
+                    await asyncio.sleep(0.1 * 2**failures)
+                    continue
+                self._drop(server, one_line(error))
+                return False
+        raise AssertionError
+
+    async def _upload(self, server: _Server, name: str, files: dict[str, bytes]) -> str:
+        """The folder on the server."""
+        for file, content in files.items():
+            folder = await self._ask("PUT", f"{server.url}/v1/adapters/{name}/{file}", data=content)
+        return folder
+
+    async def unload(self, name: str, uploaded: bool) -> None:
+        for server in self._live:
+            with suppress(aiohttp.ClientError, TimeoutError, OSError, RunError, _Lost):  # it goes with the server
+                await self._ask("POST", f"{server.url}/v1/unload_lora_adapter", json={"lora_name": name})
+                if uploaded:
+                    await self._ask("DELETE", f"{server.url}/v1/adapters/{name}")
+
+    async def use(self, model: str, version: int, having: Sequence[str]) -> None:
+        """Send new requests to this adapter, on the servers that have it."""
+        self._model, self._version = model, version
+        for server in self._servers:
+            if server.url not in having:
+                self._drop(server, "it has not loaded the adapter")
+            elif server not in self._live:
+                self._live.append(server)
+        self._dispatch()
+
+    async def stop(self) -> None:
+        """End all requests."""
+        self._queue.clear()
+        tasks = [task for server in self._servers for task in server.jobs]
+        for task in [*tasks, *([self._watcher] if self._watcher else [])]:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+
+def _settle(settle: Callable[[Any], None], value: Any) -> None:
+    with suppress(InvalidStateError):  # nobody waits for it any more
+        settle(value)

@@ -1,0 +1,80 @@
+"""A frozen base that does not fit one card, spread over the processes by FSDP2 or DeepSpeed's ZeRO-3.
+
+Which one, and how, accelerate's config file says (configs/accelerate). The decoder is sharded before it gets its
+adapter: the adapter is whole on every process, and so are optimiser, checkpoint and all that is published. A process
+that has no tokens left must still run the decoder as often as the others: each of its layers is put together by all.
+"""
+
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from stapo_lite.config import InputError
+
+
+def make_sharding(dtype: torch.dtype, device: torch.device) -> Callable[[Any], None] | None:
+    """What shards a base model that was loaded on the CPU; None where `accelerate launch` was not told to.
+
+    Raises:
+        InputError: it was told FSDP's first version, or another stage of ZeRO, which leaves the base whole; DeepSpeed is
+            not installed.
+    """
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        fsdp = FullyShardedDataParallelPlugin()  # as the launcher's environment describes it
+        if fsdp.fsdp_version != 2:
+            raise InputError("accelerate's fsdp_version: 1: set 2, as in configs/accelerate/fsdp2.yaml")
+        return lambda base: _fsdp2(base, fsdp, device)
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        if importlib.util.find_spec("deepspeed") is None:
+            raise InputError("accelerate's distributed_type: DEEPSPEED: it is not installed; pip install deepspeed")
+        zero = DeepSpeedPlugin()
+        if zero.zero_stage != 3:
+            raise InputError(f"DeepSpeed's zero_stage: {zero.zero_stage} leaves the frozen base whole: set 3, or none")
+        return lambda base: _zero3(base, zero.deepspeed_config["zero_optimization"], dtype, device)
+    return None
+
+
+def _fsdp2(base: Any, plugin: Any, device: torch.device) -> None:
+    decoder = base.get_decoder()
+    loads = plugin.cpu_ram_efficient_loading  # only the first process has read the weights
+    weights = base.state_dict() if loads and dist.get_rank() == 0 else {}
+    layers = {parameter for layer in decoder.layers for parameter in layer.parameters()}
+    whole = set(decoder.parameters()) - layers  # embedding and norm; the LM head reads its weights by itself
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    options = {"mesh": mesh, "reshard_after_forward": plugin.reshard_after_forward}
+    if plugin.cpu_offload:
+        options["offload_policy"] = plugin.cpu_offload
+    for layer in decoder.layers:
+        fully_shard(layer, **options)
+    fully_shard(decoder, mesh=mesh, ignored_params=whole)  # the root: layers are fetched one ahead
+    for tensor in (*base.parameters(), *base.buffers()):
+        if not isinstance(tensor, DTensor):
+            tensor.data = tensor.data.to(device)
+    if loads:
+        set_model_state_dict(base, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+
+
+def _zero3(base: Any, zero: dict[str, Any], dtype: torch.dtype, device: torch.device) -> None:
+    import deepspeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": zero,
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        "fp16": {"enabled": dtype == torch.float16},
+    }
+    head = base.get_output_embeddings()  # whole, also where it shares the embedding's weights
+    head.weight = nn.Parameter(head.weight.detach().to(device, copy=True), requires_grad=False)
+    base.requires_grad_(False)
+    deepspeed.zero.Init(module=base.get_decoder(), config_dict_or_path=config)  # one parameter at a time
+    deepspeed.initialize(model=base.get_decoder(), config=config)  # hooks that put layers together; no optimiser
