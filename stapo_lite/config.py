@@ -222,6 +222,13 @@ class Rollout(Engine):
     reads them from the disk again (vLLM 0.28 or newer, not with `bitsandbytes`). The adapter outlives both."""
 
     @model_validator(mode="after")
+    def _only_a_server(self):
+        for key, default in (("max_lag", 0), ("tensor_parallel_size", 1)):
+            if self.engine != "server" and getattr(self, key) != default:
+                raise ValueError(f"rollout.{key}={getattr(self, key)} needs rollout.engine=server (docs/scaling.md)")
+        return self
+
+    @model_validator(mode="after")
     def _can_wake_again(self):
         if self.sleep_level == 2 and self.quantization == "bitsandbytes":
             raise ValueError(
@@ -460,6 +467,10 @@ class Config(Section):
                 f"rollout.max_lag={self.rollout.max_lag} needs a correction for older adapters: set "
                 "objective.sampler_correction=token-truncate, or objective.old_logprobs=rollout"
             )
+        if self.rollout.engine == "server" and train.park_trainer:
+            raise ValueError(
+                "train.park_trainer=true needs vLLM in the process: rollout.engine=server has its own card"
+            )
         if self.lora.dtype == "bfloat16" and self.dtype != "bfloat16":
             raise ValueError("lora.dtype=bfloat16 needs dtype=bfloat16: change one")
         if train.offload_activations and not train.gradient_checkpointing:
@@ -615,12 +626,22 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def check_processes(config: Config, num_processes: int) -> None:
-    """Raises InputError unless every mini-batch splits evenly over the processes."""
-    if config.train.mini_batch_size % num_processes:
+    """Raises InputError where some processes would have no prompt."""
+    if config.train.batch_size < num_processes:
         raise InputError(
-            f"train.mini_batch_size={config.train.mini_batch_size} is not divisible by the "
-            f"{num_processes} processes launched: choose a multiple of {num_processes}"
+            f"train.batch_size={config.train.batch_size} is less than the {num_processes} processes launched: raise it"
         )
+
+
+def check_sharded(config: Config) -> None:
+    """Raises InputError where the config asks for what a base that is spread over processes cannot do."""
+    for key, value in {
+        "quantization": config.quantization,
+        "train.park_trainer": config.train.park_trainer,
+        "train.compile": config.train.compile,
+    }.items():
+        if value:
+            raise InputError(f"{key}={value}: not with a base that FSDP or DeepSpeed shards over the processes")
 
 
 def check_launched(num_processes: int) -> None:

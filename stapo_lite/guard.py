@@ -73,7 +73,7 @@ RULES: dict[Symptom, Rule] = {
     "sampler_gap": Rule(
         _is("sampler_gap_mean", when=lambda first, last: last > max(2 * first, 0.02)),
         "the engine's log-probabilities drift away from the trainer's: raise the precision of what samples "
-        "(rollout.quantization, rollout.model, dtype), or keep objective.sampler_correction on",
+        "(rollout.quantization, rollout.model, dtype), lower rollout.max_lag, or keep objective.sampler_correction on",
     ),
     "ratio": Rule(
         _is("clip_low_share", "clip_high_share", when=lambda _, last: last > 0.2),

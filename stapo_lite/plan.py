@@ -25,17 +25,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from stapo_lite.config import Config, InputError, check_processes, load_config, one_line_errors
+from stapo_lite.config import Config, InputError, check_processes, check_sharded, load_config, one_line_errors
 from stapo_lite.lm_head import token_statistics
 from stapo_lite.policy import add_adapter, load_model_config
-from stapo_lite.rollout.vllm_engine import served_rank
+from stapo_lite.rollout.vllm_engine import BATCHED_TOKENS, served_rank
 
 GIB = 2**30
 CUDA_CONTEXT = int(0.5 * GIB)
 CUDA_GRAPHS = int(0.6 * GIB)
 """Of vLLM; they stay on the card while it sleeps."""
-BATCHED_TOKENS = 8192
-"""Tokens that vLLM prefills at a time: its default on a card with less than 70 GiB."""
 HOST_PROCESS = 6 * GIB
 """Python, torch, CUDA and vLLM in host memory."""
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
@@ -99,6 +97,8 @@ def make_plan(
             module; the batch does not split over the processes.
     """
     check_processes(config, processes)
+    if sharded:
+        check_sharded(config)
     if config.rollout.engine == "transformers":
         raise InputError("rollout.engine=transformers: the plan covers rollouts with vLLM only")
     train, rollout, sizes = config.train, config.rollout, model_sizes(as_json(model))
@@ -129,7 +129,7 @@ def make_plan(
     rank, cards = served_rank(config.lora.r), rollout.tensor_parallel_size
     engine = {
         "vLLM: weights": sum(served) // cards,
-        "vLLM: adapter slots": lora // config.lora.r * rank * width * (rollout.max_lag + 1) // cards,
+        "vLLM: adapter slots": lora // config.lora.r * rank * width * (rollout.max_lag + 1),  # at most: half is split
         "vLLM: activations": BATCHED_TOKENS * width * (2 * model.hidden_size + 3 * model.intermediate_size)
         + rollout.max_num_seqs * model.vocab_size * 4 * 4,
         "vLLM: CUDA graphs": CUDA_GRAPHS,
@@ -154,7 +154,7 @@ def make_plan(
 
     host = {"processes": HOST_PROCESS, "snapshots of two steps": 2 * sum(trainer.values())}
     if sharded:
-        host["base weights, read by one process"] = sum(base) // processes
+        host["base weights, once a machine"] = sum(base)
     if train.park_trainer:
         host["trainer: base weights"] = pinned(base)
     if rollout.sleep_level == 1 and not serving:

@@ -16,7 +16,7 @@ from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from stapo_lite.config import InputError
@@ -26,13 +26,15 @@ def make_sharding(dtype: torch.dtype, device: torch.device) -> Callable[[Any], N
     """What shards a base model that was loaded on the CPU; None where `accelerate launch` was not told to.
 
     Raises:
-        InputError: it was told FSDP's first version, or another stage of ZeRO, which leaves the base whole; DeepSpeed is
-            not installed.
+        InputError: it was told FSDP's first version, or another stage of ZeRO, which leaves the base whole; DeepSpeed
+            is not installed.
     """
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         fsdp = FullyShardedDataParallelPlugin()  # as the launcher's environment describes it
         if fsdp.fsdp_version != 2:
             raise InputError("accelerate's fsdp_version: 1: set 2, as in configs/accelerate/fsdp2.yaml")
+        if isinstance(fsdp.cpu_offload, CPUOffloadPolicy):
+            raise InputError("accelerate's fsdp_offload_params: true: the adapter must be where the base is; set false")
         return lambda base: _fsdp2(base, fsdp, device)
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         if importlib.util.find_spec("deepspeed") is None:
@@ -46,20 +48,16 @@ def make_sharding(dtype: torch.dtype, device: torch.device) -> Callable[[Any], N
 
 def _fsdp2(base: Any, plugin: Any, device: torch.device) -> None:
     decoder = base.get_decoder()
-    loads = plugin.cpu_ram_efficient_loading  # only the first process has read the weights
+    loads = plugin.cpu_ram_efficient_loading  # only the first process of each machine has read the weights
     weights = base.state_dict() if loads and dist.get_rank() == 0 else {}
     layers = {parameter for layer in decoder.layers for parameter in layer.parameters()}
     whole = set(decoder.parameters()) - layers  # embedding and norm; the LM head reads its weights by itself
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     options = {"mesh": mesh, "reshard_after_forward": plugin.reshard_after_forward}
-    if plugin.cpu_offload:
-        options["offload_policy"] = plugin.cpu_offload
     for layer in decoder.layers:
         fully_shard(layer, **options)
     fully_shard(decoder, mesh=mesh, ignored_params=whole)  # the root: layers are fetched one ahead
-    for tensor in (*base.parameters(), *base.buffers()):
-        if not isinstance(tensor, DTensor):
-            tensor.data = tensor.data.to(device)
+    _move_the_rest(base, device)
     if loads:
         set_model_state_dict(base, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
 
@@ -74,7 +72,14 @@ def _zero3(base: Any, zero: dict[str, Any], dtype: torch.dtype, device: torch.de
         "fp16": {"enabled": dtype == torch.float16},
     }
     head = base.get_output_embeddings()  # whole, also where it shares the embedding's weights
-    head.weight = nn.Parameter(head.weight.detach().to(device, copy=True), requires_grad=False)
+    head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
     base.requires_grad_(False)
     deepspeed.zero.Init(module=base.get_decoder(), config_dict_or_path=config)  # one parameter at a time
     deepspeed.initialize(model=base.get_decoder(), config=config)  # hooks that put layers together; no optimiser
+    _move_the_rest(base, device)
+
+
+def _move_the_rest(base: Any, device: torch.device) -> None:
+    for tensor in (*base.parameters(), *base.buffers()):
+        if not isinstance(tensor, DTensor) and not hasattr(tensor, "ds_id"):
+            tensor.data = tensor.data.to(device)

@@ -43,6 +43,7 @@ from stapo_lite.config import (
     batch_arithmetic,
     check_launched,
     check_processes,
+    check_sharded,
     load_config,
     one_line,
     one_line_errors,
@@ -98,10 +99,10 @@ def _train(config: Config, resume: bool, force: bool, closing: ExitStack) -> Ite
     rank, processes, is_main = accelerator.process_index, accelerator.num_processes, accelerator.is_main_process
     check_processes(config, processes)
     engine_name = resolve_engine(config.rollout.engine)
-    check_engine(engine_name, config)
     shard = make_sharding(getattr(torch, config.dtype), accelerator.device)
     if shard is not None:
-        check_sharded(engine_name, config)
+        check_sharded(config)
+    check_engine(engine_name, config, sharded=shard is not None)
     run_folder = Path(config.output_dir)
     if not resume:
         check_no_run(run_folder)
@@ -202,6 +203,7 @@ def _train(config: Config, resume: bool, force: bool, closing: ExitStack) -> Ite
                         "the engine lost the adapter"
                     )
                 sampled += groups
+                seed = rollout_seed(config.seed, progress.prompts_drawn, config.rollout.num_generations)
                 progress.prompts_drawn += count
                 drawn += count
                 rounds += 1
@@ -213,7 +215,7 @@ def _train(config: Config, resume: bool, force: bool, closing: ExitStack) -> Ite
                 for completion, text in zip(completions, texts, strict=True):
                     completion.text = text
                 if ours:
-                    rewards.score(completions, seeds[0])
+                    rewards.score(completions, seed)
                 everyones = sorted(gather_object(list(zip(ours, groups, strict=True))), key=lambda pair: pair[0])
                 batch += [group for _, group in everyones if not dynamic or has_variance(group)]
                 del batch[config.train.batch_size :]
@@ -600,33 +602,23 @@ def make_policy(config: Config, tokenizer: Any, device: torch.device, shard: Cal
     )
 
 
-def check_engine(name: str, config: Config) -> None:
+def check_engine(name: str, config: Config, sharded: bool) -> None:
     """Raises InputError where the engine cannot do what the config asks of it; before any weights are loaded."""
-    r = config.rollout
     if name == "vllm":
-        check_vllm(r.quantization, r.sleep_level)
-    elif config.train.park_trainer:
-        raise InputError("train.park_trainer=True needs vLLM in the process: only then is its room wanted")
-    if name != "server" and (r.max_lag or r.tensor_parallel_size > 1):
-        key = "max_lag" if r.max_lag else "tensor_parallel_size"
-        raise InputError(f"rollout.{key}={getattr(r, key)} needs rollout.engine=server (docs/scaling.md)")
-    for key in ("model", "quantization") if name == "transformers" else ():
-        if getattr(r, key):
-            raise InputError(
-                f"rollout.{key}={getattr(r, key)} needs vLLM; transformers samples from the trainer's own model"
-            )
-
-
-def check_sharded(engine: str, config: Config) -> None:
-    """Raises InputError where the config asks for what a sharded base cannot do."""
+        check_vllm(config.rollout.quantization, config.rollout.sleep_level)
+    if name != "transformers":
+        return
+    if sharded:
+        raise InputError(
+            "rollout.engine=transformers: not with a base that FSDP or DeepSpeed shards over the processes"
+        )
     for key, value in {
-        "quantization": config.quantization,
+        "rollout.model": config.rollout.model,
+        "rollout.quantization": config.rollout.quantization,
         "train.park_trainer": config.train.park_trainer,
-        "train.compile": config.train.compile,
-        "rollout.engine": engine if engine == "transformers" else None,
     }.items():
         if value:
-            raise InputError(f"{key}={value}: not with a base that FSDP or DeepSpeed shards over the processes")
+            raise InputError(f"{key}={value} needs vLLM; the transformers engine samples from the trainer's own model")
 
 
 def make_engine(name: str, config: Config, stop_tokens: tuple[int, ...], accelerator: Accelerator) -> RolloutEngine:
@@ -642,6 +634,7 @@ def make_engine(name: str, config: Config, stop_tokens: tuple[int, ...], acceler
 
         return ServerEngine(
             r.servers,
+            r.model or config.model,
             sampling,
             dtype=config.dtype,
             max_model_len=longest,

@@ -202,11 +202,11 @@ def test_both_decodings_of_the_paper(write):
         load_eval_config(path, ["decodings=justrl"])
 
 
-def test_mini_batches_split_over_processes():
+def test_every_process_has_a_prompt():
     config = Config(**MINIMAL)
-    check_processes(config, 4)
-    with pytest.raises(InputError, match="train.mini_batch_size=16 is not divisible by the 3 processes"):
-        check_processes(config, 3)
+    check_processes(config, 7)
+    with pytest.raises(InputError, match="train.batch_size=64 is less than the 65 processes"):
+        check_processes(config, 65)
 
 
 def test_the_reference_is_generated_and_complete():

@@ -6,7 +6,6 @@ import math
 import os
 import re
 import signal
-import time
 from contextlib import contextmanager
 
 import interrupted
@@ -346,8 +345,6 @@ def test_a_lost_trainer_ends_the_job_and_the_other_one_s_work_is_kept(write_conf
     whole = run(write_config(output_dir=str(tmp_path / "whole"), log__save_steps=0, train__learning_rate=1e-4))
     user_reward(DEADLY)
     config = write_config(log__save_steps=0, train__learning_rate=1e-4)
-    start = time.monotonic()
     in_two_processes(config, tmp_path, status=1)
-    assert time.monotonic() - start < 120
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-2"]
     same_metrics(run(config, resume=True), whole[2:])  # with one process

@@ -42,15 +42,15 @@ def config(**changes):
 
 
 def test_a_server_has_a_card_of_its_own_and_holds_the_versions_under_way():
-    """The same model at rank 32, over two of the server's cards; the adapters of max_lag + 1 versions."""
-    r = {"engine": "server", "max_lag": 1, "tensor_parallel_size": 2, "gpu_memory_utilization": 0.5}
+    """At rank 32, over four of the server's cards; each may hold whole adapters, of max_lag + 1 versions."""
+    r = {"engine": "server", "max_lag": 2, "tensor_parallel_size": 4, "gpu_memory_utilization": 0.5}
     found = make_plan(config(lora__r=32, train__max_tokens_per_microbatch=4096, rollout=r), qwen3("8B"), 48 * GIB)
     adapter = 2 * 36 * 32 * ((4096 + 4096) * 2 + (4096 + 1024) * 2 + (4096 + 12288) * 3)
-    assert found.rollout["vLLM: weights"] == PARAMETERS["8B"]
-    assert found.rollout["vLLM: adapter slots"] == adapter
+    assert found.rollout["vLLM: weights"] == 2 * PARAMETERS["8B"] // 4
+    assert found.rollout["vLLM: adapter slots"] == 3 * adapter
     assert not any("trainer" in name for name in found.rollout)
     assert not any("vLLM" in name for name in [*found.update, *found.host])
-    assert found.kv_tokens == 2 * found.rollout["vLLM: KV cache"] // (36 * 2 * 8 * 128 * 2)
+    assert found.kv_tokens == 4 * found.rollout["vLLM: KV cache"] // (36 * 2 * 8 * 128 * 2)
     assert found.traffic["adapter to each server, a step"] == adapter
 
 
@@ -68,6 +68,8 @@ def test_a_base_spread_over_four_cards_by_hand():
     assert found.traffic["gradients, an update"] == 2 * 4 * lora * 3 // 4
     assert found.traffic["completions, a step, at most"] == 3 * 64 * 8 // 4 * (1024 + 2048) * 14
     assert make_plan(c, qwen3("8B"), 48 * GIB).traffic["gradients, an update"] == 0
+    with pytest.raises(InputError, match="quantization=nf4: not with a base that FSDP or DeepSpeed shards"):
+        make_plan(config(quantization="nf4"), qwen3("8B"), 48 * GIB, processes=4, sharded=True)
 
 
 @pytest.mark.parametrize("size", QWEN3)

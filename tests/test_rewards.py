@@ -303,8 +303,9 @@ def test_what_a_function_started_ends_with_it(user_function, tmp_path):
     assert function([completion("a")], 0) == [None]
     pids = (tmp_path / "faulty.py.pid").read_text(encoding="utf-8").split()
     assert len(pids) == 2
-    for pid in map(int, pids):
-        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    children = [psutil.Process(int(pid)) for pid in pids if psutil.pid_exists(int(pid))]
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert all(child.status() == psutil.STATUS_ZOMBIE for child in alive)
 
 
 def test_a_function_that_fails_once_is_asked_again(user_function, tmp_path):

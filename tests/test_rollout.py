@@ -163,6 +163,12 @@ def test_each_sample_follows_from_its_own_seed(engine, make_policy, version):
     assert {c.truncated for c in first} == {False, True}
 
 
+def test_more_prompt_tokens_than_fit_into_one_pass(engine, make_policy, version):
+    engine.publish(make_policy(), version())
+    prompts = [Prompt("", [10 + (i + 13 * t) % 250 for t in range(380)], answer="") for i in range(16)]
+    assert len(drawn(engine, prompts, list(range(16)))) == 16
+
+
 @pytest.mark.parametrize("top_p", [1.0, 0.6])
 def test_streamed_samples_come_from_the_nucleus(engine, make_policy, version, top_p):
     """The first token's frequencies against the trainer's probabilities over the smallest set that holds `top_p`."""

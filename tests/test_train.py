@@ -129,7 +129,7 @@ def test_metrics_by_hand_on_a_step(write_config, monkeypatch):
     steps = []
     count = train_module.count_rollouts
     monkeypatch.setattr(
-        train_module, "count_rollouts", lambda tally, groups: steps.append(groups) or count(tally, groups)
+        train_module, "count_rollouts", lambda tally, groups, step: steps.append(groups) or count(tally, groups, step)
     )
     metrics = run(write_config(train__max_steps=1))[0]
     groups = steps[0]
@@ -387,7 +387,7 @@ def test_one_update_a_step_and_rollout_logprobs_need_no_old_pass(write_config, m
 
 @pytest.mark.parametrize("algorithm", ["stapo", "grpo", "dr-grpo", "dapo", "justrl", "20-entropy"])
 def test_every_algorithm_trains(write_config, user_reward, algorithm):
-    user_reward(RARELY_RIGHT)
+    user_reward("def even(completion_ids, **columns): return [float(ids[0] % 2 == 0) for ids in completion_ids]")
     metrics = run(write_config(train__max_steps=3, algorithm=algorithm))
     assert sum(m["updates"] for m in metrics) > 0
     updated = [m for m in metrics if m["updates"]]
@@ -403,7 +403,9 @@ def test_every_algorithm_trains(write_config, user_reward, algorithm):
 def test_dynamic_sampling_fills_the_batch_with_groups_that_vary(write_config, user_reward, trained, monkeypatch):
     user_reward(RARELY_RIGHT)
     sampled, count = [], train_module.count_rollouts
-    monkeypatch.setattr(train_module, "count_rollouts", lambda t, groups: sampled.append(groups) or count(t, groups))
+    monkeypatch.setattr(
+        train_module, "count_rollouts", lambda t, groups, n: sampled.append(groups) or count(t, groups, n)
+    )
     metrics = run(write_config(algorithm="dapo", train__max_steps=3, train__learning_rate=1e-9))
     assert max(m["sampling_rounds"] for m in metrics) > 1, "the case tests nothing"
     for step, m in enumerate(metrics):

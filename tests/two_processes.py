@@ -1,7 +1,9 @@
-"""Run by test_update.py in two processes: updates of one mini-batch, split between them in two ways."""
+"""Run by test_update.py in two processes: updates of one mini-batch, split between them in two ways, with
+the base whole and, where the launcher says so, spread over both."""
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: two processes with two threads each fight for two cores
@@ -15,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 from conftest import adapted_policy
 from test_update import INVARIANT, later_update, objective, run_update
 
+from stapo_lite import sharding
 from stapo_lite.batching import TokenBudget
 from stapo_lite.sharding import make_sharding
 
@@ -22,32 +25,41 @@ model, out, exact = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "float6
 accelerator = Accelerator(cpu=True)
 rank = accelerator.process_index
 shard = make_sharding(torch.float32, accelerator.device)
+if shard is not None and not exact:  # DeepSpeed would keep parameters as small as these on every process
+    small = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    shard = partial(sharding._zero3, zero=small, dtype=torch.float32, device=accelerator.device)
 
 
 def longest(count):
     return max(gather_object([count]))
 
 
-results = {"world_size": accelerator.num_processes, "sharded": shard is not None}
+results = {"world_size": accelerator.num_processes}
 for case in INVARIANT:
     for split in ("alternating", "one has nothing to train"):
         told = {name: os.environ.pop(name) for name in ("ACCELERATE_USE_FSDP",) if name in os.environ}
-        whole = adapted_policy(model)  # with its weights on both processes
+        policy = adapted_policy(model)  # with its weights on both processes
         os.environ.update(told)
         if exact:
-            whole.model.double()
-        completions, old = later_update(whole)
-        policy = whole
-        if shard is not None:
-            policy = adapted_policy(model, shard=lambda base: shard(base.double() if exact else base))
-            if exact:
-                policy.model.double()
-            for name, parameter in policy.parameters.items():
-                parameter.data.copy_(whole.parameters[name])
+            policy.model.double()
+        completions, old = later_update(policy)
         mine = completions[rank::2]
         if split == "one has nothing to train":
             mine = [c for c in completions if (c.advantage == 0) == (rank == 1)]
-        budget = TokenBudget(40, in_step=longest if policy.sharded else None)
-        gradient, metrics, result = run_update(policy, mine, objective(**INVARIANT[case]), old=old, max_tokens=budget)
-        results[case, split] = gradient, metrics, tuple(result)
+        policies = {"whole": policy}
+        if shard is not None:
+            spread = adapted_policy(
+                model, shard=lambda base: shard(base.double() if exact else base), gradient_checkpointing=True
+            )
+            if exact:
+                spread.model.double()
+            for name, parameter in spread.parameters.items():
+                parameter.data.copy_(policy.parameters[name])
+            policies["spread"] = spread
+        for name, policy in policies.items():
+            budget = TokenBudget(40, in_step=longest if policy.sharded else None)
+            gradient, metrics, result = run_update(
+                policy, mine, objective(**INVARIANT[case]), old=old, max_tokens=budget
+            )
+            results[case, split, name] = gradient, metrics, tuple(result)
 torch.save(results, out / f"{rank}.pt")

@@ -37,20 +37,22 @@ HEALTH_INTERVAL = 5.0
 """Seconds between two checks of a server."""
 HEALTH_TIMEOUT = 20.0
 """Seconds that it may take to answer one, twice in a row."""
+ADAPTER_TIMEOUT = 600.0
+"""Seconds that it may take to get or drop an adapter."""
 KEY_FILE = Path("~/.cache/stapo_lite/api_key")
 
 
 def api_key() -> str:
     """What servers ask for and trainers send: `VLLM_API_KEY`, or a secret of this user that is made once."""
-    path = KEY_FILE.expanduser()
-    if "VLLM_API_KEY" not in os.environ and not path.exists():
+    path, given = KEY_FILE.expanduser(), os.environ.get("VLLM_API_KEY")
+    if not given and not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent) as file:  # which nobody else may read
             file.write(secrets.token_urlsafe(32))
             file.flush()
             with suppress(FileExistsError):  # trainer and server may start together
                 os.link(file.name, path)
-    return os.environ.get("VLLM_API_KEY") or path.read_text(encoding="utf-8")
+    return given or path.read_text(encoding="utf-8")
 
 
 class ServerEngine:
@@ -58,6 +60,7 @@ class ServerEngine:
 
     Args:
         servers: addresses, such as `http://127.0.0.1:8000`.
+        model: folder or Hub name that they should serve.
         dtype: of the adapters that they get.
         max_model_len: tokens of the longest prompt and completion.
         max_num_seqs: completions that each server samples at the same time, for all of our processes.
@@ -75,6 +78,7 @@ class ServerEngine:
     def __init__(
         self,
         servers: Sequence[str],
+        model: str,
         sampling: Sampling,
         *,
         dtype: str,
@@ -93,13 +97,13 @@ class ServerEngine:
         self._max_lag, self._is_main, self._share = max_lag, is_main, share
         # A resumed run has old version numbers for new weights: its adapters must not have old names.
         self._run = share(f"stapo_lite-{secrets.token_hex(4)}")
-        self._loaded: list[int] = []
+        self._used: list[int] = []
         self._ahead: dict[int, list[Future]] = {}
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True).start()
         self._requests = _Requests(servers, max(1, max_num_seqs // processes), max_retries)
         try:
-            self._call(self._requests.connect(timeout, max_model_len))
+            self._call(self._requests.connect(timeout, model, max_model_len))
         except BaseException:
             self.close()
             raise
@@ -117,13 +121,15 @@ class ServerEngine:
         """
         having: list[str] = []
         if self._is_main:
-            having = self._call(self._requests.load(self._name(version), self._adapter(policy, version)))
-            self._loaded.append(version)
             # What version v began belongs to steps up to v + max_lag, and those before this one are done.
-            self._unload([old for old in self._loaded if old < version - self._max_lag])
+            self._used = [*(used for used in self._used if used >= version - self._max_lag), version]
+            keep = [self._name(used) for used in self._used]
+            having = self._call(self._requests.load(self._name(version), self._adapter(policy, version), keep))
+            self._drop_shared(keep)
         having = self._share(having)
         if not having:
-            raise RunError("rollout.servers: none of them could load the adapter; continue with --resume")
+            reason = self._requests.why_lost
+            raise RunError(f"rollout.servers: none of them could load the adapter ({reason}); continue with --resume")
         self._call(self._requests.use(self._name(version), version, having))
 
     def _name(self, version: int) -> str:
@@ -143,12 +149,10 @@ class ServerEngine:
             (shared / name).write_bytes(content)
         return shared
 
-    def _unload(self, versions: Sequence[int]) -> None:
-        self._loaded = [version for version in self._loaded if version not in versions]
-        for name in map(self._name, versions):
-            self._call(self._requests.unload(name, uploaded=self._shared_folder is None))
-            if self._shared_folder is not None:
-                shutil.rmtree(self._shared_folder / name, ignore_errors=True)
+    def _drop_shared(self, keep: Sequence[str]) -> None:
+        for folder in self._shared_folder.glob(f"{self._run}-v*") if self._shared_folder else ():
+            if folder.name not in keep:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def prefetch(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> None:
         """Begin with what later calls of `generate` will ask for, in their order."""
@@ -166,8 +170,8 @@ class ServerEngine:
         groups = []
         quiet = None if progress else True
         with tqdm(total=len(prompts), desc="rollout", unit="prompt", leave=False, disable=quiet) as bar:
-            for prompt, seed in zip(prompts, seeds, strict=True):
-                groups.append([_completion(prompt, *future.result()) for future in self._ahead[seed]])
+            for seed in seeds:
+                groups.append([future.result() for future in self._ahead[seed]])
                 del self._ahead[seed]
                 bar.update()
         return groups
@@ -181,10 +185,9 @@ class ServerEngine:
         indices = {self._submit(prompt, options | {"seed": seed}): i for i, (prompt, seed) in enumerate(drawn)}
         try:
             for future in as_completed(indices):
-                index = indices[future]
-                yield index, _completion(prompts[index], *future.result())
+                yield indices[future], future.result()
         finally:  # the caller may have seen enough
-            self._call(self._requests.abandon(set(indices)))
+            self._loop.call_soon_threadsafe(self._requests.abandon, set(indices))
 
     def _submit(self, prompt: Prompt, options: dict[str, Any]) -> Future:
         # All that would change the distribution is given: a server may have defaults of its own.
@@ -201,7 +204,7 @@ class ServerEngine:
             "return_token_ids": True,
         }  # fmt: skip
         future: Future = Future()
-        self._loop.call_soon_threadsafe(self._requests.submit, body, future)
+        self._loop.call_soon_threadsafe(self._requests.submit, prompt, body, future)
         return future
 
     def sleep(self) -> None:
@@ -210,10 +213,9 @@ class ServerEngine:
     def wake(self) -> None: ...
 
     def close(self) -> None:
-        self._call(self._requests.stop())
-        if self._is_main:
-            self._unload(self._loaded)
         self._call(self._requests.close())
+        if self._is_main:
+            self._drop_shared([])
         self._loop.call_soon_threadsafe(self._loop.stop)
 
 
@@ -229,6 +231,7 @@ class _Job:
 
     number: int
     """Requests are sent in this order."""
+    prompt: Prompt = field(compare=False)
     body: dict[str, Any] = field(compare=False)
     future: Future = field(compare=False)
     failures: int = field(default=0, compare=False)
@@ -238,6 +241,7 @@ class _Job:
 class _Server:
     url: str
     jobs: dict[asyncio.Task, _Job] = field(default_factory=dict)
+    adapters: set[str] = field(default_factory=set)
 
 
 class _Lost(Exception):
@@ -258,29 +262,35 @@ class _Requests:
         self._queue: list[_Job] = []
         self._numbers = itertools.count()
         self._model, self._version = "", 0
+        self.why_lost = ""
         self._session: aiohttp.ClientSession | None = None
         self._watcher: asyncio.Task | None = None
 
-    async def connect(self, timeout: float, max_model_len: int) -> None:
+    async def connect(self, timeout: float, model: str, max_model_len: int) -> None:
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {api_key()}"},
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=HEALTH_TIMEOUT),  # sampling may take hours
             connector=aiohttp.TCPConnector(limit=0, force_close=True),  # a kept connection may be half closed
         )
         for server in self._servers:
-            deadline = asyncio.get_running_loop().time() + timeout
+            deadline = None
             while not await self._healthy(server):
-                if asyncio.get_running_loop().time() > deadline:
+                now = asyncio.get_running_loop().time()
+                if deadline is None:
+                    logger.warning("rollout.servers: waiting for %s (python -m stapo_lite.rollout.serve)", server.url)
+                    deadline = now + timeout
+                if now > deadline:
                     raise InputError(f"rollout.servers: {server.url} did not come up within {timeout:g} s")
                 await asyncio.sleep(min(1.0, timeout / 10))
             try:
-                await self._check(server, max_model_len)
+                await self._check(server, model, max_model_len)
             except (aiohttp.ClientError, RunError, _Lost) as error:
                 raise InputError(f"rollout.servers: {one_line(error)}") from error
         self._watcher = asyncio.create_task(self._watch())
 
-    async def _check(self, server: _Server, max_model_len: int) -> None:
+    async def _check(self, server: _Server, model: str, max_model_len: int) -> None:
         models = (await self._ask("GET", f"{server.url}/v1/models"))["data"]
+        if models[0]["root"] != model:
+            logger.warning("rollout.servers: %s serves %s, the trainer has %s", server.url, models[0]["root"], model)
         if models[0]["max_model_len"] < max_model_len:
             raise InputError(
                 f"rollout.servers: {server.url} serves sequences of {models[0]['max_model_len']} tokens, but "
@@ -296,7 +306,7 @@ class _Requests:
                 "--logprobs-mode processed_logprobs"
             )
 
-    async def _ask(self, method: str, url: str, **content: Any) -> Any:
+    async def _ask(self, method: str, url: str, timeout: float | None = ADAPTER_TIMEOUT, **content: Any) -> Any:
         """Send a request; its answer, from JSON where it is.
 
         Raises:
@@ -305,7 +315,8 @@ class _Requests:
             aiohttp.ClientError: anything else.
         """
         assert self._session is not None
-        async with self._session.request(method, url, **content) as response:
+        limit = aiohttp.ClientTimeout(total=timeout, sock_connect=HEALTH_TIMEOUT)
+        async with self._session.request(method, url, timeout=limit, **content) as response:
             if response.ok:
                 is_json = response.content_type == "application/json"
                 return await (response.json() if is_json else response.text())
@@ -319,24 +330,26 @@ class _Requests:
         raise aiohttp.ClientError(f"{url}: {response.status} {text}")
 
     async def _healthy(self, server: _Server) -> bool:
+        """Whether it answers when it is asked twice; a lost one, once and quickly."""
         assert self._session is not None
-        limit = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT)
-        try:
-            async with self._session.get(f"{server.url}/health", timeout=limit) as response:
-                return response.ok
-        except (aiohttp.ClientError, TimeoutError, OSError):
-            return False
+        lost = server not in self._live
+        limit = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT / 10 if lost else HEALTH_TIMEOUT)
+        for _ in range(1 if lost else 2):
+            with suppress(aiohttp.ClientError, TimeoutError, OSError):
+                async with self._session.get(f"{server.url}/health", timeout=limit) as response:
+                    return response.ok
+        return False
 
     async def _watch(self) -> None:
         """Notice servers that hang, or are out of reach, and would let requests wait for ever."""
         while True:
             await asyncio.sleep(HEALTH_INTERVAL)
             for server in list(self._live):
-                if not (await self._healthy(server) or await self._healthy(server)):
+                if not await self._healthy(server):
                     self._drop(server, "it does not answer")
 
-    def submit(self, body: dict[str, Any], future: Future) -> None:
-        heapq.heappush(self._queue, _Job(next(self._numbers), body, future))
+    def submit(self, prompt: Prompt, body: dict[str, Any], future: Future) -> None:
+        heapq.heappush(self._queue, _Job(next(self._numbers), prompt, body, future))
         self._dispatch()
 
     def _dispatch(self) -> None:
@@ -356,8 +369,12 @@ class _Requests:
         version = self._version
         task = asyncio.current_task()
         try:
-            answer = await self._ask("POST", f"{server.url}/v1/completions", json=job.body | {"model": self._model})
-            _settle(job.future.set_result, (answer["choices"][0], version))
+            body = job.body | {"model": self._model}
+            answer = await self._ask("POST", f"{server.url}/v1/completions", timeout=None, json=body)  # hours, maybe
+            (choice,) = answer["choices"]
+            if choice["finish_reason"] not in ("stop", "length"):
+                raise _Lost(f"it has given up a request ({choice['finish_reason']})")  # a server that is shut down
+            _settle(job.future.set_result, _completion(job.prompt, choice, version))
         except RunError as error:
             _settle(job.future.set_exception, error)
         except _Lost as error:
@@ -383,6 +400,7 @@ class _Requests:
 
     def _drop(self, server: _Server, reason: str) -> None:
         """Do without a server, and let others sample what it had to."""
+        self.why_lost = reason
         if server not in self._live:
             return
         self._live.remove(server)
@@ -393,7 +411,7 @@ class _Requests:
             heapq.heappush(self._queue, job)
         self._dispatch()
 
-    async def abandon(self, futures: set[Future]) -> None:
+    def abandon(self, futures: set[Future]) -> None:
         """Forget requests, and end those that are under way."""
         self._queue = [job for job in self._queue if job.future not in futures]
         heapq.heapify(self._queue)
@@ -402,28 +420,33 @@ class _Requests:
                 if job.future in futures:
                     task.cancel()
 
-    async def load(self, name: str, adapter: Path | dict[str, bytes]) -> list[str]:
-        """Load an adapter into all servers; gives the addresses of those that have it."""
+    async def load(self, name: str, adapter: Path | dict[str, bytes], keep: Sequence[str]) -> list[str]:
+        """Load an adapter into all servers, and drop those that are not to keep; gives the addresses of those that have
+        it."""
         having = await asyncio.gather(*(self._load(server, name, adapter) for server in self._servers))
-        return [server.url for server, has in zip(self._servers, having, strict=True) if has]
+        loaded = [server for server, has in zip(self._servers, having, strict=True) if has]
+        await asyncio.gather(*(self._unload(server, keep) for server in loaded))
+        return [server.url for server in loaded]
 
     async def _load(self, server: _Server, name: str, adapter: Path | dict[str, bytes]) -> bool:
-        for failures in itertools.count(1):
+        failures = 0
+        while await self._healthy(server):  # one that was lost may be back
+            server.adapters.add(name)
             try:
                 path = str(adapter) if isinstance(adapter, Path) else await self._upload(server, name, adapter)
-                await self._ask(
-                    "POST", f"{server.url}/v1/load_lora_adapter", json={"lora_name": name, "lora_path": path}
-                )
+                content = {"lora_name": name, "lora_path": path}
+                await self._ask("POST", f"{server.url}/v1/load_lora_adapter", json=content)
                 return True
             except (aiohttp.ClientError, TimeoutError, OSError, RunError, _Lost) as error:
                 if "already been loaded" in str(error):  # only the answer was lost
                     return True
-                if failures <= self._max_retries and await self._healthy(server):
-                    await asyncio.sleep(0.1 * 2**failures)
-                    continue
-                self._drop(server, one_line(error))
-                return False
-        raise AssertionError
+                failures += 1
+                if failures > self._max_retries:
+                    self._drop(server, one_line(error))
+                    return False
+                await asyncio.sleep(0.1 * 2**failures)
+        self._drop(server, "it does not answer")
+        return False
 
     async def _upload(self, server: _Server, name: str, files: dict[str, bytes]) -> str:
         """The folder on the server."""
@@ -431,12 +454,13 @@ class _Requests:
             folder = await self._ask("PUT", f"{server.url}/v1/adapters/{name}/{file}", data=content)
         return folder
 
-    async def unload(self, name: str, uploaded: bool) -> None:
-        for server in self._live:
-            with suppress(aiohttp.ClientError, TimeoutError, OSError, RunError, _Lost):  # it goes with the server
+    async def _unload(self, server: _Server, keep: Sequence[str]) -> None:
+        for name in server.adapters - set(keep):
+            with suppress(aiohttp.ClientError, TimeoutError, OSError, RunError, _Lost):  # or it is gone already
                 await self._ask("POST", f"{server.url}/v1/unload_lora_adapter", json={"lora_name": name})
-                if uploaded:
-                    await self._ask("DELETE", f"{server.url}/v1/adapters/{name}")
+            with suppress(aiohttp.ClientError, TimeoutError, OSError, RunError, _Lost):  # it was not uploaded
+                await self._ask("DELETE", f"{server.url}/v1/adapters/{name}")
+            server.adapters.discard(name)
 
     async def use(self, model: str, version: int, having: Sequence[str]) -> None:
         """Send new requests to this adapter, on the servers that have it."""
@@ -448,15 +472,16 @@ class _Requests:
                 self._live.append(server)
         self._dispatch()
 
-    async def stop(self) -> None:
-        """End all requests."""
+    async def close(self) -> None:
+        """End all requests, and leave no adapter behind."""
         self._queue.clear()
         tasks = [task for server in self._servers for task in server.jobs]
         for task in [*tasks, *([self._watcher] if self._watcher else [])]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def close(self) -> None:
+        for server in self._live:
+            if await self._healthy(server):
+                await self._unload(server, [])
         if self._session is not None:
             await self._session.close()
 

@@ -29,12 +29,19 @@ from stapo_lite.types import Completion, Prompt
 
 logger = logging.getLogger(__name__)
 
+BATCHED_TOKENS = 8192
+"""Tokens that vLLM prefills at a time: the default of its `LLM` below 70 GiB, and of our servers on any card."""
 ALLOWED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vllm.config.lora.MaxLoRARanks
 
 
 def served_rank(lora_r: int) -> int:
     """The smallest `max_lora_rank` that serves adapters of this rank."""
     return next(rank for rank in ALLOWED_RANKS if rank >= lora_r)
+
+
+def cpu_batched_tokens(max_model_len: int) -> int:
+    """`max_num_batched_tokens` without chunked prefill: with it, requests that have a seed end vLLM 0.32 on a CPU."""
+    return max(4096, max_model_len)
 
 
 class VLLMEngine:
@@ -89,6 +96,7 @@ class VLLMEngine:
             # Compiling the sampler costs the first call ten seconds and gains nothing here.
             torch._dynamo.config.disable = True
             placement = {"kv_cache_memory_bytes": int(kv_cache_gb * 2**30), "enforce_eager": True}
+            placement |= {"enable_chunked_prefill": False, "max_num_batched_tokens": cpu_batched_tokens(max_model_len)}
         else:
             torch.cuda.synchronize()  # vLLM goes on in a stream of its own, up to 0.29 without waiting
             if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # an engine per process, each on its process's card
