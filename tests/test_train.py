@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import ROOT, command, in_two_processes, run, same_metrics, without_times
+from conftest import ROOT, command, run, without_times
 from safetensors.torch import load_file
 
 from stapo_lite.config import InputError, load_config, load_eval_config
@@ -534,42 +533,6 @@ def test_a_finished_run_is_not_overwritten(write_config, tmp_path, monkeypatch, 
     assert command(monkeypatch, write_config()) == 2
     assert "holds a run: continue it with --resume" in capsys.readouterr().err
     assert (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8") == before
-
-
-def test_two_processes_make_the_same_run_as_one(write_config, user_reward, tmp_path):
-    """The same draws, metrics, tokens and adapter; each goes on from the other's checkpoint."""
-    user_reward(RARELY_RIGHT)
-    # At a higher rate Adam would blow the rounding of tiny gradients up.
-    changes = {"train__max_steps": 3, "train__mini_batch_size": 2, "train__learning_rate": 1e-4, "log__save_steps": 1}
-    changes |= {
-        "rollout__dynamic_sampling": True,
-        "audit": {"enabled": True, "tokens_per_step": 5},
-        "log__save_total_limit": 9,
-    }
-    one = run(write_config(**changes, output_dir=str(tmp_path / "one")))
-    assert any(m["silenced_share"] for m in one)
-    assert any(m["sampling_rounds"] > 1 for m in one)
-    for name in ("run", "two to one", "one to two"):
-        (tmp_path / name).mkdir()
-    shown = in_two_processes(write_config(**changes), tmp_path)
-    two = read_metrics(tmp_path / "run")
-    assert len(re.findall("^step ", shown, re.MULTILINE)) == 3
-
-    same_metrics(two, one)
-    ones, twos = (read_lines(tmp_path / name / "tokens.jsonl") for name in ("one", "run"))
-    assert [(t["step"], t["token"]) for t in twos] == [(t["step"], t["token"]) for t in ones]
-    for start, end in (("run", "two to one"), ("one", "one to two")):
-        shutil.copytree(tmp_path / start / "checkpoint-1", tmp_path / end / "checkpoint-1")
-        shutil.copy(tmp_path / start / "metrics.jsonl", tmp_path / end)
-        config = write_config(**changes, output_dir=str(tmp_path / end))
-        if end == "two to one":
-            run(config, resume=True)
-        else:
-            in_two_processes(config, tmp_path, "--resume")
-        same_metrics(read_metrics(tmp_path / end), one)
-    final = [load_file(tmp_path / name / "adapter" / "adapter_model.safetensors") for name in ("one", "run")]
-    for name, values in final[0].items():
-        torch.testing.assert_close(final[1][name], values, rtol=1e-4, atol=1e-6)
 
 
 def launch(*arguments, timeout):

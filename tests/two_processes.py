@@ -1,4 +1,4 @@
-"""Run by test_update.py in two processes: updates of one mini-batch, split between them in two ways, with
+"""Run by test_parallel.py in two processes: updates of one mini-batch, split between them in two ways, with
 the base whole and, where the launcher says so, spread over both."""
 
 import os
