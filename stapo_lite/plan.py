@@ -71,8 +71,6 @@ class Sizes(NamedTuple):
     """Elements of each other parameter: embedding, head, norms."""
     kv_per_token: int
     """Elements of keys and values."""
-    layer: int
-    """Elements of the linear layers of one decoder layer."""
 
 
 def make_plan(
@@ -94,11 +92,11 @@ def make_plan(
 
     Raises:
         InputError: rollouts are not vLLM's, or quantised in a way that is not known here; the model lacks a target
-            module; the batch does not split over the processes.
+            module; there are more processes than prompts in a batch, or a sharded base cannot do what is asked.
     """
     check_processes(config, processes)
     if sharded:
-        check_sharded(config)
+        check_sharded(config, config.rollout.engine)
     if config.rollout.engine == "transformers":
         raise InputError("rollout.engine=transformers: the plan covers rollouts with vLLM only")
     train, rollout, sizes = config.train, config.rollout, model_sizes(as_json(model))
@@ -119,7 +117,7 @@ def make_plan(
     if sharded:
         whole = sum(base) - linears
         weights = {"trainer: its shard of the base": linears // processes + whole}
-        weights["trainer: two layers put together"] = 2 * sizes.layer * width
+        weights["trainer: two layers put together"] = 2 * (linears // model.num_hidden_layers)
     trainer = {
         "trainer: adapter": lora_bytes,
         "trainer: optimiser": 2 * lora_bytes if train.optim == "adamw" else int(2 * lora * (1 + 4 / 256)),
@@ -179,7 +177,7 @@ def make_plan(
     completions = train.batch_size * rollout.num_generations // processes
     traffic = {
         "gradients, an update": int(2 * others * lora * 4),
-        "completions, a step, at most": int(others * processes * completions * longest * TOKEN_BYTES),
+        "completions, a step, at most": (processes - 1) * completions * longest * TOKEN_BYTES,
     }
     if sharded:
         traffic["layers, a micro-batch"] = int(2 * others * linears)  # for each of its two passes
@@ -200,8 +198,7 @@ def model_sizes(model: str) -> Sizes:
     quantised = {id(m.weight) for m in causal_lm.get_decoder().modules() if isinstance(m, nn.Linear)}
     others = [p.numel() for p in causal_lm.parameters() if id(p) not in quantised]
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    layer = sum(n_in * n_out for shapes in linears.values() for n_in, n_out in shapes) // config.num_hidden_layers
-    return Sizes(linears, others, 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim, layer)
+    return Sizes(linears, others, 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim)
 
 
 def as_json(model: Any) -> str:

@@ -43,9 +43,10 @@ class Tally:
         for name, value in values.items():
             self._sums[name] = self._sums[name] + value
 
-    def raise_to(self, **values: Tensor) -> None:
+    def raise_to(self, **values: Tensor | float) -> None:
         for name, value in values.items():
-            self._maxima[name] = torch.maximum(self._maxima[name], value)
+            before = self._maxima[name]
+            self._maxima[name] = torch.maximum(before, torch.as_tensor(value, device=before.device))
 
     def collect(self, **values: Tensor) -> None:
         for name, value in values.items():

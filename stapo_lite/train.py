@@ -101,8 +101,8 @@ def _train(config: Config, resume: bool, force: bool, closing: ExitStack) -> Ite
     engine_name = resolve_engine(config.rollout.engine)
     shard = make_sharding(getattr(torch, config.dtype), accelerator.device)
     if shard is not None:
-        check_sharded(config)
-    check_engine(engine_name, config, sharded=shard is not None)
+        check_sharded(config, engine_name)
+    check_engine(engine_name, config)
     run_folder = Path(config.output_dir)
     if not resume:
         check_no_run(run_folder)
@@ -198,10 +198,8 @@ def _train(config: Config, resume: bool, force: bool, closing: ExitStack) -> Ite
                 count = prompts_wanted(len(batch), config.train.batch_size, drawn)
                 ours, asked, seeds = our_share(progress.prompts_drawn, count)
                 groups = engine.generate(asked, seeds, progress=is_main) if ours else []
-                for completion in itertools.chain(*groups):
-                    assert 0 <= step - completion.adapter_version <= config.rollout.max_lag, (
-                        "the engine lost the adapter"
-                    )
+                lags = [step - c.adapter_version for group in groups for c in group]
+                assert all(0 <= lag <= config.rollout.max_lag for lag in lags), "the engine lost the adapter"
                 sampled += groups
                 seed = rollout_seed(config.seed, progress.prompts_drawn, config.rollout.num_generations)
                 progress.prompts_drawn += count
@@ -391,6 +389,7 @@ def lap(seconds: dict[str, float], name: str, start: float) -> float:
 def count_rollouts(tally: Tally, groups: Sequence[Sequence[Completion]], step: int) -> None:
     completions = [completion for group in groups for completion in group]
     rewards = [c.reward for c in completions if c.reward is not None]
+    lags = [step - c.adapter_version for c in completions]
     tally.add(
         groups=len(groups),
         zero_variance_groups=sum(not has_variance(group) for group in groups),
@@ -400,9 +399,9 @@ def count_rollouts(tally: Tally, groups: Sequence[Sequence[Completion]], step: i
         reward=sum(rewards),
         tokens=sum(len(c.token_ids) for c in completions),
         sampled_nll=-sum(sum(c.rollout_logprobs) for c in completions),
-        lag=sum(step - c.adapter_version for c in completions),
+        lag=sum(lags),
     )
-    tally.raise_to(lag_max=torch.tensor(max((float(step - c.adapter_version) for c in completions), default=-math.inf)))
+    tally.raise_to(lag_max=max(lags, default=-math.inf))
 
 
 def step_metrics(
@@ -602,16 +601,12 @@ def make_policy(config: Config, tokenizer: Any, device: torch.device, shard: Cal
     )
 
 
-def check_engine(name: str, config: Config, sharded: bool) -> None:
+def check_engine(name: str, config: Config) -> None:
     """Raises InputError where the engine cannot do what the config asks of it; before any weights are loaded."""
     if name == "vllm":
         check_vllm(config.rollout.quantization, config.rollout.sleep_level)
     if name != "transformers":
         return
-    if sharded:
-        raise InputError(
-            "rollout.engine=transformers: not with a base that FSDP or DeepSpeed shards over the processes"
-        )
     for key, value in {
         "rollout.model": config.rollout.model,
         "rollout.quantization": config.rollout.quantization,

@@ -190,19 +190,17 @@ class ServerEngine:
             self._loop.call_soon_threadsafe(self._requests.abandon, set(indices))
 
     def _submit(self, prompt: Prompt, options: dict[str, Any]) -> Future:
-        # All that would change the distribution is given: a server may have defaults of its own.
-        neutral = {
+        body = options | {
+            "prompt": prompt.token_ids,
+            "stop_token_ids": list(self._sampling.stop_token_ids),
+            "return_token_ids": True,
+            # All that would change the distribution is given: a server may have defaults of its own.
             "top_k": 0,
             "min_p": 0.0,
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
         }
-        body = neutral | options | {
-            "prompt": prompt.token_ids,
-            "stop_token_ids": list(self._sampling.stop_token_ids),
-            "return_token_ids": True,
-        }  # fmt: skip
         future: Future = Future()
         self._loop.call_soon_threadsafe(self._requests.submit, prompt, body, future)
         return future
