@@ -141,6 +141,9 @@ class Reward(Section):
     """Value the built-in rewards give a right answer."""
     incorrect: float = -1.0
     """Value the built-in rewards give a wrong one: -1 as in DAPO, or 0."""
+    truncated_is_incorrect: bool = True
+    """`math`: a completion that was cut off at `max_completion_length` is wrong, whatever box it has; else an early box
+    would earn all that follows it."""
     overlong_penalty: float = Field(0.0, ge=0)
     """Soft overlong punishment (DAPO): taken off the reward of a completion of full length; 0 for none."""
     overlong_buffer: float = Field(0.2, gt=0, le=1)

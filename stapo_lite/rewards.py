@@ -5,15 +5,11 @@ python -m stapo_lite.rewards grade cases.jsonl --out verdicts.jsonl
 
 import argparse
 import logging
+import math
 import os
 import re
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -21,64 +17,55 @@ import cloudpickle
 import psutil
 from tqdm.auto import tqdm
 
-from stapo_lite.config import InputError, RunError, one_line, one_line_errors
+from stapo_lite.config import InputError, Reward, RunError, one_line, one_line_errors
 from stapo_lite.files import read_jsonl, write_lines
 from stapo_lite.grading import MathGrader, Question
+from stapo_lite.sandbox import Sandbox, SandboxError
 from stapo_lite.types import Completion
 
 logger = logging.getLogger(__name__)
 
 RewardFunction = Callable[[Sequence[Completion], int], list[float | None]]
-"""Of the completions and a seed."""
+"""Rewards from completions and a seed."""
 
 BUILT_IN = ("math", "arithmetic")
 LARGEST = 1e30
 """Of a reward: its square fits into fp32 no more, which gradients are computed in."""
+LIMIT_KEYS = {"time": "timeout", "memory": "memory_gb"}
 OWN_ARGUMENTS = ("prompts", "completions", "completion_ids")  # as in TRL, columns of these names stay out
 
 
 class RewardModel:
     """The weighted sum of a run's reward functions.
 
-    Args:
-        functions: `math`, `arithmetic` or `package.module:function` (TRL's signature).
-        weights: one per function.
-        correct, incorrect: what the built-in functions return.
-        timeout: wall-clock seconds that `math` may spend on one completion.
-        num_workers: processes of `math`.
-        function_timeout, function_memory_gb, max_failures: of a user's function.
-
     Raises:
         InputError: a function cannot be imported.
     """
 
-    def __init__(
-        self,
-        functions: Sequence[str],
-        weights: Sequence[float],
-        correct: float,
-        incorrect: float,
-        timeout: float,
-        num_workers: int,
-        function_timeout: float,
-        function_memory_gb: float | None,
-        max_failures: int,
-    ):
-        self._grader = MathGrader(timeout, num_workers)
-        limit = int(function_memory_gb * 2**30) if function_memory_gb else psutil.virtual_memory().total // 2
-
-        def score_math(completions: Sequence[Completion], _: int) -> list[float | None]:
-            verdicts = self._grader.grade([Question(c.prompt.answer, c.text, not c.truncated) for c in completions])
-            return [correct if verdict.correct else incorrect for verdict in verdicts]
-
-        def score_arithmetic(completions: Sequence[Completion], _: int) -> list[float | None]:
-            return [correct if last_integer_equals(c.text, c.prompt.answer) else incorrect for c in completions]
-
-        built_in: dict[str, RewardFunction] = {"math": score_math, "arithmetic": score_arithmetic}
-        self._weighted = [
-            (built_in.get(name) or UserFunction(name, function_timeout, limit, max_failures), weight)
-            for name, weight in zip(functions, weights, strict=True)
+    def __init__(self, settings: Reward):
+        self._settings = settings
+        self._grader = MathGrader(settings.timeout, settings.num_workers)
+        memory = settings.function_memory_gb
+        limit = int(memory * 2**30) if memory else psutil.virtual_memory().total // 2
+        built_in: dict[str, RewardFunction] = {"math": self._score_math, "arithmetic": self._score_arithmetic}
+        functions = [
+            built_in.get(name) or UserFunction(name, settings.function_timeout, limit, settings.max_failures)
+            for name in settings.functions
         ]
+        self._weighted = list(zip(functions, settings.weights or [1.0] * len(functions), strict=True))
+
+    def _score_math(self, completions: Sequence[Completion], _: int) -> list[float | None]:
+        # Token-mean would reinforce all that rambles on after an early box, up to the limit.
+        asked = [c for c in completions if not (c.truncated and self._settings.truncated_is_incorrect)]
+        questions = [Question(c.prompt.answer, c.text, not c.truncated) for c in asked]
+        right = {c for c, verdict in zip(asked, self._grader.grade(questions), strict=True) if verdict.correct}
+        return [self._value(c in right) for c in completions]
+
+    def _score_arithmetic(self, completions: Sequence[Completion], _: int) -> list[float | None]:
+        return [self._value(last_integer_equals(c.text, c.prompt.answer)) for c in completions]
+
+    def _value(self, right: bool) -> float:
+        return self._settings.correct if right else self._settings.incorrect
 
     def score(self, completions: Sequence[Completion], seed: int) -> None:
         """Set `reward` of each completion; None where no function judged it.
@@ -120,15 +107,17 @@ class UserFunction:
     """
 
     def __init__(self, path: str, timeout: float, memory_bytes: int, max_failures: int):
-        self._path, self._timeout, self._memory_bytes = path, timeout, memory_bytes
-        self._max_failures, self._failures = max_failures, 0
-        self._process: subprocess.Popen | None = None
+        self._path, self._max_failures, self._failures = path, max_failures, 0
         module_name, _, attribute = path.partition(":")
         if not module_name or not attribute:
             raise InputError(f"reward.functions={path}: use math, arithmetic or package.module:function")
-        problem = self._start()
-        if problem is not None:
-            raise InputError(f"reward.functions={path}: {problem}")
+        try:
+            self.sandbox = Sandbox(_reference(path), timeout, memory_bytes)
+            self.sandbox.start()
+        except Exception as error:  # what a notebook's function drags along may not travel
+            unsent = f"cannot be imported ({type(error).__name__}: {one_line(error)})"
+            problem = error if isinstance(error, SandboxError) else unsent
+            raise InputError(f"reward.functions={path}: {problem}") from None
 
     def __call__(self, completions: Sequence[Completion], seed: int) -> list[float | None]:
         """A number for each completion, or None.
@@ -151,99 +140,50 @@ class UserFunction:
             **{name: [p.columns.get(name) for p in prompts] for name in columns},
         }
         for _ in range(2):
-            values = self._start() or self._ask((arguments, seed))
-            if isinstance(values, list) and len(values) != len(completions):
-                values = f"returned {len(values)} values, not {len(completions)}"
-            if isinstance(values, list):
-                judged = [value if value is not None and abs(value) < LARGEST else None for value in values]
-                unknown = sum(value is not None and kept is None for value, kept in zip(values, judged, strict=True))
-                if unknown < max(1, len(values)):
-                    self._failures = 0
-                    if unknown:
-                        logger.warning(
-                            "reward.functions=%s: %d of %d values are no finite numbers, their completions not judged",
-                            *(self._path, unknown, len(values)),
-                        )
-                    return judged
-                values = "returned no finite number"
-            logger.warning("reward.functions=%s: %s", self._path, values)
+            try:
+                values = _judgements(self.sandbox.call(arguments, seed), len(completions))
+            except SandboxError as error:
+                limit = f" (reward.function_{LIMIT_KEYS[error.limit]})" if error.limit else ""
+                problem = f"{error}{limit}"
+                logger.warning("reward.functions=%s: %s", self._path, problem)
+                continue
+            self._failures = 0
+            unknown = values.count(math.nan)
+            if unknown:
+                logger.warning(
+                    "reward.functions=%s: %d of %d values are no finite numbers, their completions not judged",
+                    *(self._path, unknown, len(values)),
+                )
+            return [None if value is math.nan else value for value in values]
         self._failures += 1
         if self._failures >= self._max_failures:
             raise RunError(
-                f"reward.functions={self._path}: {values}; it failed on {self._failures} batches in a row "
+                f"reward.functions={self._path}: {problem}; it failed on {self._failures} batches in a row "
                 "(reward.max_failures): mend it, and continue with --resume"
             )
         return [None] * len(completions)
 
-    def _start(self) -> str | None:
-        """Start the process unless it runs; what is wrong with the function."""
-        if self._process is not None:
-            return None
-        self._connection, theirs = Pipe()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "stapo_lite.reward_worker", str(theirs.fileno()), str(self._timeout)],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # a group of its own, with what it starts
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )
-        theirs.close()
-        try:
-            problem = self._ask(_reference(self._path))
-        except Exception as error:  # what a notebook's function drags along may not travel
-            problem = f"cannot be imported ({type(error).__name__}: {one_line(error)})"
-        if problem is not None:
-            self.close()
-        return problem
-
-    def _ask(self, question: Any) -> Any:
-        """The values, or what went wrong."""
-        try:
-            self._connection.send(question)
-        except OSError:
-            return self._ended()
-        return self._answer()
-
-    def _answer(self) -> Any:
-        assert self._process is not None
-        deadline = time.monotonic() + self._timeout
-        while not self._connection.poll(0.1):
-            if self._process.poll() is not None:  # what it started may hold the connection open
-                return self._ended()
-            if time.monotonic() > deadline:
-                self.close()
-                return f"took longer than {self._timeout:g} s (reward.function_timeout)"
-            if resident_bytes(self._process.pid) > self._memory_bytes:
-                self.close()
-                return f"took more than {self._memory_bytes / 2**30:.3g} GiB (reward.function_memory_gb)"
-        try:
-            return self._connection.recv()
-        except (EOFError, OSError):
-            return self._ended()
-
-    def _ended(self) -> str:
-        assert self._process is not None
-        status = self._process.wait()
-        self.close()
-        return f"ended its process with status {status}"
-
     def close(self) -> None:
-        """End the process."""
-        if self._process is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-            self._process = None
-            self._connection.close()
+        self.sandbox.close()
 
 
-def resident_bytes(pid: int) -> int:
-    """Memory of a process and of those that it started; 0 where it ends just now."""
-    try:
-        process = psutil.Process(pid)
-        return sum(one.memory_info().rss for one in (process, *process.children(recursive=True)))
-    except psutil.Error:
-        return 0
+def _judgements(values: Any, count: int) -> list[float | None]:
+    """The values that a function returned; `math.nan` itself for each that is no number that gradients can bear.
+
+    Raises:
+        SandboxError: they are not as many values, or none of them is one.
+    """
+    if not isinstance(values, list):
+        raise SandboxError(f"returned {values!r:.100}, not a list")
+    if len(values) != count:
+        raise SandboxError(f"returned {len(values)} values, not {count}")
+    usable = [value is None or (isinstance(value, int | float) and abs(value) < LARGEST) for value in values]
+    if values and not any(usable):
+        raise SandboxError("returned no finite number")
+    return [
+        (None if value is None else float(value)) if good else math.nan
+        for value, good in zip(values, usable, strict=True)
+    ]
 
 
 def _reference(path: str) -> str | bytes:
@@ -275,7 +215,7 @@ def grade_file(cases: Path, out: Path, timeout: float, num_workers: int) -> str:
 
     Args:
         cases: JSON lines of `gold`, `pred` and optionally `form` (`answer`: `pred` is a bare final answer; else it is a
-            whole response), `answer_type` (`set`: the order of a list does not count) and `tolerance`.
+            whole response), `answer_type` (`list`: the order of a list counts) and `tolerance`.
 
     Raises:
         InputError: no such file, or a case lacks a field or has one of another type; `out` cannot be written.
@@ -303,7 +243,7 @@ def _case(row: dict[str, Any], where: str) -> Question:
         raise InputError(f"{where}: tolerance must be a number, got {row['tolerance']!r}")
     bare = row.get("form") == "answer"
     response = f"\\boxed{{{row['pred']}}}" if bare else str(row["pred"])
-    ordered = row.get("answer_type") != "set"
+    ordered = row.get("answer_type") == "list"
     return Question(row["gold"], response, ordered=ordered, tolerance=row.get("tolerance", 0.0))
 
 

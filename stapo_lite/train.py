@@ -117,7 +117,7 @@ def _train(config: Config, resume: bool, force: bool, closing: ExitStack) -> Ite
     if newest is not None:
         for note in checkpoint.check_resume(newest, config.model_dump(), surroundings, force):
             accelerator.print(note)
-    rewards = make_rewards(config)
+    rewards = RewardModel(config.reward)
     closing.callback(rewards.close)
     policy = make_policy(config, tokenizer, accelerator.device, shard)
     optimizer = make_optimizer(policy, config.train.optim, config.train.learning_rate, config.train.weight_decay)
@@ -569,13 +569,6 @@ def make_exam(config: Config, tokenizer: Any) -> Callable[[RolloutEngine, Accele
         return {"temperature": e.temperature, "top_p": e.top_p, **summarise(tasks, judged)}
 
     return exam
-
-
-def make_rewards(config: Config) -> RewardModel:
-    r = config.reward
-    weights = [1.0] * len(r.functions) if r.weights is None else r.weights
-    user = (r.function_timeout, r.function_memory_gb, r.max_failures)
-    return RewardModel(r.functions, weights, r.correct, r.incorrect, r.timeout, r.num_workers, *user)
 
 
 def make_policy(config: Config, tokenizer: Any, device: torch.device, shard: Callable[[Any], None] | None) -> Policy:

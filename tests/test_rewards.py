@@ -10,9 +10,10 @@ import time
 import psutil
 import pytest
 
-from stapo_lite.config import InputError, RunError
+from stapo_lite.config import InputError, Reward, RunError
 from stapo_lite.grading import UNREADABLE, MathGrader, Question, Verdict
 from stapo_lite.rewards import RewardModel, UserFunction, last_integer_equals, main, overlong_share
+from stapo_lite.sandbox import Sandbox, SandboxError
 from stapo_lite.types import Completion, Prompt
 
 GENEROUS = 20.0  # seconds: a loaded machine must not fail an honest answer
@@ -37,17 +38,8 @@ def completion(text, answer="4", prompt="2+2?", **columns):
 
 
 def score(functions, completions, **changes):
-    arguments = {
-        "weights": [1.0] * len(functions),
-        "correct": 1.0,
-        "incorrect": -1.0,
-        "timeout": GENEROUS,
-        "num_workers": 1,
-        "function_timeout": GENEROUS,
-        "function_memory_gb": None,
-        "max_failures": 2,
-    }
-    model = RewardModel(functions, **arguments | changes)
+    limits = {"timeout": GENEROUS, "num_workers": 1, "function_timeout": GENEROUS, "max_failures": 2}
+    model = RewardModel(Reward(functions=functions, **limits | changes))
     try:
         model.score(completions, seed=0)
     finally:
@@ -89,32 +81,39 @@ def test_a_pathological_answer_costs_at_most_the_limit_and_is_wrong(answer):
         impatient.close()
 
 
-def test_a_worker_that_dies_is_replaced():
-    grader = MathGrader(timeout=GENEROUS, num_workers=1)
-    try:
-        assert grade(grader, ("4", r"\boxed{4}")) == [True]
-        worker = grader._idle.get()
-        os.kill(worker._process.pid, signal.SIGKILL)
-        worker._process.wait()
-        grader._idle.put(worker)
-        assert grade(grader, *[("4", r"\boxed{4}")] * 3) == [False, True, True]
-    finally:
-        grader.close()
-
-
-def test_a_worker_without_its_parent_ends_itself():
-    """The run was killed while its worker hung."""
-    worker = subprocess.Popen(
-        [sys.executable, "-m", "stapo_lite.grading", "0.5"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+def test_a_process_that_dies_is_replaced(tmp_path, monkeypatch):
+    (tmp_path / "mortal.py").write_text(
+        "import os\ndef f(die): return os.getpid() if not die else os.kill(os.getpid(), 9)\n", encoding="utf-8"
     )
-    assert worker.stdout.readline() == "true\n"
-    worker.stdin.write(json.dumps({"gold": "4", "response": r"\boxed{9^{9^{9^{9}}}}"}) + "\n")
-    worker.stdin.close()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sandbox = Sandbox("mortal:f", GENEROUS, 1 << 30)
+    first = sandbox.call({"die": False})
+    assert sandbox.call({"die": False}) == first
+    with pytest.raises(SandboxError, match="ended its process with status -9"):
+        sandbox.call({"die": True})
+    assert sandbox.call({"die": False}) != first
+    sandbox.close()
+
+
+def test_processes_do_not_import_the_trainer():
+    """Replacing one is quick, and many of them small."""
+    sandbox = Sandbox("stapo_lite.answers:grade", GENEROUS, 1 << 30)
     try:
-        assert worker.wait(timeout=10) == -signal.SIGALRM
+        sandbox.start()
+        code = "import sys; import stapo_lite.answers, stapo_lite.sandbox; print({'torch', 'stapo_lite.train'} & {*sys.modules})"
+        assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+        assert sandbox.call({"gold": "4", "response": "4", "finished": True, "ordered": False, "tolerance": 0.0})[0]
     finally:
-        worker.kill()
-        worker.stdout.close()
+        sandbox.close()
+
+
+def test_a_grading_process_that_cannot_start_ends_the_run(monkeypatch):
+    monkeypatch.setattr(sys, "path", ["/nowhere"])
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    grader = MathGrader(timeout=GENEROUS, num_workers=1)
+    with pytest.raises(RunError, match="the grading process did not start"):
+        grade(grader, ("4", r"\boxed{4}"))
+    grader.close()
 
 
 def test_many_answers_in_order(grader):
@@ -143,7 +142,7 @@ def test_grading_a_file(tmp_path, capsys, monkeypatch):
         {"gold": "1/2", "pred": "0.5", "form": "answer", "id": "é"},
         {"gold": 4, "pred": "We get 3, then the answer is 4."},
         {"gold": "1,3", "pred": "3,1", "form": "answer"},
-        {"gold": "1,3", "pred": "3,1", "form": "answer", "answer_type": "set"},
+        {"gold": "1,3", "pred": "3,1", "form": "answer", "answer_type": "list"},
         {"gold": "4.2", "pred": 4.25, "form": "answer", "tolerance": 0.1},
         {"gold": "4", "pred": "no idea", "form": "response"},
     ]
@@ -154,7 +153,7 @@ def test_grading_a_file(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().out == f"6 graded, 4 correct, 1 without an answer: {out}\n"
     written = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
     assert written == [
-        row | {"correct": correct} for row, correct in zip(rows, [True, True, False, True, True, False], strict=True)
+        row | {"correct": correct} for row, correct in zip(rows, [True, True, True, False, True, False], strict=True)
     ]
     for line, message in [
         ('{"gold": "1"}', "case 1: pred must be text or a number, got None"),
@@ -193,6 +192,15 @@ def test_a_completion_that_was_cut_off_states_no_answer():
     pair = [completion("the answer is 4"), completion("the answer is 4")]
     pair[1].truncated = True
     assert score(["math"], pair) == [1.0, -1.0]
+
+
+def test_a_completion_that_was_cut_off_earns_nothing_for_an_early_box():
+    """Token-mean would reinforce all that follows it."""
+    pair = [completion(r"\boxed{4}" + " and so on" * 3000) for _ in range(2)]
+    pair[1].truncated = True
+    assert score(["math"], pair) == [1.0, -1.0]
+    assert score(["math"], pair, truncated_is_incorrect=False) == [1.0, 1.0]
+    assert score(["arithmetic"], pair, incorrect=0.0) == [1.0, 1.0]  # others are not overruled
 
 
 def test_scales_and_weights():
@@ -253,7 +261,8 @@ FAULTS = {
     "exits": ("sys.exit(4)", "ended its process with status 4"),
     "is killed": ("os.kill(os.getpid(), 9)", "ended its process with status -9"),
     "too few": ("return [1.0]", "returned 1 values, not 2"),
-    "no list": ("return 3", "raised TypeError: 'int' object is not iterable"),
+    "no list": ("return 3", "returned 3, not a list"),
+    "nothing that can be sent": ("return [sys]", "raised TypeError: 'module' object is not iterable"),
     "no numbers": ("return ['a', float('nan')]", "returned no finite number"),
     "out of range": ("return [1e31, -float('inf')]", "returned no finite number"),
 }
@@ -282,16 +291,15 @@ def user_function(tmp_path):
 def test_a_function_that_fails_is_asked_twice_and_then_judges_nothing(user_function, caplog, fault):
     body, message = FAULTS[fault]
     function, pair = user_function(body), [completion("a"), completion("b")]
-    function._timeout = 2.0 if "hangs" in fault else GENEROUS
-    function._memory_bytes = int(0.2 * 2**30) if "memory" in fault else 1 << 30
+    function.sandbox.timeout = 2.0 if "hangs" in fault else GENEROUS
+    function.sandbox.memory_bytes = int(0.2 * 2**30) if "memory" in fault else 1 << 30
     assert function(pair, 0) == [None, None]
     assert len(re.findall(f"reward.functions=faulty:f: {message}", caplog.text)) == 2
-    function._timeout, function._memory_bytes = 20.0, 1 << 30
+    function.sandbox.timeout, function.sandbox.memory_bytes = 20.0, 1 << 30
     function.close()  # a new process reads the mended file
     with open(sys.path[0] + "/faulty.py", "a", encoding="utf-8") as file:
         file.write("\ndef f(completions, **columns): return [1, True]\n")
     assert function(pair, 0) == [1.0, 1.0]
-    assert function._failures == 0
 
 
 def test_what_a_function_started_ends_with_it(user_function, tmp_path):
@@ -299,7 +307,7 @@ def test_what_a_function_started_ends_with_it(user_function, tmp_path):
         "import subprocess; p = subprocess.Popen(['sleep', '1000']); open(__file__ + '.pid', 'a').write(f'{p.pid} ')"
     )
     function = user_function(f"{started}; time.sleep(1000)")
-    function._timeout = 2.0
+    function.sandbox.timeout = 2.0
     assert function([completion("a")], 0) == [None]
     pids = (tmp_path / "faulty.py.pid").read_text(encoding="utf-8").split()
     assert len(pids) == 2
