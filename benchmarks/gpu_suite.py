@@ -4,9 +4,10 @@
 
 Parts: `tests` (tests/gpu); `lm_head`, `update`, `sync`, `mismatch` (the benchmarks of those names, on Qwen3-1.7B); and
 for each shipped Qwen3 config `run:NAME`: three steps of training on a model of that size with random weights, as on a
-card of `--gpu-memory` GiB: torch is held to it, and vLLM gets its share of it. Each `run` reports the most memory that
-the card gave out in each phase, next to what `stapo_lite.plan` predicts, tokens per second, and the seconds of sleep
-and wake. Each part has a process of its own, and the file is written after each, so that parts can be run one by one.
+card of `--gpu-memory` GiB: another process holds the rest of the card, and vLLM gets its share of what is left. Each
+`run` reports the most memory that the card gave out in each phase, next to what `stapo_lite.plan` predicts, tokens per
+second, and the seconds of sleep and wake. Each part has a process of its own, and the file is written after each, so
+that parts can be run one by one.
 Needs disk for the largest model (30 GB for 14B).
 """
 
@@ -17,12 +18,16 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import now, save
 from random_model import build, qwen3
+
+from stapo_lite.plan import CUDA_CONTEXT
 
 HERE = Path(__file__).parent
 RUNS = {"qwen1.7b_lora": "1.7B", "qwen8b_lora": "8B", "qwen8b_qlora": "8B", "qwen14b_qlora": "14B"}
@@ -44,20 +49,38 @@ class Watch(threading.Thread):
 
     Attributes:
         phase: where the following samples are counted; `None` nowhere.
+        base: bytes that do not count.
         peaks: bytes.
     """
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self.phase: str | None = None
+        self.base = 0
         self.peaks: dict[str, int] = {}
 
     def run(self) -> None:
         while True:
             if self.phase is not None:
                 free, total = torch.cuda.mem_get_info()
-                self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), total - free)
+                self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), total - free - self.base)
             time.sleep(0.02)
+
+
+@contextmanager
+def ballast(leave: int) -> Iterator[None]:
+    """Have another process hold the card's memory but for `leave` bytes. torch's own limit would count what a sleeping
+    vLLM has given back."""
+    code = "import sys, torch; x = torch.empty(int(sys.argv[1]), dtype=torch.uint8, device='cuda'); print(flush=True)"
+    size = torch.cuda.mem_get_info()[0] - leave - CUDA_CONTEXT
+    command = [sys.executable, "-c", f"{code}; sys.stdin.read()", str(max(1, size))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            yield
+        finally:
+            process.kill()
 
 
 def run_config(name: str, gpu_memory: int, scratch: Path) -> dict[str, Any]:
@@ -76,7 +99,6 @@ def run_config(name: str, gpu_memory: int, scratch: Path) -> dict[str, Any]:
     (scratch / "prompts.jsonl").write_text("\n".join(prompts), encoding="utf-8")
     used_by_others = torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0]
     total = torch.cuda.mem_get_info()[1]
-    torch.cuda.set_per_process_memory_fraction(min(1.0, gpu_memory / total))
     paths = [f"model={scratch / 'model'}", f"data.source={scratch / 'prompts.jsonl'}", f"output_dir={scratch / 'run'}"]
     overrides = [*SHORT, *paths]
     planned = load_config(HERE.parent / f"configs/{name}.yaml", overrides)
@@ -98,8 +120,11 @@ def run_config(name: str, gpu_memory: int, scratch: Path) -> dict[str, Any]:
     sleep, wake = VLLMEngine.sleep, VLLMEngine.wake
     VLLMEngine.sleep = lambda engine: timed("update", sleep, engine)  # type: ignore[method-assign]
     VLLMEngine.wake = lambda engine: timed("rollout", wake, engine)  # type: ignore[method-assign]
-    metrics = list(train_module.train(config))
-    watch.phase = None
+    with ballast(gpu_memory - used_by_others) if gpu_memory < total else nullcontext():
+        free, total = torch.cuda.mem_get_info()
+        watch.base = total - free - used_by_others  # the ballast is no part of the run
+        metrics = list(train_module.train(config))
+        watch.phase = None
     prediction = make_plan(planned, model, gpu_memory)
     tokens = planned.train.batch_size * planned.rollout.num_generations * planned.rollout.max_completion_length
     return {

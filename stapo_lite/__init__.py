@@ -9,6 +9,7 @@ What a notebook needs is here; every function is also in the module that has its
 """
 
 import importlib
+import os
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from stapo_lite.evaluate import evaluate
     from stapo_lite.export import export
     from stapo_lite.train import train
+
+if not os.path.exists("/proc/driver/nvidia/version"):  # read by torch when it is imported
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # vLLM's CPU backend warns of NUMA nodes that a PC lacks
 
 __version__ = "0.1.0"
 __all__ = ["audit", "compare", "evaluate", "export", "load_config", "load_eval_config", "train"]

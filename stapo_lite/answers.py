@@ -8,7 +8,8 @@ outside of a box. What is added here, each for answers of real benchmarks that i
   decimals below 1e-6, which it rounds to zero; the tolerance of OlympiadBench;
 - parts of a list one by one: how often each occurs, `\pm`, their order where the benchmark says that it counts;
 - words and single letters as they are, bases (`52_8` of MATH500), which it drops;
-- symbols of Minerva's formulas, which it confuses: capitals with small letters, `E_1` with `E_2`, derivatives with zero;
+- symbols of Minerva's formulas, which it confuses: capitals with small letters, `E_1` with `E_2`, derivatives
+  with zero;
 - units after a number (`\text{...}` of MATH and Minerva), taken off only where the gold has no letters.
 
 Time limits are the caller's (`grading.py`): an answer may take sympy for ever.
@@ -56,7 +57,8 @@ _UNIT = re.compile(  # \text{ cm}^2, \mathrm{~erg} / \mathrm{s}, ^\circ
     r"(?:\s*\^\s*\{?-?\d+\}?)?)+$|\s*(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degree|°)$"
 )
 _DECIMAL = re.compile(
-    r"(?P<sign>[+-]?)(?P<digits>(?:[1-9]\d{0,2}(?:[ ,]\d{3})+|\d+)(?:\.\d*)?|\.\d+)(?:\\times10\^\{(?P<e>[+-]?\d{1,3})\})?"
+    r"(?P<sign>[+-]?)(?P<digits>(?:[1-9]\d{0,2}(?:[ ,]\d{3})+|\d+)(?:\.\d*)?|\.\d+)"
+    r"(?:\\times10\^\{(?P<e>[+-]?\d{1,3})\})?"
 )
 _FRACTION = re.compile(  # \frac{1}{2}, 1\frac{1}{2}, 1/2, 1 1/2
     r"(?P<sign>[+-]?)(?:(?P<whole>\d*)\\frac\{(?P<a>[+-]?\d+)\}\{(?P<b>\d+)\}|(?:(?P<w>\d+) )?(?P<c>\d+)/(?P<d>\d+))"

@@ -65,8 +65,8 @@ def sequence_length(completion: Completion) -> int:
 
 def out_of_memory(error: RuntimeError) -> bool:
     """Of the device, or of the host; accelerate's check knows neither pinned memory's nor cuBLAS's wording."""
-    kinds = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-    return should_reduce_batch_size(error) or any(kind in str(error) for kind in kinds)
+    kinds = ("cuda error: out of memory", "cublas_status_alloc_failed")  # vLLM writes Error where torch writes error
+    return should_reduce_batch_size(error) or any(kind in str(error).lower() for kind in kinds)
 
 
 def split_by_tokens(completions: Sequence[Completion], max_tokens: int) -> list[list[Completion]]:
@@ -101,6 +101,13 @@ def split_evenly(work: Sequence[float], parts: int) -> list[list[int]]:
         loads[least] += work[index]
         shares[least].append(index)
     return [sorted(share) for share in shares]
+
+
+def cut_evenly(items: Sequence[T], most: int) -> list[Sequence[T]]:
+    """Runs of items, as few as hold at most `most` each, whose lengths differ by one at most: what dynamic sampling
+    leaves of a batch must not end in a mini-batch of one group, which would get a whole update."""
+    count = -(-len(items) // most)
+    return [items[len(items) * i // count : len(items) * (i + 1) // count] for i in range(count)]
 
 
 def collate(completions: Sequence[Completion], pad_token_id: int, device: torch.device | str) -> MicroBatch:

@@ -1,12 +1,12 @@
 """The six benchmarks of the paper, and benchmarks in files."""
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stapo_lite.config import InputError, one_line
 from stapo_lite.files import read_jsonl
+from stapo_lite.types import derived_seed
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,8 @@ class Problem:
     tolerance: float
 
     def seed(self, run_seed: int, sample: int) -> int:
-        """Of one sample: the same whatever else is sampled, 0 to 2^31 - 1."""
-        key = f"{run_seed}/{self.benchmark}/{self.id}/{sample}".encode()
-        return int.from_bytes(hashlib.sha256(key).digest()[:4]) >> 1
+        """The seed of one sample: the same whatever else is sampled."""
+        return derived_seed(run_seed, self.benchmark, self.id, sample)
 
 
 def load_benchmark(name: str, limit: int | None = None) -> tuple[str, list[Problem], int]:

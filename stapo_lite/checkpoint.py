@@ -54,9 +54,8 @@ class Progress:
     tau_p: float
     """S2T's probability threshold, which `adaptive` moves."""
     step: NonNegativeInt = 0
-    """Steps done, which is the number of lines in the metrics file and the adapter's last version in the engine."""
-    updates: NonNegativeInt = 0
-    """Optimiser updates done; the learning-rate schedule follows from it."""
+    """Steps done, which is the number of lines in the metrics file and the adapter's last version in the engine; the
+    learning rate follows from it."""
     prompts_drawn: NonNegativeInt = 0
     """Position in the prompt order; the rollouts' seeds follow from it."""
     halvings: NonNegativeInt = 0
@@ -185,7 +184,8 @@ def check_resume(folder: Path, config: dict[str, Any], environment: dict[str, st
     fixed = [key for key in keys if key.startswith(FIXED)]
     if fixed:
         raise InputError(f"--resume: {fixed[0]} cannot change in a run ({changes}): set it back")
-    if not force and not all(key.startswith(FREE) for key in keys):
+    falling = now["train.lr_scheduler_type"] != "constant"  # towards max_steps, which then decides every rate
+    if not force and not all(key.startswith(FREE) and not (falling and key == "train.max_steps") for key in keys):
         raise InputError(
             f"--resume: the run would not be the one that {folder} began ({changes}): set the keys back, start a new "
             "run in another output_dir, or go on all the same with --force"

@@ -288,7 +288,7 @@ class Objective(Section):
     scale_rewards: Literal["group", "none"] = "group"
     """Divide advantages by the group's standard deviation, or not (Dr. GRPO)."""
     aggregation: Literal["token-mean", "sequence-mean", "constant"] = "token-mean"
-    """Mean over the kept tokens of the mini-batch (DAPO); mean over each sequence, then over sequences
+    """Mean over the tokens of the mini-batch (DAPO); mean over each sequence, then over sequences
     (GRPO); sum over completions x `max_completion_length` (Dr. GRPO)."""
     epsilon: float = Field(0.2, ge=0, lt=1)
     """Lower clip: the ratio is not rewarded for falling below 1 - epsilon."""
@@ -300,6 +300,8 @@ class Objective(Section):
     """Coefficient of the entropy bonus. Its gradient takes the slower, recomputing LM head."""
     top_entropy_quantile: float = Field(1.0, gt=0, le=1)
     """Train on this share of the mini-batch's tokens, those of highest entropy (20-Entropy: 0.2)."""
+    renormalize: bool = True
+    """Divide by the tokens that the masks keep (STAPO), or by all (20-Entropy: arXiv 2506.01939, eq. 5)."""
     old_logprobs: Literal["trainer", "rollout"] = "trainer"
     """Denominator of the ratio: the trainer's log-probabilities before the step's first update, or the
     engine's, which need no pass over the later mini-batches (the keep-mask may need one of its own)."""
@@ -327,9 +329,11 @@ class Train(Section):
     max_skipped_updates: int = Field(5, ge=1)
     """Updates in a row that may be skipped, because loss or gradient is not finite, before the run ends."""
     learning_rate: float = Field(1e-5, gt=0)
-    """Constant after the warm-up."""
+    """The rate that the warm-up ends with."""
     warmup_steps: int = Field(10, ge=0)
-    """Optimiser updates of linear warm-up."""
+    """Steps of linear warm-up; all updates of a step have one rate."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up: as it is, or falling towards 0 at `max_steps`, in a line or as half a wave."""
     weight_decay: float = Field(0.01, ge=0)
     """AdamW's decoupled weight decay."""
     max_grad_norm: float = Field(1.0, gt=0)
@@ -396,7 +400,7 @@ _NO_S2T = {"objective.s2t.enabled": False, "objective.entropy_coef": 0.0}
 _ALGORITHMS: dict[str, dict[str, Any]] = {
     "stapo": {},  # the defaults
     "justrl": _NO_S2T,
-    "20-entropy": _NO_S2T | {"objective.top_entropy_quantile": 0.2},
+    "20-entropy": _NO_S2T | {"objective.top_entropy_quantile": 0.2, "objective.renormalize": False},
     "dapo": _NO_S2T | {"rollout.dynamic_sampling": True, "reward.overlong_penalty": 1.0},
     "grpo": _NO_S2T | {"objective.aggregation": "sequence-mean", "objective.epsilon_high": 0.2, "objective.beta": 0.04},
     "dr-grpo": _NO_S2T

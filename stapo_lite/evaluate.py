@@ -34,6 +34,7 @@ from stapo_lite.config import (
 from stapo_lite.exam import Task, draw, judge, make_tasks, sample_key, summarise
 from stapo_lite.files import Journal, read_lines, read_object, write_lines, write_text
 from stapo_lite.grading import MathGrader
+from stapo_lite.lifecycle import warn_of_unused_card
 from stapo_lite.policy import load_model_config, load_policy, load_tokenizer
 from stapo_lite.rollout import Decoding, RolloutEngine, Sampling, check_vllm, resolve_engine, vllm_version
 from stapo_lite.scores import Sample, comparison_table, pass_table, results_table
@@ -60,6 +61,7 @@ def evaluate(config: EvalConfig) -> dict[str, Any] | None:
     # Processes may finish sampling hours apart.
     state = PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=7))
     check_launched(state.num_processes)
+    warn_of_unused_card()
     r = config.rollout
     engine_name = resolve_engine(r.engine)
     if engine_name == "vllm":

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 
 from stapo_lite.checkpoint import list_checkpoints
@@ -19,6 +20,19 @@ from stapo_lite.config import InputError, RunError, one_line
 from stapo_lite.tracking import read_metrics
 
 logger = logging.getLogger(__name__)
+
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+"""There where a card's driver is loaded."""
+
+
+def warn_of_unused_card() -> None:
+    """Say so where the machine has an NVIDIA card that torch cannot use: an 8B model on the CPU is no error."""
+    if not torch.accelerator.is_available() and NVIDIA_DRIVER.exists():
+        cuda = f"is made for CUDA {torch.version.cuda}" if torch.version.cuda else "is a build for the CPU"
+        logger.warning(
+            "running on the CPU although there is an NVIDIA card: torch %s %s; update the driver, or install a torch "
+            "that fits it (nvidia-smi shows the CUDA version that it serves)", torch.__version__, cuda,
+        )  # fmt: skip
 
 
 def check_no_run(folder: Path) -> None:

@@ -24,6 +24,9 @@ from torch import Tensor
 
 from stapo_lite.types import TokenStatistics
 
+TILE = 128
+"""Rows and columns of which a tile of logits has multiples."""
+
 
 def token_statistics(
     hidden: Tensor,
@@ -114,12 +117,18 @@ def chunk_sizes(tokens: int, vocabulary: int, width: int, memory_bytes: int) -> 
     The workspace of a tile of n tokens x v vocabulary rows: logits and exponentials (2 n v), the running
     expectation and a copy of the hidden states (2 n D), and what the product needs in its own type: the rows
     on a CPU, the exponentials on a GPU (at most v D). Square tiles are the best use of it when tokens are plenty.
+    Where they are cut, they are multiples of 128: odd leading dimensions leave cuBLAS's fast kernels. Below one such
+    tile the budget is not kept.
     """
     floats = memory_bytes / 4
     square = (math.sqrt(9 * width**2 + 8 * floats) - 3 * width) / 4  # 2 n^2 + 3 n D = floats
-    n = max(1, min(tokens, int(square)))
-    v = max(1, min(vocabulary, int((floats - 2 * n * width) / (2 * n + width))))
-    return n, v
+    n = min(tokens, _tile(square))
+    v = min(vocabulary, _tile((floats - 2 * n * width) / (2 * n + width)))
+    return max(1, n), v
+
+
+def _tile(size: float) -> int:
+    return max(TILE, int(size) // TILE * TILE)
 
 
 class Running(NamedTuple):
@@ -291,7 +300,7 @@ def _logit_tiles(hidden, weight, bias, temperature, v) -> Iterator[tuple[slice, 
         _product(hidden, tile.T, logits, add=False)
         if bias is not None:
             logits += bias[columns]
-        yield columns, hidden, tile, logits.div_(temperature)
+        yield columns, hidden, tile, logits if temperature == 1 else logits.div_(temperature)
 
 
 def _locate(local: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -80,19 +80,19 @@ def sampler_correction(old_logprobs: Tensor, rollout_logprobs: Tensor, mode: str
 
 
 class Totals(NamedTuple):
-    """Counts over a whole mini-batch, on all processes."""
+    """Counts over a whole mini-batch, on all processes: of the kept tokens, or with `renormalize: false` of all."""
 
-    kept_tokens: int
-    kept_sequences: int
-    """Sequences that keep at least one token."""
+    tokens: int
+    trained_sequences: int
+    """Sequences with at least one such token."""
     sequences: int
 
 
-def sequence_weights(kept: Tensor, totals: Totals, aggregation: str, max_completion_length: int) -> Tensor:
+def sequence_weights(counts: Tensor, totals: Totals, aggregation: str, max_completion_length: int) -> Tensor:
     """The factor of each kept token of a sequence, from which the mini-batch's loss is a plain sum.
 
     Args:
-        kept: [B] int64, the number of kept tokens of each sequence.
+        counts: [B] int64, the number of such tokens of each sequence.
         aggregation: `token-mean` (DAPO, eq. 8), `sequence-mean` (GRPO), `constant` (Dr. GRPO: completions x
             `max_completion_length`).
 
@@ -100,8 +100,8 @@ def sequence_weights(kept: Tensor, totals: Totals, aggregation: str, max_complet
         [B] fp32.
     """
     if aggregation == "sequence-mean":
-        return 1 / (kept.clamp(min=1) * totals.kept_sequences)
-    return torch.full_like(kept, 1 / _denominator(totals, aggregation, max_completion_length), dtype=torch.float32)
+        return 1 / (counts.clamp(min=1) * totals.trained_sequences)
+    return torch.full_like(counts, 1 / _denominator(totals, aggregation, max_completion_length), dtype=torch.float32)
 
 
 def loss_scale(totals: Totals, aggregation: str, max_completion_length: int) -> float:
@@ -111,7 +111,7 @@ def loss_scale(totals: Totals, aggregation: str, max_completion_length: int) -> 
 
 
 def _denominator(totals: Totals, aggregation: str, max_completion_length: int) -> int:
-    return totals.sequences * max_completion_length if aggregation == "constant" else totals.kept_tokens
+    return totals.sequences * max_completion_length if aggregation == "constant" else totals.tokens
 
 
 def logit_gradient_norm(gradient: Tensor, logprobs: Tensor, collision: Tensor) -> Tensor:

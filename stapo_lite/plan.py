@@ -84,7 +84,7 @@ def make_plan(
     """The memory of each phase on each card, with vLLM's rollouts.
 
     Args:
-        model: the transformers config.
+        model: the transformers config of the decoder (`get_text_config()`).
         gpu_memory: bytes of a card.
         host_memory: bytes of the host for each card; None leaves it unchecked.
         processes: that train; each has a card.
@@ -435,7 +435,7 @@ def main() -> None:
     arguments = parser.parse_intermixed_args()
     with one_line_errors():
         config = load_config(arguments.config, arguments.overrides)
-        model = load_model_config(config.model)
+        model = load_model_config(config.model).get_text_config()
         gpu_memory = int(arguments.gpu_memory * GIB)
         host_memory = None if arguments.host_memory is None else int(arguments.host_memory * GIB)
         cards = host_memory, arguments.processes, arguments.sharded

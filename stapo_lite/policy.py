@@ -1,5 +1,6 @@
 """The policy: a frozen base model with a LoRA adapter, and the token statistics the loss needs."""
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -12,6 +13,9 @@ from torch import Tensor, nn
 from stapo_lite.config import InputError, one_line
 from stapo_lite.lm_head import token_statistics, top_tokens
 from stapo_lite.types import MicroBatch, TokenStatistics
+
+# Where it cannot fetch a kernel from the Hub it says so, at every start, and takes its own.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def load_tokenizer(model: str, longest_sequence: int, target_modules: list[str]) -> tuple[Any, int | list[int] | None]:
@@ -34,10 +38,11 @@ def load_tokenizer(model: str, longest_sequence: int, target_modules: list[str])
     # Where the files are missing, transformers makes an empty one.
     if not tokenizer("1 + 1 = 2", add_special_tokens=False).input_ids:
         raise InputError(f"model={model}: has no tokenizer")
+    text_config = config.get_text_config()  # that of the decoder, where the model reads images as well
     for key in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-        if getattr(config, key, None) not in (None, 1, 1.0):
+        if getattr(text_config, key, None) not in (None, 1, 1.0):
             raise InputError(f"model={model}: its logits are transformed after the head ({key}): choose another model")
-    context = getattr(config, "max_position_embeddings", longest_sequence)
+    context = getattr(text_config, "max_position_embeddings", longest_sequence)
     if longest_sequence > context:
         raise InputError(
             f"model={model} holds {context} tokens, but data.max_prompt_length + rollout.max_completion_length = "
@@ -49,7 +54,7 @@ def load_tokenizer(model: str, longest_sequence: int, target_modules: list[str])
     try:
         model_eos = GenerationConfig.from_pretrained(model).eos_token_id
     except OSError:
-        model_eos = config.eos_token_id
+        model_eos = text_config.eos_token_id
     return tokenizer, model_eos
 
 

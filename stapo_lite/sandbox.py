@@ -1,7 +1,7 @@
 """A function in a process of its own: it may hang, crash or take all memory there.
 
-The process is `python -m stapo_lite.sandbox FILE_DESCRIPTOR`. It imports neither torch nor anything of the trainer, only
-what the function asks for, so that replacing one is quick. What is pickled passes between it and its parent alone.
+The process is `python -m stapo_lite.sandbox FILE_DESCRIPTOR`. It imports neither torch nor anything of the trainer,
+only what the function asks for, so that replacing one is quick. What is pickled passes between it and its parent alone.
 Libraries with limits for each task (pebble, loky) start workers by `multiprocessing`, which imports the trainer's main
 module, and with it torch, into each, and they leave behind what a function started.
 """
@@ -158,6 +158,7 @@ def serve(connection: Connection) -> None:
             numpy.random.seed(seed)
         if torch := sys.modules.get("torch"):
             torch.manual_seed(seed)
+        answer: tuple[Any, str | None]
         try:
             answer = _plain(function(**arguments)), None
         except Exception as error:

@@ -31,7 +31,7 @@ from tqdm.auto import tqdm
 
 from stapo_lite import __version__, checkpoint, data
 from stapo_lite.advantages import group_advantages
-from stapo_lite.batching import TokenBudget, sequence_length, split_evenly
+from stapo_lite.batching import TokenBudget, cut_evenly, sequence_length, split_evenly
 from stapo_lite.benchmarks import load_benchmark
 from stapo_lite.checkpoint import flatten
 from stapo_lite.config import (
@@ -40,6 +40,7 @@ from stapo_lite.config import (
     Objective,
     Prompting,
     RunError,
+    Train,
     batch_arithmetic,
     check_launched,
     check_processes,
@@ -53,7 +54,14 @@ from stapo_lite.exam import draw, judge, make_tasks, sample_key, summarise
 from stapo_lite.files import write_text
 from stapo_lite.grading import MathGrader
 from stapo_lite.guard import RULES, new_symptoms
-from stapo_lite.lifecycle import check_no_run, end_on_sigterm, full_disk_is_a_run_error, lock, undisturbed
+from stapo_lite.lifecycle import (
+    check_no_run,
+    end_on_sigterm,
+    full_disk_is_a_run_error,
+    lock,
+    undisturbed,
+    warn_of_unused_card,
+)
 from stapo_lite.policy import Policy, load_policy, load_tokenizer, make_optimizer
 from stapo_lite.report import write_report
 from stapo_lite.rewards import BUILT_IN, RewardModel, overlong_share
@@ -62,7 +70,7 @@ from stapo_lite.s2t import linear_quantiles, next_tau_p
 from stapo_lite.sharding import make_sharding
 from stapo_lite.token_log import TokenLog
 from stapo_lite.tracking import ENVIRONMENT_FILE, RunLog, Tally, read_metrics
-from stapo_lite.types import Completion, Prompt
+from stapo_lite.types import Completion, Prompt, derived_seed
 from stapo_lite.update import MAXIMA, SUMS, VALUES, Statistics, Update, measure, old_inputs, update, with_gradient
 
 logger = logging.getLogger(__name__)
@@ -169,7 +177,7 @@ def _train(config: Config, resume: bool, force: bool, closing: ExitStack) -> Ite
         """Ours of `count` places in the prompt order, their prompts and seeds: the draws do not depend on who draws."""
         order = data.prompt_order(len(prompts), config.seed, start, count)
         ours = [i for i in range(count) if (start + i) % processes == rank]
-        seeds = [rollout_seed(config.seed, start + i, config.rollout.num_generations) for i in ours]
+        seeds = [derived_seed(config.seed, start + i) for i in ours]
         return ours, [prompts[order[i]] for i in ours], seeds
 
     try:
@@ -178,6 +186,9 @@ def _train(config: Config, resume: bool, force: bool, closing: ExitStack) -> Ite
             clock = time.perf_counter()
             seconds = dict.fromkeys(("rollout", "reward", "update"), 0.0)
             objective = with_tau_p(config.objective, progress.tau_p)
+            rate = learning_rate(config.train, progress.step)
+            for parameters in optimizer.param_groups:
+                parameters["lr"] = rate
 
             # 1. Groups of completions from the adapter as it is now: one round, or with dynamic sampling as many
             #    as it takes to fill the batch with groups that have variance.
@@ -201,7 +212,7 @@ def _train(config: Config, resume: bool, force: bool, closing: ExitStack) -> Ite
                 lags = [step - c.adapter_version for group in groups for c in group]
                 assert all(0 <= lag <= config.rollout.max_lag for lag in lags), "the engine lost the adapter"
                 sampled += groups
-                seed = rollout_seed(config.seed, progress.prompts_drawn, config.rollout.num_generations)
+                seed = derived_seed(config.seed, progress.prompts_drawn)
                 progress.prompts_drawn += count
                 drawn += count
                 rounds += 1
@@ -218,6 +229,7 @@ def _train(config: Config, resume: bool, force: bool, closing: ExitStack) -> Ite
                 batch += [group for _, group in everyones if not dynamic or has_variance(group)]
                 del batch[config.train.batch_size :]
                 clock = lap(seconds, "reward", clock)
+            held = [card_memory()]
             engine.sleep()
             policy.unpark()
             tally = Tally(ROLLOUT_SUMS + SUMS, ROLLOUT_MAXIMA + MAXIMA, VALUES, policy.device)
@@ -244,8 +256,8 @@ def _train(config: Config, resume: bool, force: bool, closing: ExitStack) -> Ite
             # 4. Our share of each mini-batch, as much work as that of any other process; and what later mini-batches
             #    need of the policy as it was before the step's first update.
             mini_batches = []
-            for start in range(0, len(batch), config.train.mini_batch_size):
-                whole = list(itertools.chain(*batch[start : start + config.train.mini_batch_size]))
+            for part in cut_evenly(batch, config.train.mini_batch_size):
+                whole = list(itertools.chain(*part))
                 runs = set(with_gradient(whole, objective))
                 work = [sequence_length(c) if c in runs else 0 for c in whole]
                 mini_batches.append([whole[i] for i in split_evenly(work, processes)[rank]])
@@ -258,9 +270,6 @@ def _train(config: Config, resume: bool, force: bool, closing: ExitStack) -> Ite
             tokens = sum(len(c.token_ids) for mini_batch in mini_batches for c in with_gradient(mini_batch, objective))
             with tqdm(total=tokens, desc="update", unit="tok", leave=False, disable=None if is_main else True) as bar:
                 for index, mini_batch in enumerate(mini_batches):
-                    rate = learning_rate(config.train.learning_rate, config.train.warmup_steps, progress.updates)
-                    for parameters in optimizer.param_groups:
-                        parameters["lr"] = rate
                     done = update(
                         policy,
                         optimizer,
@@ -283,10 +292,10 @@ def _train(config: Config, resume: bool, force: bool, closing: ExitStack) -> Ite
                         check_skipped(progress.skipped_in_a_row, config.train.max_skipped_updates)
                     elif done is not None:
                         updates.append(done)
-                        progress.updates += 1
                         progress.skipped_in_a_row = 0
             progress.step = step
             progress.halvings = budget.halvings = max(gather_object([budget.halvings]))
+            held.append(card_memory())
             if config.train.park_trainer:
                 policy.park()
             lap(seconds, "update", clock)
@@ -301,6 +310,7 @@ def _train(config: Config, resume: bool, force: bool, closing: ExitStack) -> Ite
                 sampling_rounds=rounds,
                 batch_groups=len(batch),
                 skipped_updates=skipped,
+                peak_memory_gb=max(held, key=lambda gib: gib or 0.0),
                 microbatch_tokens=budget.tokens,
                 tau_p=progress.tau_p,
                 learning_rate=optimizer.param_groups[0]["lr"],
@@ -346,9 +356,17 @@ def _train(config: Config, resume: bool, force: bool, closing: ExitStack) -> Ite
         print(f"{report}\nadapter: {run_folder / 'adapter'}")
 
 
-def learning_rate(peak: float, warmup_steps: int, updates_done: int) -> float:
-    """Linear warm-up over `warmup_steps` updates, then constant."""
-    return peak * min(1.0, (updates_done + 1) / max(1, warmup_steps))
+def learning_rate(train: Train, step: int) -> float:
+    """The rate of all updates of a step, from 0; never 0.
+
+    Warm-up counts steps, as in the paper: veRL's scheduler advances once per batch of rollouts, whatever its
+    mini-batches. transformers' schedules begin at 0, which would waste the first batch.
+    """
+    if step < train.warmup_steps:
+        return train.learning_rate * (step + 1) / train.warmup_steps
+    left = (train.max_steps - step) / (train.max_steps - train.warmup_steps)
+    factor = {"constant": 1.0, "linear": left, "cosine": (1 - math.cos(math.pi * left)) / 2}[train.lr_scheduler_type]
+    return train.learning_rate * factor
 
 
 def check_skipped(in_a_row: int, limit: int) -> None:
@@ -372,11 +390,6 @@ def prompts_wanted(filled: int, size: int, drawn: int) -> int:
 def has_variance(group: Sequence[Completion]) -> bool:
     """Whether its rewards differ, those that no reward function judged left out."""
     return len({c.reward for c in group if c.reward is not None}) > 1
-
-
-def rollout_seed(seed: int, position: int, num_generations: int) -> int:
-    """Of the first completion of the prompt at a position; those of the others follow it."""
-    return (seed * 1_000_003 + position * num_generations) % 2**31
 
 
 def lap(seconds: dict[str, float], name: str, start: float) -> float:
@@ -409,7 +422,7 @@ def step_metrics(
     t: dict[str, Any],
     updates: Sequence[Update],
     seconds: dict[str, float],
-    **others: float,
+    **others: float | None,
 ) -> dict[str, Any]:
     """The step's metrics as docs/metrics.md defines them; None where one has no value."""
 
@@ -453,7 +466,6 @@ def step_metrics(
         "tokens_per_second": t["tokens"] / total_seconds,
         **{f"seconds_{name}": value for name, value in seconds.items()},
         "seconds_step": total_seconds,
-        "peak_memory_gb": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None,
     }
 
 
@@ -467,9 +479,9 @@ def make_accelerator(config: Config) -> Accelerator:
     for name in config.log.report_to:
         if importlib.util.find_spec(name) is None:
             raise InputError(f"log.report_to: {name} is not installed; pip install {name}")
-    # Micro-batches of many shapes would leave holes that no other shape fits. Read once, before CUDA starts.
-    if "PYTORCH_ALLOC_CONF" not in os.environ:
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    # Micro-batches of many shapes would leave holes that no other shape fits. Read once, before CUDA starts. vLLM up to
+    # 0.30 looks at the old name only, and must know what torch is told.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True"))
     on_cpu = not torch.accelerator.is_available()  # several processes on a CPU need to be told so
     patience = InitProcessGroupKwargs(timeout=timedelta(days=7))  # processes may finish sampling hours apart
     accelerator = Accelerator(
@@ -480,7 +492,20 @@ def make_accelerator(config: Config) -> Accelerator:
     if on_cpu and accelerator.num_processes == 1 and torch.get_num_threads() == 1 < cores:
         print(f"running on 1 of {cores} cores: accelerate launch --num_cpu_threads_per_process {cores} uses all")
     check_launched(accelerator.num_processes)
+    warn_of_unused_card()
     return accelerator
+
+
+def card_memory() -> float | None:
+    """GiB of the card in use, CUDA's own and other processes' included; None without one.
+
+    Torch's allocator keeps what an update has taken, so that this is the update's peak until the cache is emptied; its
+    own count includes what a sleeping vLLM has given back.
+    """
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 2**30
 
 
 def environment(engine: str, processes: int, prompts: Sequence[Prompt]) -> dict[str, str]:

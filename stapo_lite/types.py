@@ -12,11 +12,17 @@ and `ref_logprobs` (the base model). Two masks: `completion_mask` (the token exi
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:  # torch is slow to import, and reward workers need none
     from torch import Tensor
+
+
+def derived_seed(*parts: object) -> int:
+    """A seed of 63 bits that follows from its parts: no two runs or samples share a generator's stream."""
+    return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:8]) >> 1
 
 
 @dataclass

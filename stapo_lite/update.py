@@ -113,7 +113,8 @@ def update(
     masks = find_masks(policy, mini_batch, given, objective, budget, accelerator)
     kept_counts = torch.stack([masks.keep[c].sum() for c in mini_batch]).tolist() if mini_batch else []
     kept = dict(zip(mini_batch, kept_counts, strict=True))
-    counts = [sum(kept.values()), sum(n > 0 for n in kept.values()), len(kept)]
+    divisors = kept if objective.renormalize else {c: len(c.token_ids) for c in mini_batch}
+    counts = [sum(divisors.values()), sum(n > 0 for n in divisors.values()), len(divisors)]
     counts += [sum(kept[completion] for completion in trained)]
     *counts, kept_of_trained = accelerator.reduce(torch.tensor(counts, device=policy.device), "sum").tolist()
     totals = Totals(*counts)
@@ -185,8 +186,8 @@ def update(
                 kl = k3(now.logprobs, ref_logprobs)
                 loss = loss + objective.beta * kl
                 sums.add(kl=total(kl.detach(), keep_mask), kl_tokens=keep_mask.sum())
-            kept_of_rows = torch.tensor([kept[c] for c in rows], device=policy.device)
-            weights = sequence_weights(kept_of_rows, totals, objective.aggregation, max_completion_length)
+            divisor = torch.tensor([divisors[c] for c in rows], device=policy.device)
+            weights = sequence_weights(divisor, totals, objective.aggregation, max_completion_length)
             loss = (weights[:, None] * loss).where(keep_mask, 0.0).sum(dtype=torch.float64)
             (scale * loss).backward()
 

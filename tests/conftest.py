@@ -219,7 +219,8 @@ def same_metrics(metrics, others):
                 assert line[name] is None
                 continue
             rounding = 1e-5 if name.startswith("sampler_gap") else 1e-7  # all that the gap is in float32
-            assert line[name] == pytest.approx(value, rel=2e-6, abs=rounding), name
+            relative = 1e-5 if name == "grad_norm" else 2e-6  # of fp32; test_update: 1e-6 in float64
+            assert line[name] == pytest.approx(value, rel=relative, abs=rounding), name
 
 
 def in_two_processes(config, folder, *options, accelerate=("--multi_gpu",), status=0):

@@ -18,6 +18,7 @@ class Settings:
     silence: str | None = "low-entropy"
     top: float = 1.0
     aggregation: str = "token-mean"
+    renormalize: bool = True
     max_length: int = 1
     epsilon: float = 0.2
     epsilon_high: float = 0.28
@@ -86,12 +87,13 @@ def masks(completions, numbers, s):
 
 
 def weight_of_token(completion, completions, kept, s):
+    counted = kept if s.renormalize else {(c, t) for c in completions for t in range(len(c.token_ids))}
     if s.aggregation == "token-mean":
-        return 1 / len(kept)
+        return 1 / len(counted)
     if s.aggregation == "constant":
         return 1 / (len(completions) * s.max_length)
-    own = sum(1 for c, _ in kept if c is completion)
-    return 1 / own / len({c for c, _ in kept})
+    own = sum(1 for c, _ in counted if c is completion)
+    return 1 / own / len({c for c, _ in counted})
 
 
 def loss_and_metrics(model, completions, temperature, s, *, old=None, mask_from=None, reference=None):

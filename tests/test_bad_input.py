@@ -203,6 +203,14 @@ def change_weights(model: Path, change) -> None:
     save_file(weights, model / "model.safetensors", {"format": "pt"})
 
 
+def nest(model: Path, **decoder) -> None:
+    """A Gemma 3 that reads images, whose decoder has a config of its own."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    size = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 260}
+    text = {"model_type": "gemma3_text"} | heads | size | decoder
+    (model / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}), encoding="utf-8")
+
+
 LAYER = "model.layers.1.mlp.up_proj.weight"
 MODELS = {
     "no folder": (shutil.rmtree, "not a causal language model"),
@@ -221,6 +229,12 @@ MODELS = {
             model_type="evil", auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"})
         ),
         "not a causal language model",
+    ),
+    "logits that are capped, in the decoder's own config": (
+        lambda m: nest(m, final_logit_softcapping=30.0), "its logits are transformed after the head (final_logit_softc",
+    ),
+    "a context that is too short, in the decoder's own config": (
+        lambda m: nest(m, final_logit_softcapping=None, max_position_embeddings=32), "holds 32 tokens, but data.max_",
     ),
     "no tokenizer": (
         lambda m: [p.unlink() for p in m.iterdir() if "token" in p.name or "chat" in p.name],

@@ -63,6 +63,7 @@ def test_algorithms_are_the_papers(write, algorithm):
     o = config.objective
     values = (o.s2t.enabled, o.aggregation, o.epsilon, o.epsilon_high, o.beta, o.top_entropy_quantile, o.scale_rewards)
     assert (*values, config.rollout.dynamic_sampling, config.reward.overlong_penalty) == PAPERS[algorithm]
+    assert o.renormalize == (algorithm != "20-entropy")
     assert (o.entropy_coef, o.old_logprobs, o.sampler_correction, o.sampler_cap) == (
         0.0,
         "trainer",

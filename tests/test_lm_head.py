@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stapo_lite import lm_head
 from stapo_lite.lm_head import token_statistics
 
-N, D, V = 37, 24, 211
-BUDGET = 4 * (2 * 8 * 16 + 2 * 8 * D + 16 * D)  # tiles of about 8 tokens x 16 vocabulary rows; 211 is prime
+N, D, V = 140, 24, 271
+BUDGET = 4 * (2 * 128 * 128 + 2 * 128 * D + 128 * D)  # the smallest tiles, 128 x 128: two by three of them
 
 
 def make(dtype, bias, seed=0):
@@ -71,7 +71,8 @@ def test_top_tokens_match_dense(dtype, bias, k, budget):
     logits = hidden.double() @ weight.double().T + (0 if offset is None else offset.double())
     expected = (logits / 1.3).softmax(-1).topk(k)
     ids, probabilities = lm_head.top_tokens(hidden, weight, k, bias=offset, temperature=1.3, memory_bytes=budget)
-    assert torch.equal(ids, expected.indices)
+    exact = (logits / 1.3).softmax(-1).gather(1, ids)  # near ties may change places
+    torch.testing.assert_close(exact, expected.values, rtol=1e-4, atol=0)
     torch.testing.assert_close(probabilities.double(), expected.values, rtol=1e-5, atol=1e-9)
 
 
@@ -148,6 +149,7 @@ def test_two_products_with_gradient_and_one_without():
 @pytest.mark.parametrize("scale", [1e-3, 60.0])
 def test_flat_and_peaked_distributions(statistics, scale):
     hidden, weight, _, targets = make(torch.float32, False)
+    hidden, targets = hidden[:37], targets[:37]
     actual = statistics(hidden * scale, weight, targets, memory_bytes=BUDGET)
     expected = dense(hidden * scale, weight, None, targets, 1.0)
     for got, want in zip(actual, expected, strict=True):
@@ -200,9 +202,9 @@ def test_cpu_products_of_bf16_keep_fp32_accuracy_and_the_setting():
 @pytest.mark.parametrize(("tokens", "width"), [(1, 64), (1000, 64), (20000, 4096)])
 def test_tiles_fit_the_budget(tokens, width, budget):
     n, v = lm_head.chunk_sizes(tokens, 151_936, width, budget)
-    assert 1 <= n <= tokens
-    assert 1 <= v <= 151_936
-    if n > 1 and v > 1:
+    assert n == tokens or n % 128 == 0
+    assert v == 151_936 or v % 128 == 0
+    if min(n, tokens) > 128 or v > 128:
         assert 4 * (2 * n * v + 2 * n * width + v * width) <= budget
 
 

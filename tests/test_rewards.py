@@ -1,7 +1,6 @@
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -100,7 +99,9 @@ def test_processes_do_not_import_the_trainer():
     sandbox = Sandbox("stapo_lite.answers:grade", GENEROUS, 1 << 30)
     try:
         sandbox.start()
-        code = "import sys; import stapo_lite.answers, stapo_lite.sandbox; print({'torch', 'stapo_lite.train'} & {*sys.modules})"
+        code = (
+            "import sys, stapo_lite.answers, stapo_lite.sandbox; print({'torch', 'stapo_lite.train'} & {*sys.modules})"
+        )
         assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
         assert sandbox.call({"gold": "4", "response": "4", "finished": True, "ordered": False, "tolerance": 0.0})[0]
     finally:

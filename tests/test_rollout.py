@@ -17,7 +17,7 @@ from stapo_lite.config import PROJECTIONS, InputError, RunError
 from stapo_lite.plan import as_json, model_sizes
 from stapo_lite.rollout import Decoding, check_vllm, resolve_engine
 from stapo_lite.rollout.transformers_engine import TransformersEngine
-from stapo_lite.rollout.vllm_engine import _ADAPTERS
+from stapo_lite.rollout.vllm_engine import _ADAPTERS, BATCHED_TOKENS
 from stapo_lite.types import Prompt
 
 PROMPTS = [Prompt("", [10 + (7 * i + 3 * t) % 250 for t in range(5 + 9 * i)], answer="") for i in range(3)]
@@ -403,3 +403,54 @@ def test_what_each_vllm_cannot_do(monkeypatch, vllm, plugin, quantization, level
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if plugin else None)
     with pytest.raises(InputError, match=problem) if problem else nullcontext():
         check_vllm(quantization, level)
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """The engine as on a GPU, whose vLLM notes what it is asked for."""
+    vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
+    from vllm.platforms import current_platform
+
+    calls = []
+
+    class Recorder:
+        def __init__(self, model, **options):
+            calls.append(options)
+            self.llm_engine = self.engine_core = self
+
+        def sleep(self, level):
+            calls.append(f"sleep {level}")
+
+        def wake_up(self, tags=None):
+            calls.append("wake")
+            if calls.count("wake") == 2:
+                raise RuntimeError("CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:62")
+
+        def shutdown(self):
+            calls.append("shutdown")
+
+    monkeypatch.setattr(vllm, "LLM", Recorder)
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda platform: False)
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    return calls
+
+
+def test_a_card_that_is_full_when_vllm_wakes_is_one_line(recorded):
+    engine = make_vllm("model", "bfloat16")
+    assert recorded.pop()["max_num_batched_tokens"] == BATCHED_TOKENS  # what the planner counts on
+    engine.sleep()
+    engine.wake()
+    engine.sleep()
+    with pytest.raises(RunError, match=r"lower rollout.gpu_memory_utilization, or set train.park_trainer=true"):
+        engine.wake()
+    assert recorded == ["sleep 1", "wake", "sleep 1", "wake"]
+
+
+def test_a_sleeping_vllm_is_woken_before_it_ends(recorded):
+    """Else the next engine of the process does not get its memory."""
+    engine = make_vllm("model", "bfloat16")
+    recorded.clear()
+    engine.sleep()
+    engine.close()
+    assert recorded == ["sleep 1", "wake", "shutdown"]

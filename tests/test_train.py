@@ -17,11 +17,13 @@ import yaml
 from conftest import ROOT, command, run, without_times
 from safetensors.torch import load_file
 
-from stapo_lite.config import InputError, load_config, load_eval_config
+from stapo_lite.batching import cut_evenly
+from stapo_lite.config import InputError, Train, load_config, load_eval_config
 from stapo_lite.evaluate import evaluate
 from stapo_lite.files import read_lines, write_lines
 from stapo_lite.sharding import make_sharding
 from stapo_lite.tracking import read_metrics
+from stapo_lite.types import derived_seed
 
 train_module = importlib.import_module("stapo_lite.train")  # the package's attribute is the function
 
@@ -146,7 +148,7 @@ def test_metrics_by_hand_on_a_step(write_config, monkeypatch):
     nll = -sum(sum(c.rollout_logprobs) for c in completions) / sum(tokens)
     assert metrics["sampled_nll"] == pytest.approx(nll, rel=1e-5)
     assert metrics["sampler_gap_max"] < 1e-4
-    assert metrics["learning_rate"] == pytest.approx(0.01 * 2 / 10)  # the second of ten warm-up updates
+    assert metrics["learning_rate"] == pytest.approx(0.01 * 1 / 10)  # the first of ten warm-up steps
 
 
 def test_step_metrics_follow_their_formulas(write_config, monkeypatch):
@@ -343,7 +345,7 @@ def test_resuming_with_another_config_names_the_key(write_config, tmp_path, monk
     assert "(train.learning_rate 0.01 -> 0.02, train.max_steps 2 -> 3): set the keys back" in error
     assert read_metrics(tmp_path / "run")[-1]["step"] == 2
     assert command(monkeypatch, changed, "--resume", "--force") == 0
-    assert read_metrics(tmp_path / "run")[-1]["learning_rate"] == pytest.approx(0.02 * 6 / 10)
+    assert read_metrics(tmp_path / "run")[-1]["learning_rate"] == pytest.approx(0.02 * 3 / 10)
     settings = ["objective.s2t.tau_p=0.02", "train.weight_decay=0.5", "train.max_steps=4"]
     assert command(monkeypatch, changed, "--resume", "--force", *settings) == 0
     assert read_metrics(tmp_path / "run")[-1]["tau_p"] == 0.02
@@ -441,12 +443,94 @@ def test_dynamic_sampling_goes_on_with_fewer_groups_at_the_bound(write_config, u
 
 
 def test_places_by_hand():
-    assert train_module.rollout_seed(0, 3, num_generations=8) == 24
-    assert train_module.rollout_seed(2, 0, num_generations=8) == 2_000_006
     assert train_module.prompts_wanted(filled=0, size=8, drawn=0) == 8
     assert train_module.prompts_wanted(filled=0, size=8, drawn=16) == 8
     assert train_module.prompts_wanted(filled=6, size=8, drawn=9) == 3
     assert train_module.prompts_wanted(filled=1, size=8, drawn=24) == 8
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25]),
+        ("cosine", [0.25, 0.5, 0.75, 1.0, 1.0, (2 + 2**0.5) / 4, 0.5, (2 - 2**0.5) / 4]),
+    ],
+)
+def test_learning_rates_by_hand(schedule, expected):
+    train = Train(max_steps=8, warmup_steps=4, learning_rate=2.0, lr_scheduler_type=schedule)
+    assert [train_module.learning_rate(train, step) / 2 for step in range(8)] == pytest.approx(expected)
+
+
+def test_all_updates_of_a_step_have_one_rate(write_config):
+    """Warm-up counts steps, not updates."""
+    metrics = run(write_config(train__max_steps=3, train__warmup_steps=4, train__learning_rate=0.004))
+    assert [m["learning_rate"] for m in metrics] == pytest.approx([0.001, 0.002, 0.003])
+    assert [m["updates"] for m in metrics] == [2, 2, 2]
+
+
+def test_no_two_runs_or_samples_share_a_seed():
+    seeds = {
+        derived_seed(derived_seed(run, position), g) for run in range(4) for position in range(500) for g in range(8)
+    }
+    assert len(seeds) == 4 * 500 * 8
+    assert derived_seed(1, 23) != derived_seed(12, 3)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "a:1", "PYTORCH_ALLOC_CONF": "b:2"}, "a:1"),
+    ],
+)
+def test_the_allocators_settings_under_the_name_that_vllm_reads(write_config, monkeypatch, given, expected):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")  # what the call sets ends with the test
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    train_module.make_accelerator(load_config(write_config()))
+    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == expected
+
+
+def test_a_card_that_torch_cannot_use_is_named(write_config, tmp_path, monkeypatch, caplog):
+    train_module.make_accelerator(load_config(write_config()))
+    assert "NVIDIA" not in caplog.text
+    (tmp_path / "version").touch()
+    monkeypatch.setattr("stapo_lite.lifecycle.NVIDIA_DRIVER", tmp_path / "version")
+    train_module.make_accelerator(load_config(write_config()))
+    assert "running on the CPU although there is an NVIDIA card: torch 2." in caplog.text
+
+
+def test_the_cards_memory_is_what_is_held(monkeypatch):
+    assert train_module.card_memory() is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10 * 2**30, 24 * 2**30))
+    assert train_module.card_memory() == 14.0
+
+
+def test_a_schedule_that_falls_is_of_its_max_steps(write_config):
+    """Another end is another run; a constant rate has none."""
+    for schedule in ("constant", "linear"):
+        changes = {"train__lr_scheduler_type": schedule, "output_dir": str(Path(write_config()).parent / schedule)}
+        run(write_config(train__max_steps=1, **changes))
+        longer = write_config(train__max_steps=2, **changes)
+        if schedule == "constant":
+            assert len(run(longer, resume=True)) == 1
+        else:
+            with pytest.raises(InputError, match="train.max_steps 1 -> 2"):
+                run(longer, resume=True)
+
+
+def test_what_is_left_of_a_batch_is_cut_evenly():
+    assert [len(part) for part in cut_evenly(range(9), 4)] == [3, 3, 3]
+    assert [len(part) for part in cut_evenly(range(8), 4)] == [4, 4]
+    assert [len(part) for part in cut_evenly(range(5), 4)] == [2, 3]
+    assert cut_evenly([], 4) == []
+    assert [x for part in cut_evenly(range(11), 4) for x in part] == list(range(11))
 
 
 def test_soft_overlong_punishment_enters_the_advantage(write_config, user_reward, trained):

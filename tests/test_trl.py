@@ -20,9 +20,9 @@ CASES = {
     ),
     "dapo": ({"algorithm": "dapo"}, {"loss_type": "dapo", "epsilon_high": 0.28}),
     "dr-grpo": ({"algorithm": "dr-grpo"}, {"loss_type": "dr_grpo", "epsilon_high": 0.2}),
-    "20-entropy without its denominator": (
-        {"algorithm": "20-entropy", "aggregation": "constant", "s2t": {"statistics": "current"}},
-        {"loss_type": "dr_grpo", "epsilon_high": 0.28, "top_entropy_quantile": 0.2},
+    "20-entropy": (
+        {"algorithm": "20-entropy", "s2t": {"statistics": "current"}},
+        {"loss_type": "dapo", "epsilon_high": 0.28, "top_entropy_quantile": 0.2},
     ),
     "no clip-higher, sequence mask": (
         {"algorithm": "dapo", "sampler_correction": "sequence-mask", "epsilon_high": 0.2},

@@ -113,7 +113,8 @@ CASES = {
         NO_S2T | {"population": "all", "q": 0.8},
     ),
     "dapo": ({"algorithm": "dapo"}, NO_S2T),
-    "20-entropy": ({"algorithm": "20-entropy"}, NO_S2T | {"top": 0.2}),
+    "20-entropy": ({"algorithm": "20-entropy"}, NO_S2T | {"top": 0.2, "renormalize": False}),
+    "20-entropy renormalized": ({"algorithm": "20-entropy", "renormalize": True}, NO_S2T | {"top": 0.2}),
     "grpo": (
         {"algorithm": "grpo"},
         NO_S2T | {"aggregation": "sequence-mean", "epsilon_high": 0.2, "beta": 0.04},
@@ -319,6 +320,7 @@ ADVANTAGE = st.sampled_from([-1.5, -0.3, 0.0, 0.4, 1.1])
             "beta": st.sampled_from([0.0, 0.1]),
             "entropy_coef": st.sampled_from([0.0, 0.01]),
             "top_entropy_quantile": st.sampled_from([1.0, 0.4]),
+            "renormalize": st.booleans(),
             "sampler_correction": st.sampled_from(["token-truncate", "off"]),
         }
     ),
@@ -337,6 +339,7 @@ def test_any_mini_batch(property_run, advantages, longest, seed, later, max_toke
         population=s2t["population"],
         silence=s2t["silence"] if s2t["enabled"] else None,
         top=rest["top_entropy_quantile"],
+        renormalize=rest["renormalize"],
         aggregation=rest["aggregation"],
         max_length=LONGEST,
         beta=rest["beta"],

@@ -37,7 +37,8 @@ class RolloutEngine(Protocol):
 
     `generate` returns one group of `num_generations` completions per prompt, in order; each carries
     the version it was sampled from and the log-probability of each token at the sampling temperature.
-    Completion g of a prompt with seed s has the seed s + g; vLLM in the process draws all from the first.
+    Completion g of a prompt with seed s has the seed `derived_seed(s, g)`; vLLM in the process draws all from
+    the first prompt's seed.
     `prefetch` announces what later calls of `generate` will ask for. `stream` yields the index of a prompt
     and its one completion, without log-probabilities, as they finish; each draw follows from the prompt's
     own seed. `sleep` gives the device's memory to the trainer; after `wake` the engine serves the version

@@ -29,7 +29,7 @@ from tqdm.auto import tqdm
 from stapo_lite.config import InputError, RunError, one_line
 from stapo_lite.policy import Policy
 from stapo_lite.rollout import Decoding, Sampling
-from stapo_lite.types import Completion, Prompt
+from stapo_lite.types import Completion, Prompt, derived_seed
 
 logger = logging.getLogger(__name__)
 
@@ -160,8 +160,8 @@ class ServerEngine:
         options = {"temperature": s.temperature, "max_tokens": s.max_completion_length, "top_p": 1.0, "logprobs": 0}
         for prompt, seed in zip(prompts, seeds, strict=True):
             if seed not in self._ahead:
-                drawn = range(seed, seed + s.num_generations)
-                self._ahead[seed] = [self._submit(prompt, options | {"seed": number}) for number in drawn]
+                drawn = [derived_seed(seed, g) for g in range(s.num_generations)]
+                self._ahead[seed] = [self._submit(prompt, options | {"seed": one}) for one in drawn]
 
     def generate(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], progress: bool = False

@@ -10,7 +10,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogit
 
 from stapo_lite.policy import Policy
 from stapo_lite.rollout import Decoding, Sampling
-from stapo_lite.types import Completion, Prompt
+from stapo_lite.types import Completion, Prompt, derived_seed
 
 
 class TransformersEngine:
@@ -36,7 +36,7 @@ class TransformersEngine:
             at_once = self._max_num_seqs // size
             for start in range(0, len(prompts), at_once):
                 rows = [prompt for prompt in prompts[start : start + at_once] for _ in range(size)]
-                row_seeds = [seed + number for seed in seeds[start : start + at_once] for number in range(size)]
+                row_seeds = [derived_seed(seed, g) for seed in seeds[start : start + at_once] for g in range(size)]
                 recorder = _LogprobRecorder(self._sampling.temperature)
                 warper = TemperatureLogitsWarper(self._sampling.temperature)
                 longest = self._sampling.max_completion_length

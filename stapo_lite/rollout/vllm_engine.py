@@ -22,6 +22,7 @@ from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from stapo_lite.batching import out_of_memory
 from stapo_lite.config import InputError, RunError, one_line
 from stapo_lite.policy import Policy
 from stapo_lite.rollout import Decoding, Sampling
@@ -30,7 +31,8 @@ from stapo_lite.types import Completion, Prompt
 logger = logging.getLogger(__name__)
 
 BATCHED_TOKENS = 8192
-"""Tokens that vLLM prefills at a time: the default of its `LLM` below 70 GiB, and of our servers on any card."""
+"""Tokens that vLLM prefills at a time on a GPU. Its own default doubles from 70 GiB on, which the planner would not
+know."""
 ALLOWED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vllm.config.lora.MaxLoRARanks
 
 
@@ -81,6 +83,9 @@ class VLLMEngine:
             os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+        # Both speak while vLLM is imported, before it reads its own level: of a Triton that no CPU needs.
+        logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+        logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
         from vllm import LLM, SamplingParams
         from vllm.platforms import current_platform
         from vllm.sampling_params import RequestOutputKind
@@ -99,6 +104,7 @@ class VLLMEngine:
             placement |= {"enable_chunked_prefill": False, "max_num_batched_tokens": cpu_batched_tokens(max_model_len)}
         else:
             torch.cuda.synchronize()  # vLLM goes on in a stream of its own, up to 0.29 without waiting
+            placement["max_num_batched_tokens"] = BATCHED_TOKENS
             if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # an engine per process, each on its process's card
                 placement["distributed_executor_backend"] = "external_launcher"
         lora: dict[str, Any] = {}
@@ -161,7 +167,7 @@ class VLLMEngine:
     def generate(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], progress: bool = False
     ) -> list[list[Completion]]:
-        set_seed(seeds[0])  # vLLM samples from the process's generators; a seed per request costs a fifth
+        set_seed(seeds[0] % 2**32)  # vLLM samples from the process's generators; a seed per request costs a fifth
         groups: dict[int, list[Completion]] = {}
         quiet = None if progress else True
         with tqdm(total=len(prompts), desc="rollout", unit="prompt", leave=False, disable=quiet) as bar:
@@ -245,12 +251,20 @@ class VLLMEngine:
         if not self._asleep:
             return
         torch.cuda.empty_cache()  # what the trainer has freed but torch still holds
-        if self._sleep_level == 2:
-            self._llm.wake_up(tags=["weights"])
-            self._llm.collective_rpc("reload_weights")
-            self._llm.wake_up(tags=["kv_cache"])
-        else:
-            self._llm.wake_up()
+        try:
+            if self._sleep_level == 2:
+                self._llm.wake_up(tags=["weights"])
+                self._llm.collective_rpc("reload_weights")
+                self._llm.wake_up(tags=["kv_cache"])
+            else:
+                self._llm.wake_up()
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            raise RunError(
+                "vLLM does not get its memory back when it wakes: lower rollout.gpu_memory_utilization, or set "
+                "train.park_trainer=true, and continue with --resume"
+            ) from error
         self._asleep = False
         self._reload_adapter()
 
@@ -275,7 +289,10 @@ class VLLMEngine:
     def _shut_down(self) -> None:
         if self._llm is not None:
             with suppress(Exception):  # it may be what failed
+                if self._asleep:  # memory that is still given back would stay so for the next engine of the process
+                    self._llm.wake_up()
                 self._engine.engine_core.shutdown()
+        self._asleep = False
         self._llm = None
         clear_device_cache(garbage_collection=True)  # the engine is full of cycles
 

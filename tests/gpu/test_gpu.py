@@ -14,6 +14,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from conftest import adapted_policy, fake_completions
+from gpu_suite import ballast
 from memory import peak_bytes
 from packaging.version import Version
 from random_model import build, qwen3
@@ -141,6 +142,9 @@ def sleep_and_wake(model, level):
         assert gap(policy, groups).mean() < 2 * before + 0.01
     other = adapted_policy(model, "bfloat16", adapter_seed=2, device=CUDA)
     assert gap(other, groups).mean() > 3 * before
+    engine.sleep()
+    engine.close()  # asleep: a second engine of the process finds its memory again
+    make_vllm(model, "bfloat16", sleep_level=level).close()
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -148,7 +152,7 @@ def test_sleep_frees_the_card_and_the_adapter_outlives_it(small_model, level):
     if level == 2 and Version(version("vllm")) < Version("0.28"):
         pytest.skip("vLLM cannot read a base with LoRA again before 0.28")
     process = multiprocessing.get_context("spawn").Process(target=sleep_and_wake, args=(small_model, level))
-    process.start()  # a process of its own: only one engine of a process can sleep
+    process.start()  # a process of its own, whose memory is all its own
     process.join(900)
     assert process.exitcode == 0
 
@@ -172,3 +176,12 @@ def test_a_run_that_shares_the_card(small_model, tmp_path, changes):
     metrics = read_metrics(tmp_path / "run")
     assert [m["updates"] for m in metrics] == [1, 1, 1]
     assert all(m["kl"] is not None for m in metrics)
+    total = torch.cuda.mem_get_info()[1] / 2**30
+    assert all(0 < m["peak_memory_gb"] < 0.6 * total for m in metrics)  # vLLM's 0.3 asleep during the update
+
+
+def test_a_ballast_leaves_as_much_as_asked():
+    total = torch.cuda.mem_get_info()[1]
+    with ballast(total // 2):
+        assert abs(torch.cuda.mem_get_info()[0] - total // 2) < 1 << 30
+    assert torch.cuda.mem_get_info()[0] > 0.9 * total
