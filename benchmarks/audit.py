@@ -1,9 +1,9 @@
 """What the token log costs: the share of a step's time that is spent in it.
 
-    python benchmarks/audit.py --out benchmarks/results/audit.json
+    python benchmarks/audit.py [CONFIG] [--steps 7] --out benchmarks/results/audit.json
 
-Runs the quickstart with the audit on, once as it is and once with ten times as many candidates. On a CPU nothing runs
-beside, so the time inside the log's methods is all that it takes.
+Runs the quickstart, or another config, with the audit on, once as it is and once with ten times as many candidates. On
+a CPU nothing runs beside, so the time inside the log's methods is all that it takes.
 """
 
 import argparse
@@ -12,21 +12,19 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import save, timed
+from common import QUICKSTART, save, timed
 
 from stapo_lite import load_config, train
 from stapo_lite.files import read_lines
 from stapo_lite.token_log import TokenLog
 
-HERE = Path(__file__).parent
 
-
-def measure(steps: int, **s2t: float) -> dict[str, Any]:
+def measure(config: Path, steps: int, **s2t: float) -> dict[str, Any]:
     shares = []
     with tempfile.TemporaryDirectory() as folder, timed(TokenLog, "see", "note", "write") as spent:
         overrides = [f"output_dir={folder}", "audit.enabled=true", f"train.max_steps={steps}", "log.save_steps=0"]
         overrides += [f"objective.s2t.{key}={value}" for key, value in s2t.items()]
-        for metrics in train(load_config(HERE.parent / "configs/quickstart.yaml", overrides)):
+        for metrics in train(load_config(config, overrides)):
             shares.append(spent[0] / metrics["seconds_step"])
             spent[0] = 0.0
         candidates = [sum(line["tokens"][:2]) for line in read_lines(Path(folder) / "quadrants.jsonl")]
@@ -43,8 +41,9 @@ def measure(steps: int, **s2t: float) -> dict[str, Any]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path, nargs="?", default=QUICKSTART)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=7, help="at least 2")
     arguments = parser.parse_args()
-    result = {"quickstart": measure(arguments.steps), "many candidates": measure(arguments.steps, tau_p=0.3)}
-    save(result, arguments.out)
+    config, steps = arguments.config, arguments.steps
+    save({config.stem: measure(config, steps), "many candidates": measure(config, steps, tau_p=0.3)}, arguments.out)

@@ -3,13 +3,15 @@
 import json
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+QUICKSTART = Path(__file__).parent.parent / "configs/quickstart.yaml"
 
 
 def now() -> float:
@@ -19,11 +21,26 @@ def now() -> float:
     return time.perf_counter()
 
 
+def seconds(call: Callable[[], Any]) -> float:
+    """Of one call."""
+    start = now()
+    call()
+    return now() - start
+
+
+def commit() -> str:
+    """Of the checkout this file is in; "unknown" where it is in none, or there is no git."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
 def save(result: dict[str, Any], path: Path | None) -> None:
     """Print the result as JSON with the commit and the versions; write it to `path` too."""
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     versions = {name: version(name) for name in ("torch", "transformers", "peft")}
-    text = json.dumps(result | {"commit": git.stdout.strip() or "unknown", "versions": versions}, indent=1)
+    text = json.dumps(result | {"commit": commit(), "versions": versions}, indent=1)
     print(text)
     if path:
         path.write_text(text + "\n", encoding="utf-8")

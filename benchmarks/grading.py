@@ -10,16 +10,17 @@ one) or none, where something is extracted all the same. Memory is the workers' 
 import argparse
 import json
 import logging
-import os
 import random
-import subprocess
+from dataclasses import asdict
 from pathlib import Path
 
+import psutil
 from common import now, save
 
+from stapo_lite.answers import grade
 from stapo_lite.benchmarks import BENCHMARKS
 from stapo_lite.files import read_jsonl
-from stapo_lite.grading import MathGrader, Question, grade
+from stapo_lite.grading import MathGrader, Question
 
 THOUGHTS = "We compute the value step by step, $x = 3$ and then $y^2 + 4 = 7$. " * 30
 
@@ -49,9 +50,7 @@ def responses(folder: Path, count: int) -> list[Question]:
 
 def workers_mb() -> int:
     """Resident memory of this process's children that grade."""
-    command = ["ps", "--no-headers", "-o", "rss,args", "--ppid", str(os.getpid())]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    return sum(int(line.split()[0]) for line in lines if "stapo_lite.grading" in line) // 1024
+    return sum(child.memory_info().rss for child in psutil.Process().children()) >> 20
 
 
 def agreement(folder: Path) -> dict[str, dict[str, int]]:
@@ -65,7 +64,7 @@ def agreement(folder: Path) -> dict[str, dict[str, int]]:
     logging.disable(logging.CRITICAL)
     cases = read_jsonl(folder / "verify_cases.jsonl")
     result = {}
-    for name, judge in (("ours", lambda g, r: grade(Question(g, r, ordered=True)).correct), ("math_verify", alone)):
+    for name, judge in (("ours", lambda g, r: grade(**asdict(Question(g, r)))[0]), ("math_verify", alone)):
         verdicts = [judge(c["gold"], f"\\boxed{{{c['pred']}}}" if c["form"] == "answer" else c["pred"]) for c in cases]
         result[name] = {
             "cases": len(cases),

@@ -11,10 +11,11 @@ import argparse
 import statistics
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from common import now, save
+from common import save, seconds
 from memory import peak_bytes
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 
@@ -86,12 +87,6 @@ def run(way: Callable, hidden, weight, targets, backward: bool):
     return logprobs.detach(), entropy.detach(), hidden.grad
 
 
-def seconds(call: Callable) -> float:
-    start = now()
-    call()
-    return now() - start
-
-
 def errors(way: Callable, hidden, weight, targets) -> dict[str, float]:
     """Largest error of log-probability, entropy and gradient (relative to its largest entry) against float64."""
     h = hidden.double().requires_grad_()
@@ -113,7 +108,7 @@ def compare(tokens: int, width: int, vocabulary: int, pairs: int, device: str) -
     hidden = (torch.randn(tokens, width, generator=generator) * 3).bfloat16().to(device)
     targets = torch.randint(0, vocabulary, (tokens,), generator=generator).to(device)
     peers: dict[str, Callable] = {"trl": trl, "recomputed": Recomputed.apply, "dense": dense}
-    if device == "cuda":
+    if device == "cuda" and find_spec("liger_kernel"):
         peers["liger"] = liger
     result: dict = {}
     for name, backward in (("forward+backward", True), ("forward", False)):

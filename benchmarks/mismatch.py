@@ -1,16 +1,19 @@
 """How far the engine's log-probabilities are from the trainer's, for several ways to serve the policy with vLLM.
 
-    python benchmarks/mismatch.py [--model FOLDER] [--out FILE]
+    python benchmarks/mismatch.py [--model FOLDER] [--only WAY ...] [--out FILE]
 
 Thirty-two sums x four completions, sampled by the engine and scored again by the trainer, with an adapter whose B is
 random. Each way runs in a process of its own. The yardstick is what the adapter does to the log-probabilities of the
 same tokens in the trainer: a gap as large would mean that it is not served. Merged weights come from TRL's own code.
+The seconds of a rollout are the median of three after the first.
 """
 
 import argparse
 import os
+import statistics
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from common import save
+from common import save, seconds
 from torch import Tensor, nn
 
 from stapo_lite.batching import collate
@@ -32,6 +35,7 @@ from stapo_lite.types import Completion, Prompt
 SCALE = 0.02  # standard deviation of the adapter's B
 CASES: dict[str, dict[str, Any]] = {
     "adapter on bf16, bf16 trainer": {},
+    "adapter on bf16, logits in fp32, bf16 trainer": {"head_dtype": "float32"},
     "merged bf16, bf16 trainer": {"merged": True},
     "adapter on bitsandbytes nf4, nf4 trainer": {"quantization": "nf4", "rollout_quantization": "bitsandbytes"},
     "adapter on bf16, nf4 trainer": {"quantization": "nf4"},
@@ -95,8 +99,8 @@ class MergedEngine:
     def publish(self, policy: Policy, version: int) -> None:
         self._generation.sync_weights()
 
-    def generate(self, prompts: Sequence[Prompt], seed: int) -> list[list[Completion]]:
-        set_seed(seed)
+    def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[list[Completion]]:
+        set_seed(seeds[0])
         n = self._num_generations
         repeated = [prompt for prompt in prompts for _ in range(n)]
         _, ids, logprobs, _ = self._generation.generate([p.token_ids for p in repeated], None, n)
@@ -150,24 +154,30 @@ def sampler_gap(policy: Policy, completions: Sequence[Completion]) -> dict[str, 
     return {"gap": gap(trainer, sampled), "effect of the adapter": effect, "tokens": len(sampled)}
 
 
-def measure(model: Path | str, merged: bool = False, **quantizations: str) -> dict[str, Any]:
+def measure(model: Path | str, merged: bool = False, head_dtype: str = "model", **quantizations: str) -> dict[str, Any]:
     """One way, in this process."""
-    device = prepare_vllm()
+    import vllm
+
+    device, make_llm = prepare_vllm(), vllm.LLM
+    overrides = {"hf_overrides": {"head_dtype": head_dtype}}  # the engine's own choice depends on the device
+    vllm.LLM = lambda *arguments, **options: make_llm(*arguments, **options | overrides)
     config = make_config(model, **quantizations)
     prompts, tokenizer, stop_tokens = load_prompts(config, show=lambda note: None)
-    policy = make_policy(config, tokenizer, device)
+    policy = make_policy(config, tokenizer, device, shard=None)
     perturb(policy, SCALE, seed=0, only="lora_B")
-    engine: Any = MergedEngine(config, policy) if merged else make_engine("vllm", config, stop_tokens)
+    engine: Any = MergedEngine(config, policy) if merged else make_engine("vllm", config, stop_tokens, Accelerator())
     engine.publish(policy, 0)
     result = sampler_gap(policy, sample(engine, prompts))
+    times = [seconds(partial(sample, engine, prompts)) for _ in range(3)]
     engine.close()
-    return result
+    return result | {"seconds of a rollout": statistics.median(times)}
 
 
-def compare(model: Path | str) -> dict[str, Any]:
-    """Every way that the installed vLLM allows."""
+def compare(model: Path | str, names: Sequence[str]) -> dict[str, Any]:
+    """The ways that the installed vLLM allows."""
     result: dict[str, Any] = {}
-    for name, keys in CASES.items():
+    for name in names:
+        keys = CASES[name]
         try:
             check_vllm(keys.get("rollout_quantization"), sleep_level=0)
         except InputError as error:
@@ -186,10 +196,13 @@ def in_own_process(function: Callable[..., dict[str, Any]], *arguments: Any, **k
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="default: SmolLM2-135M-Instruct")
+    parser.add_argument(
+        "--only", nargs="+", choices=CASES, default=list(CASES), metavar="WAY", help=", ".join(map(repr, CASES))
+    )
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     model = arguments.model or fetch_model()
-    save({"model": model.name, "standard deviation of B": SCALE} | compare(model), arguments.out)
+    save({"model": model.name, "standard deviation of B": SCALE} | compare(model, arguments.only), arguments.out)
 
 
 if __name__ == "__main__":

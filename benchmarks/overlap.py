@@ -1,59 +1,62 @@
 """Does sampling ahead hide the shorter phase? A server on one core, a trainer on the other, `rollout.max_lag` 0 and 1.
 
-    python benchmarks/overlap.py [--out benchmarks/results/overlap.json]
+    python benchmarks/overlap.py [CONFIG] [--pairs 3] [--steps 8] [--out benchmarks/results/overlap.json]
 
-Runs of the quickstart's task in alternation; medians over their steps, less the first two. At best a step takes as long
-as the longer of its two phases takes alone, which is what max_lag=0 measures.
+Runs of the quickstart, or of another config, in alternation; medians over their steps, less the first two. At best a
+step takes as long as the longer of its two phases takes alone, which is what max_lag=0 measures.
 """
 
 import argparse
 import os
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from common import save
+from common import QUICKSTART, save
 
-from stapo_lite.quickstart import fetch_model
 from stapo_lite.tracking import read_metrics
 
-CONFIG = "configs/quickstart.yaml"
-PORT = 8765
+CORES = sorted(os.sched_getaffinity(0))
 
 
-def run(folder: Path, lag: int, steps: int, model: str) -> dict[str, float]:
+def on_core(core: int, program: str, *arguments: str | Path) -> list[str]:
+    """The command of one of the package's programs, pinned to a core."""
+    return ["taskset", "-c", str(core), sys.executable, "-m", f"stapo_lite.{program}", *map(str, arguments)]
+
+
+def run(config: Path, folder: Path, port: int, lag: int, steps: int) -> dict[str, float]:
     """Median seconds of a run's steps and phases."""
-    overrides = [f"model={model}", f"output_dir={folder}", "rollout.engine=server", f"rollout.max_lag={lag}"]
-    overrides += [f"rollout.servers=[http://127.0.0.1:{PORT}]", f"train.max_steps={steps}"]
-    trainer = [sys.executable, "-m", "stapo_lite.train", CONFIG, *overrides]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run(["taskset", "-c", "1", *trainer], check=True, stdout=subprocess.DEVNULL, env=environment)
+    overrides = [f"output_dir={folder}", "rollout.engine=server", f"rollout.max_lag={lag}"]
+    overrides += [f"rollout.servers=[http://127.0.0.1:{port}]", f"train.max_steps={steps}"]
+    subprocess.run(on_core(CORES[-1], "train", config, *overrides), check=True, stdout=subprocess.DEVNULL)
     metrics = read_metrics(folder)[2:]
     names = ("seconds_rollout", "seconds_update", "seconds_step", "lag_mean")
     return {name: statistics.median(m[name] for m in metrics) for name in names}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path, nargs="?", default=QUICKSTART)
     parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=8, help="at least 3")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    model = str(fetch_model())
-    server = [sys.executable, "-m", "stapo_lite.rollout.serve", CONFIG, "--port", str(PORT)]
-    server += [f"model={model}", "rollout.engine=server", "rollout.max_lag=1"]
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    overrides = ["rollout.engine=server", "rollout.max_lag=1"]
+    server = on_core(CORES[0], "rollout.serve", arguments.config, *overrides, "--port", str(port))
     runs: dict[int, list[dict[str, float]]] = {0: [], 1: []}
     with tempfile.TemporaryDirectory() as folder:
-        process = subprocess.Popen(
-            ["taskset", "-c", "0", *server], env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True
-        )
+        process = subprocess.Popen(server, start_new_session=True)
         try:
             for pair in range(arguments.pairs):
                 for lag in (0, 1):
-                    runs[lag].append(run(Path(folder) / f"{pair}-{lag}", lag, arguments.steps, model))
+                    runs[lag].append(run(arguments.config, Path(folder) / f"{pair}-{lag}", port, lag, arguments.steps))
                     print(lag, runs[lag][-1], flush=True)
         finally:
             os.killpg(process.pid, signal.SIGKILL)

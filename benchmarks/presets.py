@@ -19,6 +19,7 @@ from stapo_lite.config import Config
 from stapo_lite.report import mean
 from stapo_lite.tracking import read_metrics
 
+ALGORITHMS = get_args(Config.model_fields["algorithm"].annotation)
 METRICS = ("reward", "entropy", "completion_length", "spurious_share", "spurious_gradient_share", "silenced_share",
            "sampling_rounds", "kl", "seconds_step")  # fmt: skip
 
@@ -27,10 +28,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=ALGORITHMS)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_intermixed_args()
     results = {}
-    for algorithm in get_args(Config.model_fields["algorithm"].annotation):
+    for algorithm in arguments.algorithms:
         with tempfile.TemporaryDirectory() as folder:
             overrides = [*arguments.overrides, f"algorithm={algorithm}", f"output_dir={folder}/run"]
             command = [sys.executable, "-m", "stapo_lite.train", arguments.config, *overrides]

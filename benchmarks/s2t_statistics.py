@@ -19,6 +19,7 @@ from common import now, save
 from stapo_lite import update as update_module
 from stapo_lite.batching import split_by_tokens
 from stapo_lite.config import load_config, one_line_errors
+from stapo_lite.report import mean
 
 train_module = importlib.import_module("stapo_lite.train")  # the package's attribute is the function
 
@@ -74,7 +75,6 @@ def compare(config) -> dict:
     metrics = list(train_module.train(config))
     places = {str(k): dict(v) for k, v in sorted(counts.items())}
     total = {name: sum(p[name] for p in places.values()) for name in next(iter(places.values()))}
-    rewards = [m["reward"] for m in metrics]
     return {
         "updates after the first, by place in the step": places,
         "share of tokens on which the masks agree": 1 - total["differ"] / total["tokens"],
@@ -85,7 +85,7 @@ def compare(config) -> dict:
         "mask pass against an update without it": seconds["mask pass"] / (seconds["update"] - seconds["mask pass"]),
         "mask passes against a step without them": seconds["mask pass"]
         / (sum(m["seconds_step"] for m in metrics) - 2 * seconds["mask pass"]),
-        "reward, first and last five steps": [sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5],
+        "reward, first and last five steps": [mean(metrics[:5], "reward"), mean(metrics[-5:], "reward")],
     }
 
 

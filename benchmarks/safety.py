@@ -1,8 +1,8 @@
 """What it costs that a run is not lost: the snapshot at the end of each step, and a checkpoint.
 
-    python benchmarks/safety.py --out benchmarks/results/safety.json
+    python benchmarks/safety.py [CONFIG] [--steps 7] --out benchmarks/results/safety.json
 
-Runs the quickstart with a checkpoint after each step.
+Runs the quickstart, or another config, with a checkpoint after each step.
 """
 
 import argparse
@@ -10,14 +10,15 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-from common import save, timed
+from common import QUICKSTART, save, timed
 
 from stapo_lite import checkpoint, load_config, train
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path, nargs="?", default=QUICKSTART)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=7, help="at least 2")
     arguments = parser.parse_args()
     steps, snapshots, checkpoints = [], [], []
     with (
@@ -26,7 +27,7 @@ if __name__ == "__main__":
         timed(checkpoint, "save_checkpoint") as in_checkpoints,
     ):
         overrides = [f"output_dir={folder}", f"train.max_steps={arguments.steps}", "log.save_steps=1"]
-        for metrics in train(load_config(Path(__file__).parent.parent / "configs/quickstart.yaml", overrides)):
+        for metrics in train(load_config(arguments.config, overrides)):
             steps.append(metrics["seconds_step"])
             for spent, found in ((in_snapshots, snapshots), (in_checkpoints, checkpoints)):
                 found.append(spent[0])

@@ -84,6 +84,6 @@ def measure(folder: Path) -> dict[str, Any]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--steps", type=int, default=500, help="at least 50")
     arguments = parser.parse_args()
     save({"steps": arguments.steps, "growth": soak(arguments.steps)}, arguments.out)

@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import save
-from lm_head import seconds
+from accelerate import Accelerator
+from common import save, seconds
 from mismatch import (
     SCALE,
     MergedEngine,
     gap,
-    in_own_process,
     make_config,
     perturb,
     prepare_vllm,
@@ -63,16 +62,12 @@ def drift(now: dict[str, Tensor], before: dict[str, Tensor]) -> dict[str, float]
     }
 
 
-def compare(model: Path | str, pairs: int) -> dict[str, Any]:
-    return in_own_process(measure, model, pairs)
-
-
 def measure(model: Path | str, pairs: int) -> dict[str, Any]:
-    """Both ways, in this process."""
+    """Both ways."""
     device, config = prepare_vllm(), make_config(model)
     prompts, tokenizer, stop_tokens = load_prompts(config, show=lambda note: None)
-    policies = {name: make_policy(config, tokenizer, device) for name in ("ours", "trl")}
-    ours: Any = make_engine("vllm", config, stop_tokens)
+    policies = {name: make_policy(config, tokenizer, device, shard=None) for name in ("ours", "trl")}
+    ours: Any = make_engine("vllm", config, stop_tokens, Accelerator())
     engines = {"ours": ours, "trl": MergedEngine(config, policies["trl"])}
     bases = {f"{name}: trainer": frozen(policy.model) for name, policy in policies.items()}
     bases["ours: vLLM"] = frozen(ours._llm.llm_engine.model_executor.driver_worker.model_runner.model)
@@ -113,7 +108,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     model = arguments.model or fetch_model()
-    result = compare(model, arguments.pairs)
+    result = measure(model, arguments.pairs)
     save({"model": model.name, "pairs": arguments.pairs, "threads": torch.get_num_threads()} | result, arguments.out)
 
 

@@ -227,7 +227,7 @@ def compare(
     rollouts = make_rollouts(config)
     trl = make_trl(rollouts, config, device)
     policy, exact = (
-        make_policy(config.model_copy(update={"dtype": name}), trl.processing_class, torch.device(device))
+        make_policy(config.model_copy(update={"dtype": name}), trl.processing_class, torch.device(device), shard=None)
         for name in (dtype, "float32")
     )
     share_adapter(policy, trl.model, exact.model)

@@ -559,7 +559,8 @@ class EvalConfig(Section):
     limit: int | None = Field(None, ge=1)
     """Only the first so many problems of each benchmark."""
     decoding: Literal["training-aligned", "justrl"] = "training-aligned"
-    """Sets temperature and top-p: 1.0 / 1.0, as rollouts in training have them, or 0.7 / 0.9."""
+    """Sets temperature and top-p: 1.0 / 1.0, as rollouts in training have them, or 0.7 / 0.9, the default of the
+    paper's revision."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Data type of the weights."""
     seed: int = Field(0, ge=0, lt=2**31)

@@ -76,14 +76,24 @@ def test_an_update_that_does_not_fit_is_made_in_halves(make_policy, tmp_path, ca
     expected = run_update(policy, completions, objective(), max_tokens=30, token_log=log(policy))
     assert budget.tokens == 30
     assert "memory ran out: from now on micro-batches have at most 30 tokens" in caplog.text
-    assert torch.equal(gradient, expected[0])
-    assert result == expected[2]
-    assert metrics.pop("entropies").sort().values.equal(expected[1].pop("entropies").sort().values)
-    assert metrics == expected[1]
+    # To rounding: the mask's statistics may come from micro-batches of other shapes, whose kernels add up differently.
+    torch.testing.assert_close(gradient, expected[0], rtol=1e-5, atol=1e-6)
+    assert result == pytest.approx(expected[2], rel=2e-6)
+    torch.testing.assert_close(metrics.pop("entropies").sort().values, expected[1].pop("entropies").sort().values)
+    assert metrics == pytest.approx(expected[1], rel=2e-6, abs=1e-7)
     for one in logs:
         one.write(1, TAU_P)
     lines = read_lines(tmp_path / "tokens.jsonl")
-    assert lines[: len(lines) // 2] == lines[len(lines) // 2 :] != []
+    assert lines[: len(lines) // 2] == [roughly(line) for line in lines[len(lines) // 2 :]] != []
+
+
+def roughly(value):
+    """A value whose numbers may be rounded differently."""
+    if isinstance(value, dict):
+        return {key: roughly(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [roughly(part) for part in value]
+    return pytest.approx(value, rel=1e-5) if isinstance(value, float) else value
 
 
 def test_a_pass_without_gradient_is_halved_too(make_policy):

@@ -438,7 +438,9 @@ def recorded(monkeypatch):
 
 def test_a_card_that_is_full_when_vllm_wakes_is_one_line(recorded):
     engine = make_vllm("model", "bfloat16")
-    assert recorded.pop()["max_num_batched_tokens"] == BATCHED_TOKENS  # what the planner counts on
+    options = recorded.pop()
+    assert options["max_num_batched_tokens"] == BATCHED_TOKENS  # what the planner counts on
+    assert options["hf_overrides"] == {"head_dtype": "float32"}  # logits as the trainer's
     engine.sleep()
     engine.wake()
     engine.sleep()

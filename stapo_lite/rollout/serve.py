@@ -9,6 +9,7 @@ key: `VLLM_API_KEY`, or the user's own (`server_engine.api_key`).
 
 import argparse
 import hmac
+import json
 import os
 import re
 import shutil
@@ -24,7 +25,7 @@ import torch
 from stapo_lite.config import Config, load_config, one_line_errors
 from stapo_lite.rollout import check_vllm, resolve_engine
 from stapo_lite.rollout.server_engine import api_key
-from stapo_lite.rollout.vllm_engine import BATCHED_TOKENS, cpu_batched_tokens, served_rank
+from stapo_lite.rollout.vllm_engine import BATCHED_TOKENS, HF_OVERRIDES, cpu_batched_tokens, served_rank
 
 FOLDER = "stapo_lite-uploads-"
 FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -100,7 +101,8 @@ def server_arguments(config: Config, host: str, port: int) -> list[str]:
         arguments += ["--quantization", r.quantization]
     if on_gpu:
         memory = ("--gpu-memory-utilization", str(r.gpu_memory_utilization))
-        return [*arguments, *memory, "--max-num-batched-tokens", str(BATCHED_TOKENS)]
+        head = ("--hf-overrides", json.dumps(HF_OVERRIDES))
+        return [*arguments, *memory, *head, "--max-num-batched-tokens", str(BATCHED_TOKENS)]
     return [
         *arguments,
         *("--enforce-eager", "--kv-cache-memory-bytes", str(int(r.kv_cache_gb * 2**30))),
