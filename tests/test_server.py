@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from conftest import ROOT, SAMPLING, in_two_processes, run, same_metrics
 from test_rollout import (  # noqa: F401
@@ -35,8 +36,9 @@ from test_rollout import (  # noqa: F401
     version,
 )
 
-from stapo_lite.config import InputError, RunError
+from stapo_lite.config import InputError, RunError, load_config
 from stapo_lite.rollout import server_engine
+from stapo_lite.rollout.serve import server_arguments
 from stapo_lite.rollout.server_engine import ServerEngine
 from stapo_lite.tracking import read_metrics
 
@@ -354,3 +356,11 @@ def test_a_run_that_samples_ahead(served, tmp_path):
     assert all(m["lag_mean"] <= m["lag_max"] for m in metrics)
     assert metrics[1]["sampler_gap_mean"] > 1e-5 > metrics[0]["sampler_gap_mean"]  # the adapters' difference, corrected
     assert metrics[0]["updates"] == 2
+
+
+def test_what_a_server_on_a_card_is_started_with(write_config, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    arguments = server_arguments(load_config(write_config()), "127.0.0.1", 8000)
+    assert json.loads(arguments[arguments.index("--hf-overrides") + 1]) == {"head_dtype": "float32"}
+    assert arguments[arguments.index("--max-num-batched-tokens") + 1] == "8192"
+    assert arguments[arguments.index("--logprobs-mode") + 1] == "processed_logprobs"

@@ -35,7 +35,7 @@ BATCHED_TOKENS = 8192
 know."""
 HF_OVERRIDES = {"head_dtype": "float32"}
 """On a GPU vLLM takes the logits in fp32, as the trainer does. Rounded to bf16 they add a fifth to the gap between the
-two (docs/results.md). A CPU would cast the head at every step: a quarter more time for a rollout."""
+two (docs/results.md). A CPU would cast the head at every step: 40 % more time per token."""
 ALLOWED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vllm.config.lora.MaxLoRARanks
 
 
