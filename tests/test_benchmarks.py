@@ -73,7 +73,7 @@ def test_seeds_belong_to_the_sample(tmp_path):
     )
     seeds = {p.seed(run, k) for p in (first, second) for run in (0, 1) for k in range(100)}
     assert len(seeds) == 400
-    assert all(0 <= seed < 2**31 for seed in seeds)
+    assert all(0 <= seed < 2**63 for seed in seeds)
     assert first.seed(0, 7) == first.seed(0, 7)
 
 

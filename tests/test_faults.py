@@ -169,7 +169,6 @@ def test_an_update_that_is_not_finite_is_skipped(write_config, user_reward, tmp_
     assert metrics[-1]["learning_rate"] in (pytest.approx(0.004), pytest.approx(0.005))  # whichever came last
     saved = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
     assert all(value.isfinite().all() for value in saved.values())
-    assert read_state(tmp_path / "run" / "checkpoint-4")["progress"]["updates"] == 4
 
 
 def test_too_many_skipped_updates_end_the_run(write_config, user_reward, tmp_path, monkeypatch, capsys):
@@ -180,7 +179,7 @@ def test_too_many_skipped_updates_end_the_run(write_config, user_reward, tmp_pat
     assert "5 updates in a row had a loss or gradient that is not finite (train.max_skipped_updates)" in error
     newest = list_checkpoints(tmp_path / "run")[-1]
     assert read_state(newest)["progress"] | {"tau_p": 0} == {
-        "tau_p": 0, "step": 2, "updates": 0, "prompts_drawn": 8, "halvings": 0, "skipped_in_a_row": 4
+        "tau_p": 0, "step": 2, "prompts_drawn": 8, "halvings": 0, "skipped_in_a_row": 4
     }  # fmt: skip
 
 
@@ -201,7 +200,7 @@ def test_a_reward_function_that_keeps_failing_ends_the_run_with_a_checkpoint(
     assert "reward.functions=parity:even: raised ConnectionError: judge is down; it failed on 2 batches in" in error
     metrics = read_metrics(tmp_path / "run")
     assert [m["reward"] is None for m in metrics] == [False, False, True]
-    assert [m["updates"] for m in metrics] == [2, 2, 0]
+    assert [m["updates"] > 0 for m in metrics] == [True, True, False]
     assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["checkpoint-3"]
 
 
