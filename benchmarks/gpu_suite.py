@@ -76,7 +76,8 @@ def ballast(leave: int) -> Iterator[None]:
     command = [sys.executable, "-c", f"{code}; sys.stdin.read()", str(max(1, size))]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        process.stdout.readline()
+        if not process.stdout.readline():
+            raise SystemExit(f"error: no ballast of {size / 2**30:.1f} GiB could be held")
         try:
             yield
         finally:
@@ -139,7 +140,7 @@ def run_config(name: str, gpu_memory: int, scratch: Path) -> dict[str, Any]:
         "seconds": seconds,
         "rollout tokens per second": tokens / metrics[-1]["seconds_rollout"],
         "update tokens per second": tokens / metrics[-1]["seconds_update"],
-        "steps": metrics,
+        "steps": [m | {"peak_memory_gb": m["peak_memory_gb"] - watch.base / GIB} for m in metrics],
     }
 
 

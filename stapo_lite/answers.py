@@ -49,12 +49,18 @@ _SPELLINGS = [
         (r"(?<=[\d.])\s*(?:\\times|\\cdot|\*|x|×|·)\s*10\s*\^\s*\{?\s*([+-]?\d+)\s*\}?", r"\\times 10^{\1}"),  # noqa: RUF001
         (r"(?<![a-zA-Z\\])np\.", r"\\"),  # np.arcsin (Minerva)
         (r"(?<=\d)\.(?=/)", ""),  # -3./2 (Minerva)
-        (r",?\s*(?:\\text\{\s*)?(?:for (?:all|every|any|each)\b|\\forall).*$", ""),  # f(n)=n for all n (OlympiadBench)
+        (r"(?<![\w.^{(])(\d+)/(\d+)(?=\s*\\(?:pi|sqrt)|\s+[a-z](?![a-z]))", r"\\frac{\1}{\2} "),  # 1/2 x, not 1/(2 x)
+        # f(n)=n for all n; 2 \pi k, k \in \mathbb{Z} (OlympiadBench)
+        (r",?\s*(?:\\text\{\s*)?(?:for (?:all|every|any|each)\b|\\forall).*$|,\s*[a-z]\s*\\in\s*\\mathbb.*$", ""),
     )
 ]
 _UNIT = re.compile(  # \text{ cm}^2, \mathrm{~erg} / \mathrm{s}, ^\circ
     r"(?<=[^\s=,^_({\[+\-])(?:(?:\\[,;: ]|[\s~])*(?:(?:/|\\cdot|\\mu)\s*)?\\text\{(?:[^{}]|\{[^{}]*\})*\}"
     r"(?:\s*\^\s*\{?-?\d+\}?)?)+$|\s*(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degree|°)$"
+)
+_UNIT_SYMBOL = "[kcmnpMG]?(?:m|g|s|eV|Hz|J|N|W|Pa|V|A|K|C|T|L|pc|mol)|erg|h|ft|in|mph|dollars?|people"
+_PLAIN_UNIT = re.compile(  # 3 m/s^2, 4.5e33 erg/s, 310 K (Minerva)
+    rf"(?<=[\d}}])\s+(?:(?:{_UNIT_SYMBOL})(?:\^\{{?-?\d\}}?)?(?:\s*[/·]\s*|\s+|$))+$"
 )
 _DECIMAL = re.compile(
     r"(?P<sign>[+-]?)(?P<digits>(?:[1-9]\d{0,2}(?:[ ,]\d{3})+|\d+)(?:\.\d*)?|\.\d+)"
@@ -62,9 +68,6 @@ _DECIMAL = re.compile(
 )
 _FRACTION = re.compile(  # \frac{1}{2}, 1\frac{1}{2}, 1/2, 1 1/2
     r"(?P<sign>[+-]?)(?:(?P<whole>\d*)\\frac\{(?P<a>[+-]?\d+)\}\{(?P<b>\d+)\}|(?:(?P<w>\d+) )?(?P<c>\d+)/(?P<d>\d+))"
-)
-_STATED = re.compile(  # the last "answer is (1, 2)." in plain words (GSM8K, base models)
-    r"(?is).*\banswer(?:\s+is|\s*:)[\s:*]*([^\n$]+?)[.*]*(?:\s+I hope[^\n]*)?\s*$"
 )
 _PROSE = re.compile(r"\\[(\[]|(?<![\\a-zA-Z])[^\W\d_]{4,}|[^\W\d_]{2,}\s+[^\W\d_]{2,}|=")
 _WORD = re.compile("[a-zA-Z]{4,}")
@@ -118,12 +121,20 @@ def final_answer(response: str, finished: bool = True) -> str | None:
         return None
     text = re.sub(r"([\u3040-\u9fff\uff00-\uffef])", r" \1 ", response[-TAIL:])  # Chinese sets no spaces around numbers
     text = re.sub(r"(?<!\$)\$[ \t]*\n[^$]*\n[ \t]*\$(?!\$)", " ", text)  # $ $ is within a line, as in Markdown
-    if (stated := _STATED.search(text)) and not _PROSE.search(stated[1]):
-        return stated[1].strip(" *")
+    if stated := _stated(text):
+        return stated
     as_written = LatexExtractionConfig(normalization_config=NormalizationConfig(False, boxed="none"))
     found = parse(text, [as_written, ExprExtractionConfig()], extraction_mode="first_match", parsing_timeout=None)
     answer = str(found[-1]).strip(" *.") if found else ""
     return (answer if "(" in answer else answer.rstrip(")")) or None
+
+
+def _stated(text: str) -> str | None:
+    """What ends a response after its last "answer is" or "answer:", in plain words (GSM8K, base models)."""
+    *_, last = [None, *re.finditer(r"(?i)\banswer(?:\s+is|\s*:)", text)]
+    stated = text[last.end() :].strip(" \n:*") if last else ""
+    stated = stated.partition("I hope")[0].strip(" .*")
+    return stated if not re.search(r"[\n$]", stated) and not _PROSE.search(stated) else None
 
 
 def _boxes(text: str) -> list[tuple[int, int, str]]:
@@ -143,8 +154,9 @@ def _boxes(text: str) -> list[tuple[int, int, str]]:
 def _is_list(gap: str) -> bool:
     """Whether the boxes on both sides of a gap make up a list: punctuation, `and`, `or`, a label between them."""
     gap = re.sub(r"\\(?:text\s*\{([^{}]*)\}|q?quad|[()\[\],;: ])|\$", lambda match: f" {match[1] or ''} ", gap)
-    pattern = rf"\s*(?:[,;]?|[^.!?:\n]{{,40}}?\b(?:and|or)\b)\s*(?:{_NAME}\s*=)?\s*"
-    return re.fullmatch(pattern, gap) is not None
+    gap = " ".join(gap.split())
+    pattern = rf"(?:[,;]?|[^.!?:]{{,40}}?\b(?:and|or)\b) ?(?:{_NAME} ?=)?"
+    return len(gap) <= 80 and re.fullmatch(pattern, gap) is not None
 
 
 def canonical(answer: str) -> str:
@@ -185,7 +197,9 @@ def _respell(text: str) -> str:
 def _key(text: str) -> str:
     """What is compared letter by letter: without markup that shows nothing."""
     text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
-    text = re.sub(r"\\(?:left|right|[bB]ig+[lr]?)(?![a-zA-Z])|\\[,;:! ]|[\s~]", "", text)
+    text = re.sub(r"\\(?:left|right|[bB]ig+[lr]?)(?![a-zA-Z])|\\!", "", text)
+    text = re.sub(r"\\[,;: ]|~", " ", text)
+    text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)  # `1 1/2` is not `11/2`
     text = re.sub(r"^\(([A-Z])\)$", r"\1", text)  # a choice
     return re.sub(r"([_^])\{(\w)\}", r"\1\2", text)
 
@@ -217,8 +231,8 @@ def _equal(gold: str, answer: str, ordered: bool, tolerance: Fraction) -> bool:
 def _one_value(text: str) -> str:
     r"""The exact side of `\frac{1}{3} \approx 0.33`, and the number in `x \approx 0.33`: an answer of many values must
     not be right for each."""
-    first, *others = re.split(r"\\(?:approx|simeq)(?![a-zA-Z])|≈", text)
-    return others[-1].strip() if others and _has_letters(first.rpartition("=")[2]) else first.strip()
+    first, *others = (side.strip() for side in re.split(r"\\(?:approx|simeq)(?![a-zA-Z])|≈", text))
+    return others[-1] if others and (not first or _has_letters(first.rpartition("=")[2])) else first
 
 
 def _without_labels(gold: str, answer: str) -> tuple[str, str]:
@@ -243,7 +257,7 @@ class _Number(NamedTuple):
 
 
 def _number(text: str, units: bool) -> _Number | None:
-    text = _UNIT.sub("", text) if units else text
+    text = _PLAIN_UNIT.sub("", _UNIT.sub("", text)) if units else text
     text = re.sub(r"\\!\s*|\{(?=,\})|(?<=,)\}", "", text)  # thousands: 12,\!345 and 12{,}345
     text = re.sub(r"(?<![\d,])\s+|\s+(?!\d)", "", re.sub(r"\\[,;: ]|~", " ", text).strip().removeprefix(r"\$"))
     digits = math.inf
@@ -264,8 +278,13 @@ def _close(a: _Number, b: _Number, tolerance: Fraction) -> bool:
     """Equal, or a decimal of six significant digits or more that gives a fraction whose decimals do not end."""
     difference = abs(a.value - b.value)
     exact, decimal = sorted((a, b), key=lambda number: -number.digits)
-    rounded = decimal.digits >= 6 and exact.digits == math.inf and exact.value.denominator > 1
+    rounded = decimal.digits >= 6 and exact.digits == math.inf and not _ends(exact.value)
     return difference <= tolerance or (rounded and difference <= SAME * abs(exact.value))
+
+
+def _ends(value: Any) -> bool:
+    """Whether the decimals of a fraction end."""
+    return 10 ** value.denominator.bit_length() % value.denominator == 0
 
 
 def _parts(text: str) -> list[str]:
@@ -303,7 +322,9 @@ def _symbolic(gold: str, answer: str, units: bool, tolerance: Fraction) -> bool:
         numbers = getattr(a, "is_number", False) and getattr(b, "is_number", False)
         if numbers and (tolerance or a.has(Float) or b.has(Float)):
             a, b = a.doit(), b.doit()  # math-verify rounds to six decimals, so that small numbers are all alike
-            return bool(abs((a - b).evalf(30)) <= max(float(tolerance), float(SAME) * abs(a.evalf(30))))
+            exact = [x for x in (a, b) if x.is_Rational and _ends(Fraction(int(x.p), int(x.q)))]
+            relative = 1e-12 if exact else float(SAME)
+            return bool(abs((a - b).evalf(30)) <= max(float(tolerance), relative * abs(a.evalf(30))))
         return bool(verify(a, b, allow_set_relation_comp=True, timeout_seconds=None))
     except Exception:  # sympy raises what it likes
         return False

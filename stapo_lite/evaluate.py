@@ -61,7 +61,8 @@ def evaluate(config: EvalConfig) -> dict[str, Any] | None:
     # Processes may finish sampling hours apart.
     state = PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=7))
     check_launched(state.num_processes)
-    warn_of_unused_card()
+    if state.is_main_process:
+        warn_of_unused_card()
     r = config.rollout
     engine_name = resolve_engine(r.engine)
     if engine_name == "vllm":

@@ -63,20 +63,23 @@ class MathGrader:
         def grade_one(question: Question) -> Verdict:
             sandbox = self._idle.get()
             try:
-                if sandbox.start():  # the parser is loaded before the clock runs
-                    sandbox.call(asdict(Question("1/2", "it is $\\sqrt{2}$")))
-            except SandboxError as error:
-                self._idle.put(sandbox)
-                raise RunError(f"the grading process did not start ({error})") from error
-            try:
-                return Verdict(*sandbox.call(asdict(question) | {"gold": str(question.gold)}, timeout=self._timeout))
-            except SandboxError:
-                return Verdict(False, UNREADABLE)
+                return self._judge(sandbox, question)
             finally:
                 self._idle.put(sandbox)
                 on_verdict()
 
         return list(self._threads.map(grade_one, questions))
+
+    def _judge(self, sandbox: Sandbox, question: Question) -> Verdict:
+        try:
+            if sandbox.start():  # the parser is loaded before the clock runs
+                sandbox.call(asdict(Question("1/2", "it is $\\sqrt{2}$")))
+        except SandboxError as error:
+            raise RunError(f"the grading process did not start ({error})") from error
+        try:
+            return Verdict(*sandbox.call(asdict(question) | {"gold": str(question.gold)}, timeout=self._timeout))
+        except SandboxError:
+            return Verdict(False, UNREADABLE)
 
     def close(self) -> None:
         """Stop the processes."""

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -57,14 +58,18 @@ class Sandbox:
         if self._process is not None:
             return False
         self._connection, theirs = Pipe()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "stapo_lite.sandbox", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # a group of its own, with what it starts
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )
-        theirs.close()
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "stapo_lite.sandbox", str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,  # a group of its own, with what it starts
+                    env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                )
+            except OSError as error:
+                self._connection.close()
+                raise SandboxError(f"no process can be started ({error.strerror})") from None
         try:
             self._ask(self.function, self.timeout)
         except SandboxError:
@@ -168,12 +173,18 @@ def serve(connection: Connection) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Python's own numbers and lists in place of numpy's and torch's, which the parent may lack."""
+    """Python's own numbers, texts and lists; NaN for what is none of them. The parent must not import the user's or
+    numpy's types to read it."""
     if hasattr(value, "tolist"):
         value = value.tolist()
-    if value is None or isinstance(value, str | bool | int | float):
+    if value is None or type(value) in (str, bool, int, float):
         return value
-    return [_plain(part) for part in value]
+    if isinstance(value, str):
+        return str(value)
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return [_plain(part) for part in value] if isinstance(value, Iterable) else math.nan
 
 
 def _describe(error: Exception) -> str:

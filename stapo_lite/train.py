@@ -481,7 +481,9 @@ def make_accelerator(config: Config) -> Accelerator:
             raise InputError(f"log.report_to: {name} is not installed; pip install {name}")
     # Micro-batches of many shapes would leave holes that no other shape fits. Read once, before CUDA starts. vLLM up to
     # 0.30 looks at the old name only, and must know what torch is told.
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True"))
+    if "PYTORCH_ALLOC_CONF" in os.environ:
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = os.environ["PYTORCH_ALLOC_CONF"]
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     on_cpu = not torch.accelerator.is_available()  # several processes on a CPU need to be told so
     patience = InitProcessGroupKwargs(timeout=timedelta(days=7))  # processes may finish sampling hours apart
     accelerator = Accelerator(
@@ -492,7 +494,8 @@ def make_accelerator(config: Config) -> Accelerator:
     if on_cpu and accelerator.num_processes == 1 and torch.get_num_threads() == 1 < cores:
         print(f"running on 1 of {cores} cores: accelerate launch --num_cpu_threads_per_process {cores} uses all")
     check_launched(accelerator.num_processes)
-    warn_of_unused_card()
+    if accelerator.is_main_process:
+        warn_of_unused_card()
     return accelerator
 
 

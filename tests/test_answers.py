@@ -141,6 +141,12 @@ EQUAL = [
     (r"1+\sqrt{3} i", r"1+i\sqrt{3}"),
     (r"\ln 2 + i\pi / 3", r"\ln 2+\frac{i\pi}{3}"),
     ("2+3i", "3i+2"),
+    ("310", "310 K"),
+    ("4.5e33", "4.5e33 erg/s"),
+    ("10", "10 m/s^2"),
+    (r"\frac{2\pi}{3}", r"2/3 \pi"),
+    (r"2\pi k", r"2k\pi, k \in \mathbb{Z}"),
+    ("5", r"\approx 5"),
 ]
 DIFFERENT = [
     ("48 / 2 = <<48/2=24>>24 clips in May,\n48 + 24 = 72 in all.\n#### 72", "24"),
@@ -210,6 +216,13 @@ DIFFERENT = [
     (r"\frac{37}{4} m", r"\frac{37}{4}"),
     ("16", "32/3"),
     ("C", "(C) (D)"),
+    ("11/2", "1 1/2"),
+    ("56", "5 6"),
+    ("12", r"1\,2"),
+    (r"\frac12", "0.5000001"),
+    ("10^{7}", "10000001.0"),
+    ("2^{20}", "1048577.0"),
+    ("2", "2x"),
     ("42", ""),
 ]
 
@@ -458,13 +471,23 @@ def test_no_gold_matches_a_perturbed_value(name, every):
 
 
 @pytest.mark.parametrize(
-    "text", ["{" * 20_000, "(" * 20_000, " " * 20_000, r"\boxed{" * 3000, "5" + r" \text{a}" * 30 + "!x"]
+    "text",
+    [
+        *("{" * 20_000, "(" * 20_000, " " * 20_000, r"\boxed{" * 3000, "5" + r" \text{a}" * 30 + "!x"),
+        *(
+            "answer is a " * 500,
+            "the answer is" + " " * 4000,
+            "答案是很多的字" * 600,
+            "The answer is the answer is " * 150,
+        ),
+        r"\boxed{1}" + "\n" * 3000 + r"! \boxed{2}",
+    ],
 )
 def test_hostile_text_is_read_quickly(text):
     """What is slow all the same ends with its worker."""
     started = time.monotonic()
     assert not equivalent("5", text)
     assert not equivalent(text, "5")
-    final_answer(text, finished=False)
+    final_answer(text)
     canonical(text)
     assert time.monotonic() - started < 5

@@ -94,18 +94,27 @@ def test_a_process_that_dies_is_replaced(tmp_path, monkeypatch):
     sandbox.close()
 
 
-def test_processes_do_not_import_the_trainer():
-    """Replacing one is quick, and many of them small."""
-    sandbox = Sandbox("stapo_lite.answers:grade", GENEROUS, 1 << 30)
-    try:
-        sandbox.start()
-        code = (
-            "import sys, stapo_lite.answers, stapo_lite.sandbox; print({'torch', 'stapo_lite.train'} & {*sys.modules})"
-        )
-        assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
-        assert sandbox.call({"gold": "4", "response": "4", "finished": True, "ordered": False, "tolerance": 0.0})[0]
-    finally:
-        sandbox.close()
+def test_processes_do_not_import_the_trainer(tmp_path, monkeypatch):
+    """Replacing one is quick, and many of them are small."""
+    (tmp_path / "look.py").write_text(
+        "import sys, stapo_lite.answers\ndef f(): return sorted({'torch', 'peft', 'sympy'} & {*sys.modules})\n", "utf-8"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sandbox = Sandbox("look:f", GENEROUS, 1 << 30)
+    assert sandbox.call({}) == ["sympy"]
+    sandbox.close()
+
+
+def test_a_machine_that_starts_no_process_is_named_and_leaves_nothing_waiting(monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    grader = MathGrader(timeout=GENEROUS, num_workers=1)
+    for _ in range(2):
+        with pytest.raises(RunError, match=r"did not start \(no process can be started \(Resource temporarily"):
+            grade(grader, ("4", r"\boxed{4}"))
+    grader.close()
 
 
 def test_a_grading_process_that_cannot_start_ends_the_run(monkeypatch):
@@ -263,7 +272,7 @@ FAULTS = {
     "is killed": ("os.kill(os.getpid(), 9)", "ended its process with status -9"),
     "too few": ("return [1.0]", "returned 1 values, not 2"),
     "no list": ("return 3", "returned 3, not a list"),
-    "nothing that can be sent": ("return [sys]", "raised TypeError: 'module' object is not iterable"),
+    "no numbers at all": ("return [sys, {}]", "returned no finite number"),
     "no numbers": ("return ['a', float('nan')]", "returned no finite number"),
     "out of range": ("return [1e31, -float('inf')]", "returned no finite number"),
 }
@@ -350,6 +359,15 @@ def test_single_values_that_are_no_numbers_are_not_judged(user_function, caplog)
     function = user_function("return [float('nan'), 2]")
     assert function([completion("a"), completion("b")], 0) == [None, 2.0]
     assert "1 of 2 values are no finite numbers, their completions not judged" in caplog.text
+
+
+def test_numbers_of_other_types(user_function):
+    """They come back as Python's own: the trainer does not import the user's module, or numpy."""
+    body = (
+        "import enum, fractions, decimal; Own = enum.IntEnum('Own', 'one two'); Sub = type('Sub', (float,), {}); "
+        "return [Own.two, fractions.Fraction(1, 4), decimal.Decimal('0.5'), Sub(3), sys]"
+    )
+    assert user_function(body)([completion("a")] * 5, 0) == [2.0, 0.25, 0.5, 3.0, None]
 
 
 def test_a_functions_draws_follow_from_the_seed(user_function):

@@ -1,6 +1,7 @@
 """The engines against the trainer: vLLM for real (its CPU build), in float32 and bfloat16."""
 
 import itertools
+import json
 import re
 import shutil
 from contextlib import nullcontext
@@ -17,7 +18,7 @@ from stapo_lite.config import PROJECTIONS, InputError, RunError
 from stapo_lite.plan import as_json, model_sizes
 from stapo_lite.rollout import Decoding, check_vllm, resolve_engine
 from stapo_lite.rollout.transformers_engine import TransformersEngine
-from stapo_lite.rollout.vllm_engine import _ADAPTERS, BATCHED_TOKENS
+from stapo_lite.rollout.vllm_engine import _ADAPTERS, BATCHED_TOKENS, hf_overrides
 from stapo_lite.types import Prompt
 
 PROMPTS = [Prompt("", [10 + (7 * i + 3 * t) % 250 for t in range(5 + 9 * i)], answer="") for i in range(3)]
@@ -423,7 +424,7 @@ def recorded(monkeypatch):
 
         def wake_up(self, tags=None):
             calls.append("wake")
-            if calls.count("wake") == 2:
+            if calls.count("wake") >= 2:
                 raise RuntimeError("CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:62")
 
         def shutdown(self):
@@ -436,8 +437,8 @@ def recorded(monkeypatch):
     return calls
 
 
-def test_a_card_that_is_full_when_vllm_wakes_is_one_line(recorded):
-    engine = make_vllm("model", "bfloat16")
+def test_a_card_that_is_full_when_vllm_wakes_is_one_line(recorded, tiny_model):
+    engine = make_vllm(tiny_model, "bfloat16")
     options = recorded.pop()
     assert options["max_num_batched_tokens"] == BATCHED_TOKENS  # what the planner counts on
     assert options["hf_overrides"] == {"head_dtype": "float32"}  # logits as the trainer's
@@ -446,13 +447,23 @@ def test_a_card_that_is_full_when_vllm_wakes_is_one_line(recorded):
     engine.sleep()
     with pytest.raises(RunError, match=r"lower rollout.gpu_memory_utilization, or set train.park_trainer=true"):
         engine.wake()
-    assert recorded == ["sleep 1", "wake", "sleep 1", "wake"]
+    engine.close()  # ends it all the same
+    assert recorded == ["sleep 1", "wake", "sleep 1", "wake", "wake", "shutdown"]
 
 
-def test_a_sleeping_vllm_is_woken_before_it_ends(recorded):
+def test_a_sleeping_vllm_is_woken_before_it_ends(recorded, tiny_model):
     """Else the next engine of the process does not get its memory."""
-    engine = make_vllm("model", "bfloat16")
+    engine = make_vllm(tiny_model, "bfloat16")
     recorded.clear()
     engine.sleep()
     engine.close()
     assert recorded == ["sleep 1", "wake", "shutdown"]
+
+
+def test_a_quantised_head_keeps_its_type(tiny_model, tmp_path):
+    assert hf_overrides(str(tiny_model), "bitsandbytes") == {"head_dtype": "float32"}
+    assert hf_overrides(str(tiny_model), "fp8") == {}
+    config = json.loads((tiny_model / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert hf_overrides(str(tmp_path), None) == {}

@@ -483,7 +483,8 @@ def test_no_two_runs_or_samples_share_a_seed():
     [
         ({}, "expandable_segments:True"),
         ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "a:1", "PYTORCH_ALLOC_CONF": "b:2"}, "a:1"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "a:1", "PYTORCH_ALLOC_CONF": "b:2"}, "b:2"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "a:1"}, "a:1"),
     ],
 )
 def test_the_allocators_settings_under_the_name_that_vllm_reads(write_config, monkeypatch, given, expected):
@@ -497,6 +498,8 @@ def test_the_allocators_settings_under_the_name_that_vllm_reads(write_config, mo
 
 
 def test_a_card_that_torch_cannot_use_is_named(write_config, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr("stapo_lite.lifecycle.NVIDIA_DRIVER", tmp_path / "none")
     train_module.make_accelerator(load_config(write_config()))
     assert "NVIDIA" not in caplog.text
     (tmp_path / "version").touch()
@@ -506,6 +509,7 @@ def test_a_card_that_torch_cannot_use_is_named(write_config, tmp_path, monkeypat
 
 
 def test_the_cards_memory_is_what_is_held(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert train_module.card_memory() is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10 * 2**30, 24 * 2**30))

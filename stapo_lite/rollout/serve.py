@@ -25,7 +25,7 @@ import torch
 from stapo_lite.config import Config, load_config, one_line_errors
 from stapo_lite.rollout import check_vllm, resolve_engine
 from stapo_lite.rollout.server_engine import api_key
-from stapo_lite.rollout.vllm_engine import BATCHED_TOKENS, HF_OVERRIDES, cpu_batched_tokens, served_rank
+from stapo_lite.rollout.vllm_engine import BATCHED_TOKENS, cpu_batched_tokens, hf_overrides, served_rank
 
 FOLDER = "stapo_lite-uploads-"
 FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -101,7 +101,7 @@ def server_arguments(config: Config, host: str, port: int) -> list[str]:
         arguments += ["--quantization", r.quantization]
     if on_gpu:
         memory = ("--gpu-memory-utilization", str(r.gpu_memory_utilization))
-        head = ("--hf-overrides", json.dumps(HF_OVERRIDES))
+        head = ("--hf-overrides", json.dumps(hf_overrides(r.model or config.model, r.quantization)))
         return [*arguments, *memory, *head, "--max-num-batched-tokens", str(BATCHED_TOKENS)]
     return [
         *arguments,

@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 
 from stapo_lite.batching import out_of_memory
 from stapo_lite.config import InputError, RunError, one_line
-from stapo_lite.policy import Policy
+from stapo_lite.policy import Policy, load_model_config
 from stapo_lite.rollout import Decoding, Sampling
 from stapo_lite.types import Completion, Prompt
 
@@ -33,15 +33,22 @@ logger = logging.getLogger(__name__)
 BATCHED_TOKENS = 8192
 """Tokens that vLLM prefills at a time on a GPU. Its own default doubles from 70 GiB on, which the planner would not
 know."""
-HF_OVERRIDES = {"head_dtype": "float32"}
-"""On a GPU vLLM takes the logits in fp32, as the trainer does. Rounded to bf16 they add a fifth to the gap between the
-two (docs/results.md). A CPU would cast the head at every step: 40 % more time per token."""
 ALLOWED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vllm.config.lora.MaxLoRARanks
 
 
 def served_rank(lora_r: int) -> int:
     """The smallest `max_lora_rank` that serves adapters of this rank."""
     return next(rank for rank in ALLOWED_RANKS if rank >= lora_r)
+
+
+def hf_overrides(model: str, quantization: str | None) -> dict[str, str]:
+    """Changes of the model's config on a GPU: logits in fp32, as the trainer's.
+
+    Rounded to bf16 they add a fifth to the gap between the two (docs/results.md). vLLM refuses it for a quantised head;
+    a CPU would cast the head at every step, which takes 40 % more time per token.
+    """
+    plain = quantization in (None, "bitsandbytes") and not hasattr(load_model_config(model), "quantization_config")
+    return {"head_dtype": "float32"} if plain else {}
 
 
 def cpu_batched_tokens(max_model_len: int) -> int:
@@ -87,7 +94,7 @@ class VLLMEngine:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
         # Both speak while vLLM is imported, before it reads its own level: of a Triton that no CPU needs.
-        logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+        logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
         from vllm import LLM, SamplingParams
         from vllm.platforms import current_platform
@@ -107,7 +114,7 @@ class VLLMEngine:
             placement |= {"enable_chunked_prefill": False, "max_num_batched_tokens": cpu_batched_tokens(max_model_len)}
         else:
             torch.cuda.synchronize()  # vLLM goes on in a stream of its own, up to 0.29 without waiting
-            placement |= {"max_num_batched_tokens": BATCHED_TOKENS, "hf_overrides": HF_OVERRIDES}
+            placement |= {"max_num_batched_tokens": BATCHED_TOKENS, "hf_overrides": hf_overrides(model, quantization)}
             if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # an engine per process, each on its process's card
                 placement["distributed_executor_backend"] = "external_launcher"
         lora: dict[str, Any] = {}
@@ -291,9 +298,11 @@ class VLLMEngine:
 
     def _shut_down(self) -> None:
         if self._llm is not None:
-            with suppress(Exception):  # it may be what failed
-                if self._asleep:  # memory that is still given back would stay so for the next engine of the process
+            if self._asleep:  # memory that is still given back would stay so for the next engine of the process
+                torch.cuda.empty_cache()
+                with suppress(Exception):
                     self._llm.wake_up()
+            with suppress(Exception):  # it may be what failed
                 self._engine.engine_core.shutdown()
         self._asleep = False
         self._llm = None
