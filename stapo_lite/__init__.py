@@ -31,7 +31,7 @@ _MODULES = {"compare": "audit", "load_config": "config", "load_eval_config": "co
 
 
 class _Package(ModuleType):
-    """Imports a function when it is asked for: reward workers have no use for torch."""
+    """Imports a function when it is asked for: a sandbox has no use for torch."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in __all__:

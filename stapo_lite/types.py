@@ -16,12 +16,12 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-if TYPE_CHECKING:  # torch is slow to import, and reward workers need none
+if TYPE_CHECKING:  # torch is slow to import, and sandboxes need none
     from torch import Tensor
 
 
 def derived_seed(*parts: object) -> int:
-    """A seed of 63 bits that follows from its parts: no two runs or samples share a generator's stream."""
+    """A seed of 63 bits that follows from its parts. Generators of 32 bits take its remainder."""
     return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:8]) >> 1
 
 
