@@ -70,8 +70,7 @@ _FRACTION = re.compile(  # \frac{1}{2}, 1\frac{1}{2}, 1/2, 1 1/2
     r"(?P<sign>[+-]?)(?:(?P<whole>\d*)\\frac\{(?P<a>[+-]?\d+)\}\{(?P<b>\d+)\}|(?:(?P<w>\d+) )?(?P<c>\d+)/(?P<d>\d+))"
 )
 _PROSE = re.compile(r"\\[(\[]|(?<![\\a-zA-Z])[^\W\d_]{4,}|[^\W\d_]{2,}\s+[^\W\d_]{2,}|=")
-_WORD = re.compile("[a-zA-Z]{4,}")
-_LETTER_OR_BASE = re.compile(r"[a-zA-Z]|[0-9A-Z]+_(?:\d|\{\d+\})")  # C; 52_8
+_LITERAL = re.compile(r"[a-zA-Z]|[a-zA-Z]{4,}|[0-9A-Z]+_(?:\d|\{\d+\})")  # C; ellipse; 52_8
 _NAME = r"[A-Za-z](?:_\w|_\{[^{}]*\})?(?:\s*\([^()=]*\))?"
 _LABELLED = re.compile(rf"({_NAME})\s*=([^=<>]*)")  # x = 5, f(x) = 2x
 _GREEK = (
@@ -211,14 +210,13 @@ def _equal(gold: str, answer: str, ordered: bool, tolerance: Fraction) -> bool:
     if _key(gold) == _key(answer):
         return True
     gold, answer = _without_labels(_one_value(gold), _one_value(answer))
-    if _WORD.fullmatch(_key(gold)):
-        return _key(gold).casefold() == _key(answer).casefold()
-    if any(_LETTER_OR_BASE.fullmatch(_key(text)) for text in (gold, answer)):
-        return _key(gold) == _key(answer)
+    a, b = _key(gold), _key(answer)
+    if _LITERAL.fullmatch(a) or _LITERAL.fullmatch(b):
+        return a == b or (len(a) > 3 and a.casefold() == b.casefold())
     units = not _has_letters(gold)
-    a, b = _number(gold, units), _number(answer, units)
-    if a and b:
-        return _close(a, b, tolerance)
+    numbers = _number(gold, units), _number(answer, units)
+    if numbers[0] and numbers[1]:
+        return _close(numbers[0], numbers[1], tolerance)
     golds, answers = _parts(gold), _parts(answer)
     if len(golds) == len(answers) > 1 and _equal_lists(golds, answers, ordered, tolerance):
         return True
