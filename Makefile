@@ -46,7 +46,7 @@ quickstart: install  ## fetch a small model, train it on sums, show what it lear
 	rm -rf runs/quickstart
 	$(LAUNCH) -m stapo_lite.train configs/quickstart.yaml
 
-test: install-dev  ## the suite, under ten minutes on two cores
+test: install-dev  ## the suite, a quarter of an hour on two quiet cores
 	OMP_NUM_THREADS=1 GOMP_SPINCOUNT=3000 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-all: install-dev  ## with the slow tests
