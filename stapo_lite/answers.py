@@ -129,7 +129,7 @@ def final_answer(response: str, finished: bool = True) -> str | None:
 
 
 def _stated(text: str) -> str | None:
-    """What ends a response after its last "answer is" or "answer:", in plain words (GSM8K, base models)."""
+    """The end of a response after its last "answer is" or "answer:", in plain words (GSM8K, base models)."""
     *_, last = [None, *re.finditer(r"(?i)\banswer(?:\s+is|\s*:)", text)]
     stated = text[last.end() :].strip(" \n:*") if last else ""
     stated = stated.partition("I hope")[0].strip(" .*")
@@ -194,7 +194,7 @@ def _respell(text: str) -> str:
 
 
 def _key(text: str) -> str:
-    """What is compared letter by letter: without markup that shows nothing."""
+    """A text without the markup that shows nothing, to be compared letter by letter."""
     text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
     text = re.sub(r"\\(?:left|right|[bB]ig+[lr]?)(?![a-zA-Z])|\\!", "", text)
     text = re.sub(r"\\[,;: ]|~", " ", text)
