@@ -6,10 +6,12 @@ import math
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 
 import common
+import compare_commits
 import gpu_suite
 import pytest
 from conftest import ROOT
@@ -25,6 +27,11 @@ def check_audit(result):
         assert 0 < result[name]["share_of_step_median"] <= result[name]["share_of_step_largest"]
         assert result[name]["bytes_per_step"] > 0
     assert result["many candidates"]["candidates_per_step"] > result["config"]["candidates_per_step"]
+
+
+def check_compare_commits(result):
+    assert re.fullmatch("[0-9a-f]{40}", result["old"])
+    assert result["differences"]["audit"].keys() >= {"metrics", "adapter", "token log"}
 
 
 def check_gpu_suite(result):
@@ -118,6 +125,7 @@ def check_update(result):
 # MODEL is the tiny one, CONFIG a small run of it, DATA a folder with questions.
 SMOKE = {
     "audit": ("CONFIG --steps 2", check_audit),
+    "compare_commits": ("--cases audit", check_compare_commits),
     "gpu_suite": ("--only lm_head run:qwen8b_lora", check_gpu_suite),
     "grading": ("DATA --answers 20 --workers 1", check_grading),
     "lm_head": ("--tokens 48 --hidden 32 --vocabulary 300 --pairs 1", check_lm_head),
@@ -153,12 +161,19 @@ def data(tmp_path):
     return tmp_path
 
 
+def in_a_repository():
+    git = ["git", "-C", str(ROOT), "cat-file", "-e", "HEAD"]
+    return shutil.which("git") is not None and subprocess.run(git, check=False, capture_output=True).returncode == 0
+
+
 @pytest.mark.parametrize("name", SMOKE)
 def test_benchmark(tiny_model, write_config, data, tmp_path, name):
     if name in USE_VLLM:
         pytest.importorskip("vllm", reason="vLLM is not installed")
     if name in USE_TRL:
         pytest.importorskip("trl", reason="TRL is not installed: pip install -e '.[test]'")
+    if name == "compare_commits" and not in_a_repository():
+        pytest.skip("no git, or not in a repository: there is no commit to compare with")
     places = {"MODEL": tiny_model, "CONFIG": write_config(), "DATA": data}
     words, check = SMOKE[name]
     options = [str(places.get(word, word)) for word in shlex.split(words)]
@@ -198,6 +213,14 @@ def figures(tree, path=""):
 def test_every_benchmark_has_a_smoke_run():
     scripts = {path.stem for path in (ROOT / "benchmarks").glob("*.py") if '"--out"' in path.read_text("utf-8")}
     assert scripts == SMOKE.keys()
+
+
+def test_what_differs_between_two_commits():
+    old = [{"step": 1, "loss": 0.5, "tau_h": None, "seconds_step": 3.0}]
+    assert compare_commits.difference(old, [old[0] | {"seconds_step": 9.0}]) == 0
+    assert compare_commits.difference(old, [old[0] | {"loss": 0.4}]) == pytest.approx(0.2)
+    assert compare_commits.difference(old, [old[0] | {"tau_h": 0.1}]) == math.inf
+    assert compare_commits.difference(old, [*old, old[0]]) == math.inf
 
 
 @pytest.mark.parametrize(("variable", "value"), [("PATH", ""), ("GIT_DIR", "nowhere")])
