@@ -90,7 +90,7 @@ def run_config(name: str, gpu_memory: int, scratch: Path) -> dict[str, Any]:
 
     train_module = importlib.import_module("stapo_lite.train")
     from stapo_lite.config import load_config
-    from stapo_lite.plan import GIB, make_plan
+    from stapo_lite.plan import GIB, Cards, make_plan
     from stapo_lite.rollout.vllm_engine import VLLMEngine
 
     model = qwen3(RUNS[name])
@@ -126,7 +126,7 @@ def run_config(name: str, gpu_memory: int, scratch: Path) -> dict[str, Any]:
         watch.base = total - free - used_by_others  # the ballast is no part of the run
         metrics = list(train_module.train(config))
         watch.phase = None
-    prediction = make_plan(planned, model, gpu_memory)
+    prediction = make_plan(planned, model, Cards(gpu_memory))
     tokens = planned.train.batch_size * planned.rollout.num_generations * planned.rollout.max_completion_length
     return {
         "GiB in use, others' included": {phase: peak / GIB for phase, peak in watch.peaks.items()},

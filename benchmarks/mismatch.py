@@ -24,12 +24,11 @@ from accelerate.utils import set_seed
 from common import save, seconds
 from torch import Tensor, nn
 
-from stapo_lite.batching import collate
 from stapo_lite.config import Config, InputError
-from stapo_lite.policy import Policy
+from stapo_lite.opening import load_prompts
+from stapo_lite.policy import Policy, load_policy, padding_token
 from stapo_lite.quickstart import fetch_model
-from stapo_lite.rollout import check_vllm
-from stapo_lite.train import load_prompts, make_engine, make_policy
+from stapo_lite.rollout import check_vllm, make_engine
 from stapo_lite.types import Completion, Prompt
 
 SCALE = 0.02  # standard deviation of the adapter's B
@@ -134,9 +133,9 @@ def score(policy: Policy, completions: Sequence[Completion], adapter: bool = Tru
     """The trainer's log-probabilities of all tokens, one completion after the other."""
     rows = []
     for start in range(0, len(completions), 16):
-        batch = collate(completions[start : start + 16], policy.pad_token_id, policy.device)
-        logprobs = policy.statistics(batch).logprobs if adapter else policy.reference_logprobs(batch)
-        rows.append(logprobs[batch.completion_mask].cpu())
+        part = completions[start : start + 16]
+        logprobs = policy.statistics(part).logprobs if adapter else policy.reference_logprobs(part)
+        rows.append(logprobs.cpu())
     return torch.cat(rows)
 
 
@@ -163,7 +162,7 @@ def measure(model: Path | str, merged: bool = False, head_dtype: str = "model", 
     vllm.LLM = lambda *arguments, **options: make_llm(*arguments, **options | overrides)
     config = make_config(model, **quantizations)
     prompts, tokenizer, stop_tokens = load_prompts(config, show=lambda note: None)
-    policy = make_policy(config, tokenizer, device, shard=None)
+    policy = load_policy(config, padding_token(tokenizer), device)
     perturb(policy, SCALE, seed=0, only="lora_B")
     engine: Any = MergedEngine(config, policy) if merged else make_engine("vllm", config, stop_tokens, Accelerator())
     engine.publish(policy, 0)

@@ -13,13 +13,13 @@ import tempfile
 from collections import defaultdict
 from pathlib import Path
 
-import torch
 from common import now, save
 
 from stapo_lite import update as update_module
-from stapo_lite.batching import split_by_tokens
+from stapo_lite.batching import MiniBatch, sequence_length, split_by_tokens
 from stapo_lite.config import load_config, one_line_errors
 from stapo_lite.report import mean
+from stapo_lite.update import Learner
 
 train_module = importlib.import_module("stapo_lite.train")  # the package's attribute is the function
 
@@ -45,30 +45,35 @@ def compare(config) -> dict:
     place = 0
     update = train_module.update
 
-    def update_and_compare(policy, optimizer, mini_batch, old, objective, **arguments):
+    def update_and_compare(learner: Learner, batch: MiniBatch):
         nonlocal place
-        place = 0 if old is None else place + 1
-        if old is not None:
-            inputs = update_module.mask_inputs(mini_batch, objective)
-            budget = arguments["budget"]
-            micro_batches = split_by_tokens(update_module.with_gradient(mini_batch, objective), budget.tokens)
-            free = set(micro_batches[0] if micro_batches else [])  # its forward pass serves the mask as well
+        place = 0 if batch.old is None else place + 1
+        if batch.old is not None:
+            inputs = update_module.mask_inputs(batch.completions, learner.objective)
+            trained = update_module.with_gradient(batch.completions, learner.objective)
+            lengths = [sequence_length(batch.completions[row]) for row in trained]
+            micro_batches = split_by_tokens(lengths, learner.budget.tokens)
+            free = (
+                {trained[i] for i in micro_batches[0]} if micro_batches else set()
+            )  # one pass serves gradient and mask
             start = now()
-            current = update_module.measure(policy, [c for c in inputs if c not in free], budget)
+            update_module.measure(learner.policy, batch, [row for row in inputs if row not in free], learner.budget)
             seconds["mask pass"] += now() - start
-            masks = {}
-            for name, given in (("current", current), ("old", old)):
-                found = update_module.find_masks(policy, mini_batch, given, objective, budget, arguments["accelerator"])
-                masks[name] = ~torch.cat([found.keep[c] for c in mini_batch])
+            objective, silenced = learner.objective, {}
+            for name in ("current", "old"):
+                s2t = objective.s2t.model_copy(update={"statistics": name})
+                learner.objective = objective.model_copy(update={"s2t": s2t})
+                silenced[name] = update_module.find_masks(learner, batch).silenced
+            learner.objective = objective
             n = counts[place]
-            n["tokens"] += sum(len(c.token_ids) for c in mini_batch)
-            n["silenced by current"] += int(masks["current"].sum())
-            n["silenced by old"] += int(masks["old"].sum())
-            n["silenced by both"] += int((masks["current"] & masks["old"]).sum())
-            n["differ"] += int((masks["current"] != masks["old"]).sum())
+            n["tokens"] += len(batch.rows)
+            n["silenced by current"] += int(silenced["current"].sum())
+            n["silenced by old"] += int(silenced["old"].sum())
+            n["silenced by both"] += int((silenced["current"] & silenced["old"]).sum())
+            n["differ"] += int((silenced["current"] != silenced["old"]).sum())
         start = now()
-        result = update(policy, optimizer, mini_batch, old, objective, **arguments)
-        seconds["update" if old is not None else "first update"] += now() - start
+        result = update(learner, batch)
+        seconds["update" if batch.old is not None else "first update"] += now() - start
         return result
 
     train_module.update = update_and_compare

@@ -30,8 +30,10 @@ from mismatch import (
 )
 from torch import Tensor, nn
 
+from stapo_lite.opening import load_prompts
+from stapo_lite.policy import load_policy, padding_token
 from stapo_lite.quickstart import fetch_model
-from stapo_lite.train import load_prompts, make_engine, make_policy
+from stapo_lite.rollout import make_engine
 
 DRIFT_AFTER = (1, 20, 100)
 STEP = 1e-4  # standard deviation of the adapter's change before every sync
@@ -66,7 +68,7 @@ def measure(model: Path | str, pairs: int) -> dict[str, Any]:
     """Both ways."""
     device, config = prepare_vllm(), make_config(model)
     prompts, tokenizer, stop_tokens = load_prompts(config, show=lambda note: None)
-    policies = {name: make_policy(config, tokenizer, device, shard=None) for name in ("ours", "trl")}
+    policies = {name: load_policy(config, padding_token(tokenizer), device) for name in ("ours", "trl")}
     ours: Any = make_engine("vllm", config, stop_tokens, Accelerator())
     engines = {"ours": ours, "trl": MergedEngine(config, policies["trl"])}
     bases = {f"{name}: trainer": frozen(policy.model) for name, policy in policies.items()}

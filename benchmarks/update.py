@@ -39,14 +39,12 @@ from transformers import AutoConfig, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from stapo_lite.advantages import group_advantages
-from stapo_lite.batching import TokenBudget, sequence_length, split_by_tokens
+from stapo_lite.batching import TokenBudget, pack, sequence_length, split_by_tokens
 from stapo_lite.config import Config
-from stapo_lite.policy import Policy, make_optimizer
+from stapo_lite.policy import Policy, load_policy, make_optimizer, padding_token
 from stapo_lite.quickstart import fetch_model
-from stapo_lite.tracking import Tally
-from stapo_lite.train import make_policy
 from stapo_lite.types import Completion, Prompt
-from stapo_lite.update import MAXIMA, SUMS, VALUES, measure, update, with_gradient
+from stapo_lite.update import Learner, measure, update, with_gradient
 
 GAP = 0.3  # standard deviation between the log-probabilities of trainer and sampler: 1 % of the tokens are truncated
 
@@ -55,30 +53,20 @@ class Ours:
     """One update a run; keeps the gradient of the last."""
 
     def __init__(self, rollouts: list[Completion], policy: Policy, config: Config, accelerator: Accelerator):
-        self.rollouts, self.policy, self.config, self.accelerator = rollouts, policy, config, accelerator
-        self.gradient: list[Tensor] = []
-        self.optimizer = make_optimizer(policy, config.train.optim, 0.0, config.train.weight_decay)
-        self.optimizer.register_step_pre_hook(self._keep_gradient)
+        self.rollouts, self.gradient = rollouts, []
+        optimizer = make_optimizer(policy, config.train)
+        optimizer.register_step_pre_hook(self._keep_gradient)
+        budget = TokenBudget(config.train.max_tokens_per_microbatch)
+        self.learner = Learner(config, policy, optimizer, budget, accelerator)
 
     def _keep_gradient(self, *step: Any) -> None:
-        self.gradient = [p.grad for p in self.policy.parameters.values()]
+        self.gradient = [p.grad for p in self.learner.policy.parameters.values()]
 
     def run(self) -> dict[str, float]:
         start = now()
-        tally = Tally(SUMS, MAXIMA, VALUES, self.policy.device)
-        update(
-            self.policy,
-            self.optimizer,
-            self.rollouts,
-            None,
-            self.config.objective,
-            max_completion_length=self.config.rollout.max_completion_length,
-            budget=TokenBudget(self.config.train.max_tokens_per_microbatch),
-            max_grad_norm=self.config.train.max_grad_norm,
-            accelerator=self.accelerator,
-            tally=tally,
-        )
-        loss = tally.reduce(self.accelerator)["loss"]
+        self.learner.begin_step(self.learner.objective.s2t.tau_p, learning_rate=0.0)
+        update(self.learner, pack(self.rollouts, self.learner.policy.device))
+        loss = self.learner.tally.reduce(self.learner.accelerator)["loss"]
         return {"loss": loss, "seconds": now() - start}
 
 
@@ -183,9 +171,11 @@ def give_rewards(rollouts: list[Completion], generations: int, zero: float) -> N
 def give_logprobs(rollouts: list[Completion], policy: Policy, max_tokens: int) -> None:
     """The sampler's: those of the policy and some noise."""
     generator = torch.Generator().manual_seed(0)
-    for completion, given in measure(policy, rollouts, TokenBudget(max_tokens)).items():
-        noise = GAP * torch.randn(len(completion.token_ids), generator=generator)
-        completion.rollout_logprobs = (given.logprobs.cpu() + noise).tolist()
+    batch = pack(rollouts, policy.device)
+    measured = measure(policy, batch, range(len(rollouts)), TokenBudget(max_tokens)).logprobs.cpu()
+    for completion, logprobs in zip(rollouts, measured.split([len(c.token_ids) for c in rollouts]), strict=True):
+        noise = GAP * torch.randn(len(logprobs), generator=generator)
+        completion.rollout_logprobs = (logprobs + noise).tolist()
 
 
 def share_adapter(policy: Policy, *models: torch.nn.Module) -> None:
@@ -226,9 +216,9 @@ def compare(
     config = Config(algorithm="dapo", model=model, output_dir=tempfile.gettempdir(), dtype=dtype, **sections)
     rollouts = make_rollouts(config)
     trl = make_trl(rollouts, config, device)
+    pad = padding_token(trl.processing_class)
     policy, exact = (
-        make_policy(config.model_copy(update={"dtype": name}), trl.processing_class, torch.device(device), shard=None)
-        for name in (dtype, "float32")
+        load_policy(config.model_copy(update={"dtype": name}), pad, torch.device(device)) for name in (dtype, "float32")
     )
     share_adapter(policy, trl.model, exact.model)
     give_logprobs(rollouts, policy, max_tokens)
@@ -245,7 +235,7 @@ def compare(
         runs[-1]["float32"] = reference.run()
         gradients = {name: flat(side.gradient) for name, side in (sides | {"float32": reference}).items()}
         ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
-        active = with_gradient(rollouts, config.objective)
+        lengths = [sequence_length(rollouts[row]) for row in with_gradient(rollouts, config.objective)]
         result[f"zero {share}"] = {
             "TRL / ours": statistics.median(ratios),
             "TRL / ours of each pair": [round(ratio, 3) for ratio in ratios],
@@ -259,9 +249,9 @@ def compare(
             },
             "peak MiB beyond the models": peaks,
             "tokens": sum(map(sequence_length, rollouts)),
-            "tokens with a gradient": sum(map(sequence_length, active)),
+            "tokens with a gradient": sum(lengths),
             "tokens that run, padding included": {
-                "ours": sum(len(rows) * sequence_length(rows[0]) for rows in split_by_tokens(active, max_tokens)),
+                "ours": sum(len(rows) * lengths[rows[0]] for rows in split_by_tokens(lengths, max_tokens)),
                 "TRL": len(rollouts) * (prompt_length + longest),
             },
             "loss": {name: run["loss"] for name, run in runs[-1].items()},

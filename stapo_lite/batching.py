@@ -1,17 +1,75 @@
-"""Completions -> micro-batches under a token budget, with little padding."""
+"""Completions as packed tensors, and their cut into micro-batches under a token budget, with little padding."""
 
+import itertools
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+from torch import Tensor
 
 from stapo_lite.config import RunError
-from stapo_lite.types import Completion, MicroBatch
+from stapo_lite.s2t import random_scores
+from stapo_lite.types import Completion, TokenStatistics
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+
+@dataclass
+class MiniBatch:
+    """One process's share of a mini-batch: completions, and what is known of their tokens before an update."""
+
+    completions: list[Completion]
+    starts: list[int]
+    """B + 1 places in [N]: where the tokens of each completion begin, and N."""
+    rows: Tensor
+    """[N] int64: the completion that each token belongs to."""
+    advantages: Tensor
+    """[N] fp32: that of the token's completion."""
+    loss_mask: Tensor
+    """[N] bool: the model wrote the token."""
+    rollout_logprobs: Tensor
+    """[N] fp32"""
+    old: TokenStatistics | None = None
+    """Statistics of the policy before the step's first update, [N], 0 where no update needs them; None where that is
+    the policy now, so that the ratio is 1 and its gradient that of the log-probability."""
+
+    def tokens(self, rows: Sequence[int]) -> Tensor:
+        """Places in [N] of the tokens of some completions, in the order of these; [n] int64."""
+        places = [torch.arange(self.starts[row], self.starts[row + 1]) for row in rows]
+        return send(torch.cat([torch.zeros(0, dtype=torch.int64), *places]), self.rows.device)
+
+    def random_scores(self, salts: Sequence[int]) -> Tensor:
+        """Random numbers for all tokens, [N] fp32 in [0, 1), from those of each completion and its salt."""
+        scores = [random_scores(c.token_ids, salt) for c, salt in zip(self.completions, salts, strict=True)]
+        return send(torch.cat([torch.zeros(0), *scores]), self.rows.device)
+
+    def select(self, rows: Sequence[int]) -> list[Completion]:
+        """Some of the completions."""
+        return [self.completions[row] for row in rows]
+
+
+def pack(completions: Sequence[Completion], device: torch.device | str) -> MiniBatch:
+    """Put the tokens of completions one after the other, on the device."""
+    lengths = [len(c.token_ids) for c in completions]
+    written = [torch.tensor(c.loss_mask or [True]).expand(n) for c, n in zip(completions, lengths, strict=True)]
+    rows = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
+    return MiniBatch(
+        list(completions),
+        starts=[0, *itertools.accumulate(lengths)],
+        rows=send(rows, device),
+        advantages=send(torch.tensor([c.advantage for c in completions], dtype=torch.float32)[rows], device),
+        loss_mask=send(torch.cat([torch.zeros(0, dtype=torch.bool), *written]), device),
+        rollout_logprobs=send(torch.tensor(list(itertools.chain(*(c.rollout_logprobs for c in completions)))), device),
+    )
+
+
+def send(values: Tensor, device: torch.device | str) -> Tensor:
+    """Copy from the host to the device. From pinned memory a GPU fetches it when it comes to it, and nobody waits."""
+    return values.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else values
 
 
 class TokenBudget:
@@ -32,14 +90,19 @@ class TokenBudget:
     def tokens(self) -> int:
         return max(1, self._tokens >> self.halvings)
 
-    def fit(self, completions: Sequence[Completion], work: Callable[[list[list[Completion]]], T]) -> T:
-        """`work` on the completions in micro-batches, from the start again in smaller ones where memory runs out.
+    def fit(self, batch: MiniBatch, rows: Sequence[int], work: Callable[[list[list[int]]], T]) -> T:
+        """Do `work` on completions in micro-batches, from the start again in smaller ones where memory runs out.
+
+        Args:
+            rows: of the completions in the mini-batch.
+            work: gets the rows of each micro-batch.
 
         Raises:
             RunError: a single sequence is too much.
         """
+        lengths = [sequence_length(completion) for completion in batch.select(rows)]
         while True:
-            micro_batches = split_by_tokens(completions, self.tokens)
+            micro_batches = [[rows[i] for i in part] for part in split_by_tokens(lengths, self.tokens)]
             if self._in_step is not None:
                 micro_batches += [[]] * (self._in_step(len(micro_batches)) - len(micro_batches))
             try:
@@ -49,7 +112,7 @@ class TokenBudget:
                     raise
                 if self._in_step is not None:
                     raise RunError("memory ran out: lower train.max_tokens_per_microbatch, use --resume") from error
-                if all(len(rows) == 1 for rows in micro_batches):
+                if all(len(part) == 1 for part in micro_batches):
                     raise RunError(
                         "memory ran out on a single sequence: lower rollout.max_completion_length or "
                         "train.lm_head_memory_gb, or see what `python -m stapo_lite.plan` suggests"
@@ -60,6 +123,7 @@ class TokenBudget:
 
 
 def sequence_length(completion: Completion) -> int:
+    """Tokens of prompt and completion."""
     return len(completion.prompt.token_ids) + len(completion.token_ids)
 
 
@@ -69,17 +133,20 @@ def out_of_memory(error: RuntimeError) -> bool:
     return should_reduce_batch_size(error) or any(kind in str(error).lower() for kind in kinds)
 
 
-def split_by_tokens(completions: Sequence[Completion], max_tokens: int) -> list[list[Completion]]:
+def split_by_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Group sequences of similar length so that rows x longest stays within `max_tokens`.
 
     The cheapest cut of the sequences in order of length, where a micro-batch costs its tokens, padding included, and
     a sixteenth of `max_tokens` for being run at all (dynamic programming). Longest first: the micro-batch that needs
     the most memory runs first. A single sequence longer than the budget gets a micro-batch of its own.
+
+    Returns:
+        The indices of each micro-batch's sequences.
     """
-    ordered = sorted(completions, key=sequence_length, reverse=True)
+    ordered = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     cost, end = [0.0] * (len(ordered) + 1), [0] * len(ordered)  # of the best cut from here on, and of its first batch
     for start in reversed(range(len(ordered))):
-        longest = sequence_length(ordered[start])
+        longest = lengths[ordered[start]]
         stops = range(start + 1, min(len(ordered), start + max(1, max_tokens // max(1, longest))) + 1)
         cost[start], end[start] = min((max_tokens / 16 + (stop - start) * longest + cost[stop], stop) for stop in stops)
     batches, start = [], 0
@@ -108,23 +175,3 @@ def cut_evenly(items: Sequence[T], most: int) -> list[Sequence[T]]:
     leaves of a batch must not end in a mini-batch of one group, which would get a whole update."""
     count = -(-len(items) // most)
     return [items[len(items) * i // count : len(items) * (i + 1) // count] for i in range(count)]
-
-
-def collate(completions: Sequence[Completion], pad_token_id: int, device: torch.device | str) -> MicroBatch:
-    """Lay sequences out as prompt, completion, padding.
-
-    Padding on the right needs no attention mask in a causal model: no real token sees it.
-    """
-    prompt_lengths = torch.tensor([len(c.prompt.token_ids) for c in completions])
-    completion_lengths = torch.tensor([len(c.token_ids) for c in completions])
-    input_ids = pad_rows([torch.tensor(c.prompt.token_ids + c.token_ids) for c in completions], pad_token_id)
-    completion_ids = pad_rows([torch.tensor(c.token_ids) for c in completions], pad_token_id)
-    completion_mask = torch.arange(completion_ids.shape[1]) < completion_lengths[:, None]
-    advantages = torch.tensor([c.advantage for c in completions], dtype=torch.float32)
-    fields = (input_ids, completion_ids, completion_mask, prompt_lengths, advantages)
-    return MicroBatch(*(tensor.to(device, non_blocking=True) for tensor in fields))
-
-
-def pad_rows(rows: Sequence[torch.Tensor], value: int = 0) -> torch.Tensor:
-    """Per-token values of several completions, each [length], as [B, C] with `value` (0, False) behind."""
-    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from stapo_lite.benchmarks import Problem, load_benchmark
-from stapo_lite.config import BENCHMARK_NAMES, InputError, one_line, one_line_errors
+from stapo_lite.config import BENCHMARK_NAMES, InputError, Prompting, one_line, one_line_errors
 from stapo_lite.files import read_jsonl, write_lines
 from stapo_lite.types import Prompt
 
@@ -134,95 +134,100 @@ def prompt_text(prompt: Any) -> str:
 def render_prompts(
     rows: Sequence[dict[str, Any]],
     tokenizer: Any,
-    *,
+    prompting: Prompting,
     source: str,
     prompt_column: str,
     answer_column: str | None,
-    apply_chat_template: bool,
-    chat_template_kwargs: dict[str, Any],
-    system_prompt: str | None,
-    prompt_suffix: str,
-    max_prompt_length: int,
-    filter_overlong_prompts: bool,
+    filter_overlong: bool,
 ) -> list[Prompt]:
-    """Tokenise each row's prompt.
+    """Render each row's prompt and cut it into tokens.
 
     Args:
         tokenizer: a transformers tokenizer.
         source: named in errors.
+        filter_overlong: leave out prompts that are too long.
 
     Raises:
         InputError: a prompt is of the wrong type, empty, refused by the chat template, or longer than
             `max_prompt_length` tokens (unless those are filtered); an answer is missing; nothing is left;
             the tokenizer has no chat template.
     """
-    if apply_chat_template and not tokenizer.chat_template:
+    templated, longest = prompting.apply_chat_template, prompting.max_prompt_length
+    if templated and not tokenizer.chat_template:
         raise InputError(
             "data.apply_chat_template: the model's tokenizer has no chat template; set it to false to give the model "
             "the prompt as it is, or choose an instruction-tuned model"
         )
     # Longer texts have too many tokens for sure, and would take long to cut into them; 4: what NFC may shorten.
-    longest_text = 4 * max_prompt_length * max(map(len, tokenizer.get_vocab()))
+    longest_text = 4 * longest * max(map(len, tokenizer.get_vocab()))
     prompts = []
     for number, row in enumerate(rows, start=1):
-        prompt: Any = row.get(prompt_column)
         where = f"data.source={source}, row {number}"
-        if isinstance(prompt, str):
-            messages = [{"role": "user", "content": prompt}]
-        elif _is_messages(prompt) and apply_chat_template:
-            messages = [{"role": m["role"], "content": m["content"]} for m in prompt]
-        else:
-            expected = "text or a list of {role, content} messages" if apply_chat_template else "text"
-            raise InputError(f"{where}: the prompt must be {expected}, got {type(prompt).__name__}")
-        answer = row.get(answer_column) if answer_column else None
-        if answer_column and (answer is None or not str(answer).strip()):
-            raise InputError(f"{where}: data.answer_column={answer_column} is empty; drop the row or give its answer")
-        if answer_column and (not isinstance(answer, str | int | float) or isinstance(answer, bool)):
-            kind = type(answer).__name__
-            raise InputError(f"{where}: data.answer_column={answer_column} must be text or a number, got {kind}")
-        if system_prompt is not None and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": system_prompt})
-        last_user = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=None)
-        if last_user is not None:
-            messages[last_user]["content"] += prompt_suffix
-        if apply_chat_template:
-            continues = messages[-1]["role"] == "assistant"
-            try:
-                text = tokenizer.apply_chat_template(
-                    messages,
-                    tokenize=False,
-                    add_generation_prompt=not continues,
-                    continue_final_message=continues,
-                    **chat_template_kwargs,
-                )
-            except Exception as error:  # templates raise what they like
-                raise InputError(f"{where}: the model's chat template refuses the prompt ({one_line(error)})") from None
-        else:
-            text = messages[-1]["content"]
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise InputError(f"{where}: the prompt is not valid Unicode (half of a surrogate pair)") from None
+        prompt: Any = row.get(prompt_column)
+        answer = _read_answer(row, answer_column, where) if answer_column else None
+        text = _render(prompt, tokenizer, prompting, where)
         token_ids = []
         if len(text) <= longest_text:
-            token_ids = tokenizer(text, add_special_tokens=not apply_chat_template).input_ids
+            token_ids = tokenizer(text, add_special_tokens=not templated).input_ids
             if not token_ids:
                 raise InputError(f"{where}: the prompt is empty")
-        if len(text) > longest_text or len(token_ids) > max_prompt_length:
-            if filter_overlong_prompts:
+        if len(text) > longest_text or len(token_ids) > longest:
+            if filter_overlong:
                 continue
             size = f"{len(token_ids)} tokens" if token_ids else f"{len(text)} characters"
             raise InputError(
-                f"{where}: the prompt has {size}, data.max_prompt_length is {max_prompt_length}; "
+                f"{where}: the prompt has {size}, data.max_prompt_length is {longest}; "
                 "raise it, or drop such rows (in training: data.filter_overlong_prompts=true)"
             )
         columns = {name: value for name, value in row.items() if name != prompt_column}
         prompts.append(Prompt(prompt, token_ids, answer, columns))
     if not prompts:
-        raise InputError(
-            f"data.source={source}: every prompt is longer than data.max_prompt_length={max_prompt_length}"
-        )
+        raise InputError(f"data.source={source}: every prompt is longer than data.max_prompt_length={longest}")
     return prompts
+
+
+def _read_answer(row: dict[str, Any], column: str, where: str) -> Any:
+    answer = row.get(column)
+    if answer is None or not str(answer).strip():
+        raise InputError(f"{where}: data.answer_column={column} is empty; drop the row or give its answer")
+    if not isinstance(answer, str | int | float) or isinstance(answer, bool):
+        raise InputError(f"{where}: data.answer_column={column} must be text or a number, got {type(answer).__name__}")
+    return answer
+
+
+def _render(prompt: Any, tokenizer: Any, prompting: Prompting, where: str) -> str:
+    """The text that the model reads: by the chat template, with system prompt and suffix."""
+    templated = prompting.apply_chat_template
+    if isinstance(prompt, str):
+        messages = [{"role": "user", "content": prompt}]
+    elif _is_messages(prompt) and templated:
+        messages = [{"role": m["role"], "content": m["content"]} for m in prompt]
+    else:
+        expected = "text or a list of {role, content} messages" if templated else "text"
+        raise InputError(f"{where}: the prompt must be {expected}, got {type(prompt).__name__}")
+    if prompting.system_prompt is not None and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": prompting.system_prompt})
+    last_user = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=None)
+    if last_user is not None:
+        messages[last_user]["content"] += prompting.prompt_suffix
+    text = messages[-1]["content"]
+    if templated:
+        continues = messages[-1]["role"] == "assistant"
+        try:
+            text = tokenizer.apply_chat_template(
+                messages,
+                tokenize=False,
+                add_generation_prompt=not continues,
+                continue_final_message=continues,
+                **prompting.chat_template_kwargs,
+            )
+        except Exception as error:  # templates raise what they like
+            raise InputError(f"{where}: the model's chat template refuses the prompt ({one_line(error)})") from None
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{where}: the prompt is not valid Unicode (half of a surrogate pair)") from None
+    return text
 
 
 def stop_token_ids(tokenizer: Any, model_eos: int | list[int] | None, apply_chat_template: bool) -> tuple[int, ...]:

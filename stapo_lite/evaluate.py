@@ -23,9 +23,12 @@ from tqdm.auto import tqdm
 from stapo_lite import data
 from stapo_lite.checkpoint import flatten
 from stapo_lite.config import (
+    Config,
     EvalConfig,
     InputError,
+    Lora,
     RunError,
+    Train,
     check_launched,
     load_eval_config,
     one_line_errors,
@@ -35,7 +38,7 @@ from stapo_lite.exam import Task, draw, judge, make_tasks, sample_key, summarise
 from stapo_lite.files import Journal, read_lines, read_object, write_lines, write_text
 from stapo_lite.grading import MathGrader
 from stapo_lite.lifecycle import warn_of_unused_card
-from stapo_lite.policy import load_model_config, load_policy, load_tokenizer
+from stapo_lite.policy import load_model_config, load_policy, load_tokenizer, padding_token
 from stapo_lite.rollout import Decoding, RolloutEngine, Sampling, check_vllm, resolve_engine, vllm_version
 from stapo_lite.scores import Sample, comparison_table, pass_table, results_table
 from stapo_lite.verifier import Verifier
@@ -75,7 +78,7 @@ def evaluate(config: EvalConfig) -> dict[str, Any] | None:
     modules = list(adapter["target_modules"]) if adapter else []
     longest = config.data.max_prompt_length + r.max_completion_length
     tokenizer, model_eos = load_tokenizer(config.model, longest, modules)
-    tasks = make_tasks(config.benchmarks, r.num_samples, config.limit, tokenizer, **config.data.model_dump())
+    tasks = make_tasks(config.benchmarks, r.num_samples, config.limit, tokenizer, config.data)
     folder = open_folder(config, engine_name, state)
     lines = read_samples(folder)
     left = [task for task in tasks if task.key not in lines]
@@ -210,48 +213,24 @@ def make_engine(
 ) -> RolloutEngine:
     """An engine that serves the model, with the adapter if there is one."""
     r = config.rollout
-    sampling = Sampling(1, r.max_completion_length, r.temperature, stop_tokens)
-    modules = list(adapter["target_modules"]) if adapter else ["q_proj"]
+    sampling = Sampling(1, config.data.max_prompt_length, r.max_completion_length, r.temperature, stop_tokens)
+    lora = None
+    if adapter:  # which may have layers that training here does not offer
+        lora = Lora.model_construct(**{name: adapter[name] for name in ("r", "lora_alpha", "target_modules")})
     if name == "vllm":
         from stapo_lite.rollout.vllm_engine import VLLMEngine
 
-        vllm = VLLMEngine(
-            config.model,
-            sampling,
-            dtype=config.dtype,
-            max_model_len=config.data.max_prompt_length + r.max_completion_length,
-            max_num_seqs=r.max_num_seqs,
-            lora_r=adapter["r"] if adapter else None,
-            target_modules=modules,
-            gpu_memory_utilization=r.gpu_memory_utilization,
-            kv_cache_gb=r.kv_cache_gb,
-            quantization=r.quantization,
-            sleep_level=2 if config.verifier.model else 0,  # never woken
-            max_restarts=r.max_restarts,
-        )
+        never_woken = 2 if config.verifier.model else 0
+        vllm = VLLMEngine(config.model, config.dtype, sampling, r, lora, sleep_level=never_woken)
         if config.adapter:
             vllm.load_adapter(Path(config.adapter), version=0)
         return vllm
     from stapo_lite.rollout.transformers_engine import TransformersEngine
 
-    policy = load_policy(  # a new adapter changes nothing until one is loaded
-        config.model,
-        dtype=getattr(torch, config.dtype),
-        quantization=None,
-        lora_r=adapter["r"] if adapter else 1,
-        lora_alpha=adapter["lora_alpha"] if adapter else 1,
-        target_modules=modules,
-        lora_dtype=torch.float32,
-        gradient_checkpointing=False,
-        offload_activations=False,
-        compile_layers=False,
-        temperature=r.temperature,
-        pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
-        lm_head_memory_bytes=1 << 20,
-        lm_head_triton=False,
-        device=device,
-        seed=0,
-    )
+    run = Config(model=config.model, output_dir=config.output_dir, dtype=config.dtype)
+    untouched = Lora(r=1, target_modules=["q_proj"])  # a new adapter changes nothing until one is loaded
+    run = run.model_copy(update={"lora": lora or untouched, "train": Train(gradient_checkpointing=False)})
+    policy = load_policy(run, padding_token(tokenizer), device)
     if config.adapter:
         policy.load_adapter(Path(config.adapter))
     engine = TransformersEngine(sampling, r.max_num_seqs)

@@ -1,16 +1,18 @@
 """Benchmarks with an engine at hand: draw the samples, grade them, sum up. `evaluate.py` and the training share it."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from accelerate import Accelerator
+from accelerate.utils import gather_object
 from tqdm.auto import tqdm
 
 from stapo_lite import data
 from stapo_lite.benchmarks import Problem, load_benchmark
-from stapo_lite.config import InputError
+from stapo_lite.config import Config, InputError, Prompting
 from stapo_lite.grading import MathGrader, Question
 from stapo_lite.rollout import Decoding, RolloutEngine
 from stapo_lite.scores import Sample, average_scores, benchmark_scores
@@ -40,14 +42,13 @@ def sample_key(line: dict[str, Any]) -> tuple[str, str, int, str]:
 
 
 def make_tasks(
-    benchmarks: Sequence[str], num_samples: int | None, limit: int | None, tokenizer: Any, **prompting: Any
+    benchmarks: Sequence[str], num_samples: int | None, limit: int | None, tokenizer: Any, prompting: Prompting
 ) -> list[Task]:
     """Every sample of every benchmark, those of a problem together.
 
     Args:
         num_samples: per problem; None for what each benchmark asks for.
         limit: only the first so many problems of each.
-        prompting: arguments of `data.render_prompts`.
 
     Raises:
         InputError: a benchmark is unknown, given twice, or cannot be read or rendered.
@@ -57,15 +58,8 @@ def make_tasks(
         short, problems, usual = load_benchmark(name, limit)
         if any(task.problem.benchmark == short for task in tasks):
             raise InputError(f"benchmarks: {short} is given twice")
-        prompts = data.render_prompts(
-            [{"problem": problem.text} for problem in problems],
-            tokenizer,
-            source=name,
-            prompt_column="problem",
-            answer_column=None,
-            filter_overlong_prompts=False,
-            **prompting,
-        )
+        rows = [{"problem": problem.text} for problem in problems]
+        prompts = data.render_prompts(rows, tokenizer, prompting, name, "problem", None, filter_overlong=False)
         for problem, prompt in zip(problems, prompts, strict=True):
             tasks += [Task(problem, number, prompt) for number in range(num_samples or usual)]
     return tasks
@@ -129,3 +123,35 @@ def summarise(tasks: Sequence[Task], samples: Sequence[Sample]) -> dict[str, Any
         verified = [scores.get("verified", scores["avg"]) for scores in benchmarks.values()]
         average["verified"] = sum(verified) / len(verified)
     return {"benchmarks": benchmarks, "average": average, "rates": rates}
+
+
+Exam = Callable[[RolloutEngine, Accelerator], dict[str, Any] | None]
+"""The benchmarks during training: gives the results on the main process."""
+
+
+def make_exam(config: Config, tokenizer: Any) -> Exam | None:
+    """The benchmarks during training: a function of the engine, which gives the results on the main process.
+
+    None where `evaluation.steps` is 0.
+    """
+    e, d = config.evaluation, config.data
+    if not e.steps:
+        return None
+    tasks = make_tasks(e.benchmarks, e.num_samples, None, tokenizer, d)
+    decoding = Decoding(config.rollout.max_completion_length, e.temperature, e.top_p)
+
+    def exam(engine: RolloutEngine, accelerator: Accelerator) -> dict[str, Any] | None:
+        mine = tasks[accelerator.process_index :: accelerator.num_processes]
+        quiet = None if accelerator.is_main_process else True
+        bar = tqdm(
+            draw(engine, mine, decoding, config.seed, tokenizer), "evaluate", len(mine), leave=False, disable=quiet
+        )
+        lines = {sample_key(line): line for line in gather_object(list(bar))}
+        if not accelerator.is_main_process:
+            return None
+        grader = MathGrader(config.reward.timeout, config.reward.num_workers)
+        judged = judge(tasks, [lines[task.key] for task in tasks], grader)
+        grader.close()
+        return {"temperature": e.temperature, "top_p": e.top_p, **summarise(tasks, judged)}
+
+    return exam

@@ -13,7 +13,6 @@ import hashlib
 import json
 import shlex
 import shutil
-from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,7 +73,6 @@ def export(
     evaluation: str | Path | None = None,
     push_to_hub: str | None = None,
     private: bool = False,
-    show: Callable[[str], Any] = print,
 ) -> Path:
     """Write the adapter of a run, or the merged model, and push it to the Hub if asked; return the folder.
 
@@ -92,68 +90,93 @@ def export(
         InputError: the folder holds no adapter; the base is missing or quantised; `out` holds something else, or its
             disk has no room; the token cannot write; the exported model gives other log-probabilities.
     """
-    folder, final = Path(run_folder), Path(out)
+    run, final = read_run(Path(run_folder), evaluation), Path(out)
     partial = final.with_name(f".{final.name}.partial")
-    config, metrics = load_config(folder / "config.yaml"), run_metrics(folder)
-    adapter, step = find_adapter(folder)
-    step = metrics[-1]["step"] if step is None else step
-    # Of a run that goes on, what belongs to its checkpoint.
-    metrics = [line for line in metrics if line["step"] <= step]
-    results = [line for line in read_lines(folder / EVALUATIONS_FILE) if line["step"] == step]
-    if evaluation:
-        results = [read_object(Path(evaluation) / "results.json")]
-    environment = read_object(folder / ENVIRONMENT_FILE)
-    base = base_model or config.model
-    if getattr(load_model_config(base), "quantization_config", None) is not None:
-        raise InputError(f"model={base} is quantised: name the base in full precision with --base-model")
-    if push_to_hub and not merge and Path(base).exists():
-        raise InputError(
-            f"--push-to-hub: the base {base} is a local folder, of no use to others: --merge, or --base-model"
-        )
+    base = base_model or run.config.model
+    check_base(base, needed_by_others=push_to_hub is not None and not merge)
     tokenizer, model_eos = load_tokenizer(base, 1, [])
-    stops = stop_token_ids(tokenizer, model_eos, config.data.apply_chat_template)
-    digest = hashlib.sha256((adapter / "adapter_model.safetensors").read_bytes()).hexdigest()
+    stops = stop_token_ids(tokenizer, model_eos, run.config.data.apply_chat_template)
+    digest = hashlib.sha256((run.adapter / "adapter_model.safetensors").read_bytes()).hexdigest()
     manifest = {"adapter_sha256": digest, "base_model": base, "merged": merge, "dtype": dtype}
     finished = final.exists()
     if finished and not same_export(final, manifest):
         raise InputError(f"--out={final} exists: delete it, or choose another folder")
     if not finished:
         shutil.rmtree(partial, ignore_errors=True)
-        check_disk(partial, base, adapter, merge, dtype)
+        check_disk(partial, base, run.adapter, merge, dtype)
     repository = prepare_repository(push_to_hub, private) if push_to_hub else None
 
     if finished:
-        show(f"{final} holds this export already")
+        print(f"{final} holds this export already")
     else:
         if merge:
-            deviation = write_merged(base, adapter, partial, dtype, tokenizer, stops, config.rollout.temperature)
+            temperature = run.config.rollout.temperature
+            deviation = write_merged(base, run.adapter, partial, dtype, tokenizer, stops, temperature)
         else:
-            deviation = write_adapter(base, adapter, partial, dtype, tokenizer)
-        report = (
-            f"log-probabilities in {dtype}: {deviation.mean:.1e} from base + adapter on average, at most "
-            f"{deviation.largest:.1e}; the adapter moves them by {deviation.adapter:.1e}"
-        )
-        if not (deviation.largest <= LARGEST_IN_FLOAT32 if dtype == "float32" else deviation.mean <= MEAN_IN_HALF):
-            raise InputError(f"{partial} is not the model that was trained and was not exported. {report}")
-        show(report)
+            deviation = write_adapter(base, run.adapter, partial, dtype, tokenizer)
+        check_deviation(deviation, dtype, partial)
         text = json.dumps(manifest | {"stapo_lite": __version__, "deviation": deviation._asdict()}, indent=1)
         (partial / MANIFEST).write_text(text, encoding="utf-8")
     card = model_card(
-        repository or final.name,
-        config,
-        base,
-        metrics,
-        environment,
-        results[-1] if results else None,
-        merge,
-        stops,
+        repository or final.name, run.config, base, run.metrics, run.environment, run.results, merge, stops
     )
     write_text((final if finished else partial) / "README.md", card)
     if not finished:
         partial.rename(final)
     if repository:
-        show(f"pushed: {push(final, repository)}")
+        print(f"pushed: {push(final, repository)}")
     return final
+
+
+class FinishedRun(NamedTuple):
+    """What a run folder says of the adapter that is exported."""
+
+    config: Config
+    adapter: Path
+    metrics: list[dict[str, Any]]
+    """Steps up to the adapter's."""
+    results: dict[str, Any] | None
+    """Of the benchmarks."""
+    environment: dict[str, Any]
+
+
+def read_run(folder: Path, evaluation: str | Path | None) -> FinishedRun:
+    """Read a run folder; of a run that goes on, what belongs to its checkpoint.
+
+    Raises:
+        InputError: it holds no run with an adapter; the evaluation has no results.
+    """
+    config, metrics = load_config(folder / "config.yaml"), run_metrics(folder)
+    adapter, step = find_adapter(folder)
+    step = metrics[-1]["step"] if step is None else step
+    results = [line for line in read_lines(folder / EVALUATIONS_FILE) if line["step"] == step]
+    if evaluation:
+        results = [read_object(Path(evaluation) / "results.json")]
+    metrics = [line for line in metrics if line["step"] <= step]
+    return FinishedRun(
+        config, adapter, metrics, results[-1] if results else None, read_object(folder / ENVIRONMENT_FILE)
+    )
+
+
+def check_base(base: str, needed_by_others: bool) -> None:
+    """Raises InputError where the base is quantised, or a local folder that others need."""
+    if getattr(load_model_config(base), "quantization_config", None) is not None:
+        raise InputError(f"model={base} is quantised: name the base in full precision with --base-model")
+    if needed_by_others and Path(base).exists():
+        raise InputError(
+            f"--push-to-hub: the base {base} is a local folder, of no use to others: --merge, or --base-model"
+        )
+
+
+def check_deviation(deviation: Deviation, dtype: str, folder: Path) -> None:
+    """Print how far the export is from base + adapter; InputError where that is more than rounding."""
+    report = (
+        f"log-probabilities in {dtype}: {deviation.mean:.1e} from base + adapter on average, at most "
+        f"{deviation.largest:.1e}; the adapter moves them by {deviation.adapter:.1e}"
+    )
+    if not (deviation.largest <= LARGEST_IN_FLOAT32 if dtype == "float32" else deviation.mean <= MEAN_IN_HALF):
+        raise InputError(f"{folder} is not the model that was trained and was not exported. {report}")
+    print(report)
 
 
 def find_adapter(run_folder: Path) -> tuple[Path, int | None]:

@@ -1,23 +1,33 @@
-"""The edges of a run: who may write to its folder, what of it must be written, what ends it from outside."""
+"""The edges of a run: its processes and hardware, who may write to its folder, what of it must be written, what ends it
+from outside."""
 
 import ctypes
 import fcntl
+import hashlib
+import importlib.util
 import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
 from safetensors import SafetensorError
 
+from stapo_lite import __version__
 from stapo_lite.checkpoint import list_checkpoints
-from stapo_lite.config import InputError, RunError, one_line
+from stapo_lite.config import InputError, Log, RunError, check_launched, one_line
+from stapo_lite.rollout import vllm_version
 from stapo_lite.tracking import read_metrics
+from stapo_lite.types import Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +43,59 @@ def warn_of_unused_card() -> None:
             "running on the CPU although there is an NVIDIA card: torch %s %s; update the driver, or install a torch "
             "that fits it (nvidia-smi shows the CUDA version that it serves)", torch.__version__, cuda,
         )  # fmt: skip
+
+
+def make_accelerator(log: Log) -> Accelerator:
+    """Accelerate's view of the processes.
+
+    Raises:
+        InputError: a tracker is not installed, or accelerate runs fewer processes than were launched;
+            it would pass over either in silence.
+    """
+    for name in log.report_to:
+        if importlib.util.find_spec(name) is None:
+            raise InputError(f"log.report_to: {name} is not installed; pip install {name}")
+    # Micro-batches of many shapes would leave holes that no other shape fits. Read once, before CUDA starts. vLLM up to
+    # 0.30 looks at the old name only, and must know what torch is told.
+    if "PYTORCH_ALLOC_CONF" in os.environ:
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = os.environ["PYTORCH_ALLOC_CONF"]
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    on_cpu = not torch.accelerator.is_available()  # several processes on a CPU need to be told so
+    patience = InitProcessGroupKwargs(timeout=timedelta(days=7))  # processes may finish sampling hours apart
+    accelerator = Accelerator(cpu=on_cpu, kwargs_handlers=[patience])
+    cores = os.cpu_count() or 1
+    if on_cpu and accelerator.num_processes == 1 and torch.get_num_threads() == 1 < cores:
+        print(f"running on 1 of {cores} cores: accelerate launch --num_cpu_threads_per_process {cores} uses all")
+    check_launched(accelerator.num_processes)
+    if accelerator.is_main_process:
+        warn_of_unused_card()
+    return accelerator
+
+
+def card_memory() -> float | None:
+    """GiB of the card in use, CUDA's own and other processes' included; None without one.
+
+    Torch's allocator keeps what an update has taken, so that this is the update's peak until the cache is emptied; its
+    own count includes what a sleeping vLLM has given back.
+    """
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 2**30
+
+
+def environment(engine: str, processes: int, prompts: Sequence[Prompt]) -> dict[str, str]:
+    """Hardware, versions and data of a run, for its model card and to compare when it is resumed."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU with {os.cpu_count()} cores"
+    names = ("torch", "transformers", "peft", "accelerate")
+    return {
+        "hardware": f"{processes} x {device}" if torch.cuda.is_available() else device,
+        "processes": str(processes),
+        "engine": f"vllm {vllm_version()}" if engine == "vllm" else engine,
+        "prompts": hashlib.sha256(repr([(p.token_ids, p.answer) for p in prompts]).encode()).hexdigest()[:16],
+        "stapo_lite": __version__,
+        **{name: version(name) for name in names},
+    }
 
 
 def check_no_run(folder: Path) -> None:

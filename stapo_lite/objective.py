@@ -1,5 +1,5 @@
 """The token loss of every preset, from the same few functions. Sums and weights only, never means: the
-denominators belong to the whole mini-batch, across micro-batches and processes, see `update.py`.
+denominators belong to the whole mini-batch, across micro-batches and processes, see `update.py`. Tokens are flat [n].
 
     loss = sum over kept tokens of  weight * (correction * clipped loss + beta * k3 - entropy_coef * H)
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class TokenLoss(NamedTuple):
-    """Each [B, C]."""
+    """The clipped loss of each token and what clipping did, each [n]."""
 
     loss: Tensor
     """-min(rho A, clip(rho) A), with gradient"""
@@ -30,11 +30,10 @@ def clipped_token_loss(
     """-min(rho A, clip(rho, 1 - epsilon, 1 + epsilon_high) A) for each token (PPO with DAPO's clip-higher).
 
     Args:
-        logprobs: [B, C] fp32 with gradient.
-        old_logprobs: [B, C] fp32. At the first update after a rollout pass `logprobs.detach()`.
-        advantages: [B].
+        logprobs: [n] fp32 with gradient.
+        old_logprobs: [n] fp32. At the first update after a rollout pass `logprobs.detach()`.
+        advantages: [n] fp32.
     """
-    advantages = advantages[:, None]
     ratio = torch.exp(logprobs - old_logprobs)
     clipped = ratio.clamp(1 - epsilon, 1 + epsilon_high)
     loss = -torch.minimum(ratio * advantages, clipped * advantages)
@@ -56,31 +55,40 @@ def k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
     return torch.expm1(log_ratio) - log_ratio  # of nearly equal policies, exp(x) - x - 1 is rounding alone
 
 
-def sampler_correction(old_logprobs: Tensor, rollout_logprobs: Tensor, mode: str, cap: float) -> tuple[Tensor, Tensor]:
+def sampler_correction(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, rows: Tensor, sequences: int, mode: str, cap: float
+) -> tuple[Tensor, Tensor]:
     """Importance weights for tokens that the engine sampled and the trainer scores a little differently.
 
     Args:
-        old_logprobs, rollout_logprobs: [B, C] fp32, equal (0) at padding.
+        old_logprobs, rollout_logprobs: [n] fp32.
+        rows: [n] int64 below `sequences`: the sequence of each token.
         mode: `token-truncate`: min(pi_old / pi_rollout, cap) of each token (truncated importance sampling,
             TRL's `token_truncate`); `sequence-mask`: the product of the ratios of a sequence, 0 where it is
             above the cap (TRL's `sequence_mask`); `off`: 1.
         cap: the largest weight.
 
     Returns:
-        weights [B, C] fp32, and where the cap took effect, [B, C] bool.
+        weights [n] fp32, and where the cap took effect, [n] bool.
     """
     log_ratio = old_logprobs - rollout_logprobs
     if mode == "off":
         return torch.ones_like(log_ratio), torch.zeros_like(log_ratio, dtype=torch.bool)
     if mode == "sequence-mask":
-        log_ratio = log_ratio.sum(-1, keepdim=True).expand_as(log_ratio)
+        log_ratio = segment_sum(log_ratio, rows, sequences)[rows].float()
     ratio = log_ratio.exp()
     capped = ratio > cap
     return (ratio.clamp(max=cap) if mode == "token-truncate" else ratio.masked_fill(capped, 0.0)), capped
 
 
+def segment_sum(values: Tensor, rows: Tensor, sequences: int) -> Tensor:
+    """Sum of each sequence's values, [sequences] float64."""
+    return torch.zeros(sequences, dtype=torch.float64, device=values.device).index_add_(0, rows, values.double())
+
+
 class Totals(NamedTuple):
-    """Counts over a whole mini-batch, on all processes: of the kept tokens, or with `renormalize: false` of all."""
+    """Counts over a whole mini-batch, on all processes: of the kept tokens, or with `renormalize: false` of all that
+    the model wrote."""
 
     tokens: int
     trained_sequences: int
@@ -92,7 +100,7 @@ def sequence_weights(counts: Tensor, totals: Totals, aggregation: str, max_compl
     """The factor of each kept token of a sequence, from which the mini-batch's loss is a plain sum.
 
     Args:
-        counts: [B] int64, the number of such tokens of each sequence.
+        counts: [B], the number of such tokens of each sequence.
         aggregation: `token-mean` (DAPO, eq. 8), `sequence-mean` (GRPO), `constant` (Dr. GRPO: completions x
             `max_completion_length`).
 
@@ -100,7 +108,7 @@ def sequence_weights(counts: Tensor, totals: Totals, aggregation: str, max_compl
         [B] fp32.
     """
     if aggregation == "sequence-mean":
-        return 1 / (counts.clamp(min=1) * totals.trained_sequences)
+        return (1 / (counts.clamp(min=1) * totals.trained_sequences)).float()
     return torch.full_like(counts, 1 / _denominator(totals, aggregation, max_completion_length), dtype=torch.float32)
 
 

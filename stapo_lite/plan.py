@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from stapo_lite.config import Config, InputError, check_processes, check_sharded, load_config, one_line_errors
+from stapo_lite.config import Config, InputError, Lora, check_processes, check_sharded, load_config, one_line_errors
 from stapo_lite.lm_head import token_statistics
 from stapo_lite.policy import add_adapter, load_model_config
 from stapo_lite.rollout.vllm_engine import BATCHED_TOKENS, served_rank
@@ -73,117 +73,173 @@ class Sizes(NamedTuple):
     """Elements of keys and values."""
 
 
-def make_plan(
-    config: Config,
-    model: Any,
-    gpu_memory: int,
-    host_memory: int | None = None,
-    processes: int = 1,
-    sharded: bool = False,
-) -> Plan:
+class Cards(NamedTuple):
+    """What a run gets."""
+
+    gpu_memory: int
+    """Bytes of each card."""
+    host_memory: int | None = None
+    """Bytes of the host for each card; None leaves it unchecked."""
+    processes: int = 1
+    """Those that train; each has a card."""
+    sharded: bool = False
+    """Whether FSDP or DeepSpeed spreads the base over them."""
+
+
+class Weights(NamedTuple):
+    """Bytes of a run's parameters."""
+
+    linears: list[int]
+    """Each linear layer of the frozen base, in the trainer."""
+    others: list[int]
+    served: list[int]
+    """Each parameter in vLLM."""
+    lora: int
+    """Elements of the adapter."""
+    adapter: int
+    optimizer: int
+
+
+def make_plan(config: Config, model: Any, cards: Cards) -> Plan:
     """The memory of each phase on each card, with vLLM's rollouts.
 
     Args:
         model: the transformers config of the decoder (`get_text_config()`).
-        gpu_memory: bytes of a card.
-        host_memory: bytes of the host for each card; None leaves it unchecked.
-        processes: that train; each has a card.
-        sharded: whether FSDP or DeepSpeed spreads the base over them.
 
     Raises:
         InputError: rollouts are not vLLM's, or quantised in a way that is not known here; the model lacks a target
             module; there are more processes than prompts in a batch, or a sharded base cannot do what is asked.
     """
-    check_processes(config, processes)
-    if sharded:
+    check_processes(config, cards.processes)
+    if cards.sharded:
         check_sharded(config, config.rollout.engine)
     if config.rollout.engine == "transformers":
         raise InputError("rollout.engine=transformers: the plan covers rollouts with vLLM only")
     train, rollout, sizes = config.train, config.rollout, model_sizes(as_json(model))
-    missing = set(config.lora.target_modules) - sizes.linears.keys()
-    if missing:
-        raise InputError(f"lora.target_modules: the model has no {', '.join(sorted(missing))}: leave them out")
-    width = getattr(torch, config.dtype).itemsize
-    matrices = [n_in * n_out for shapes in sizes.linears.values() for n_in, n_out in shapes]
-    lora = config.lora.r * sum(sum(shape) for name in config.lora.target_modules for shape in sizes.linears[name])
-    lora_bytes = lora * getattr(torch, config.lora.dtype).itemsize
-    base = [int(n * (NF4_BYTES if config.quantization else width)) for n in matrices] + [
-        n * width for n in sizes.others
-    ]
-    served = [int(n * served_bytes(config, width)) for n in matrices] + [n * width for n in sizes.others]
+    weights, serving = count_weights(config, sizes), rollout.engine == "server"
+    base = base_on_card(weights, model, cards)
+    trainer = {"trainer: adapter": weights.adapter, "trainer: optimiser": weights.optimizer}
     context = {"CUDA context": CUDA_CONTEXT}
-    weights = {"trainer: base weights": sum(base)}
-    linears, serving = sum(base[: len(matrices)]), config.rollout.engine == "server"
-    if sharded:
-        whole = sum(base) - linears
-        weights = {"trainer: its shard of the base": linears // processes + whole}
-        weights["trainer: two layers put together"] = 2 * (linears // model.num_hidden_layers)
-    trainer = {
-        "trainer: adapter": lora_bytes,
-        "trainer: optimiser": 2 * lora_bytes if train.optim == "adamw" else int(2 * lora * (1 + 4 / 256)),
-    }
-
-    # Rollouts: vLLM takes a share of the card, and what its other needs leave of that is KV cache.
-    rank, cards = served_rank(config.lora.r), rollout.tensor_parallel_size
-    engine = {
-        "vLLM: weights": sum(served) // cards,
-        "vLLM: adapter slots": lora // config.lora.r * rank * width * (rollout.max_lag + 1),  # at most: half is split
-        "vLLM: activations": BATCHED_TOKENS * width * (2 * model.hidden_size + 3 * model.intermediate_size)
-        + rollout.max_num_seqs * model.vocab_size * 4 * 4,
-        "vLLM: CUDA graphs": CUDA_GRAPHS,
-    }
-    engine["vLLM: KV cache"] = max(0, int(rollout.gpu_memory_utilization * gpu_memory) - sum(engine.values()))
-    kv_tokens = engine["vLLM: KV cache"] * cards // (sizes.kv_per_token * width)
+    engine, kv_tokens = plan_engine(config, model, weights, sizes, cards)
     rollout_phase = engine | context
     if not serving:
-        rollout_phase = ({} if train.park_trainer else weights) | trainer | rollout_phase
+        rollout_phase = ({} if train.park_trainer else base) | trainer | rollout_phase
 
     # Update: what autograd keeps and makes at the longest micro-batch.
     kept, activations, head = measure_activations(config, model)
-    update_phase = weights | trainer | {"trainer: gradients": lora_bytes} | context
+    update_phase = base | trainer | {"trainer: gradients": weights.adapter} | context
     update_phase[f"activations of {train.max_tokens_per_microbatch:,} tokens"] = activations
     update_phase["LM head, beyond those"] = head
     if train.offload_activations:
         update_phase["activations in host memory"] = -kept
     if config.quantization:
-        update_phase["a dequantised matrix"] = max(matrices) * width
+        matrices = [n_in * n_out for shapes in sizes.linears.values() for n_in, n_out in shapes]
+        update_phase["a dequantised matrix"] = max(matrices) * getattr(torch, config.dtype).itemsize
     if not serving:
         update_phase |= {"vLLM: CUDA graphs": CUDA_GRAPHS} if rollout.sleep_level else engine
 
-    host = {"processes": HOST_PROCESS, "snapshots of two steps": 2 * sum(trainer.values())}
-    if sharded:
-        host["base weights, once a machine"] = sum(base)
-    if train.park_trainer:
-        host["trainer: base weights"] = pinned(base)
-    if rollout.sleep_level == 1 and not serving:
-        host["vLLM: weights"] = pinned(served)
-    if train.offload_activations:
-        host["activations"] = 2 * kept  # pinned memory comes in powers of two
+    host = plan_host(config, weights, cards, kept)
+    longest = config.data.max_prompt_length + rollout.max_completion_length
+    problems = find_problems(rollout_phase, update_phase, host, cards)
+    if kv_tokens < longest:
+        problems.append(f"rollouts: the KV cache holds {kv_tokens:,} tokens, less than one sequence of {longest:,}")
+    return Plan(
+        rollout_phase, update_phase, host, kv_tokens, longest, problems, plan_traffic(config, weights, cards, longest)
+    )
 
-    phases = {
-        "rollouts": (rollout_phase, gpu_memory),
-        "update": (update_phase, gpu_memory),
-        "host": (host, host_memory),
+
+def count_weights(config: Config, sizes: Sizes) -> Weights:
+    """Bytes of the base in the trainer and in vLLM, and of the adapter."""
+    width, lora_width = getattr(torch, config.dtype).itemsize, getattr(torch, config.lora.dtype).itemsize
+    missing = set(config.lora.target_modules) - sizes.linears.keys()
+    if missing:
+        raise InputError(f"lora.target_modules: the model has no {', '.join(sorted(missing))}: leave them out")
+    matrices = [n_in * n_out for shapes in sizes.linears.values() for n_in, n_out in shapes]
+    lora = config.lora.r * sum(sum(shape) for name in config.lora.target_modules for shape in sizes.linears[name])
+    others = [n * width for n in sizes.others]
+    return Weights(
+        linears=[int(n * (NF4_BYTES if config.quantization else width)) for n in matrices],
+        others=others,
+        served=[int(n * served_bytes(config, width)) for n in matrices] + others,
+        lora=lora,
+        adapter=lora * lora_width,
+        optimizer=2 * lora * lora_width if config.train.optim == "adamw" else int(2 * lora * (1 + 4 / 256)),
+    )
+
+
+def base_on_card(weights: Weights, model: Any, cards: Cards) -> dict[str, int]:
+    """Bytes of the frozen base that each trainer holds."""
+    linears, others = sum(weights.linears), sum(weights.others)
+    if not cards.sharded:
+        return {"trainer: base weights": linears + others}
+    return {
+        "trainer: its shard of the base": linears // cards.processes + others,
+        "trainer: two layers put together": 2 * (linears // model.num_hidden_layers),
     }
-    problems = [
+
+
+def plan_engine(config: Config, model: Any, weights: Weights, sizes: Sizes, cards: Cards) -> tuple[dict[str, int], int]:
+    """Bytes of vLLM on its card, which takes a share: what its other needs leave of that is KV cache; and the tokens
+    that this holds."""
+    rollout, width = config.rollout, getattr(torch, config.dtype).itemsize
+    slots = weights.lora // config.lora.r * served_rank(config.lora.r) * width * (rollout.max_lag + 1)
+    engine = {
+        "vLLM: weights": sum(weights.served) // rollout.tensor_parallel_size,
+        "vLLM: adapter slots": slots,  # at most: half is split
+        "vLLM: activations": BATCHED_TOKENS * width * (2 * model.hidden_size + 3 * model.intermediate_size)
+        + rollout.max_num_seqs * model.vocab_size * 4 * 4,
+        "vLLM: CUDA graphs": CUDA_GRAPHS,
+    }
+    cache = max(0, int(rollout.gpu_memory_utilization * cards.gpu_memory) - sum(engine.values()))
+    return engine | {"vLLM: KV cache": cache}, cache * rollout.tensor_parallel_size // (sizes.kv_per_token * width)
+
+
+def plan_host(config: Config, weights: Weights, cards: Cards, kept: int) -> dict[str, int]:
+    """Bytes of host memory for each card.
+
+    Args:
+        kept: bytes of the layers' inputs that wait for the backward pass.
+    """
+    base = weights.linears + weights.others
+    host = {"processes": HOST_PROCESS, "snapshots of two steps": 2 * (weights.adapter + weights.optimizer)}
+    if cards.sharded:
+        host["base weights, once a machine"] = sum(base)
+    if config.train.park_trainer:
+        host["trainer: base weights"] = pinned(base)
+    if config.rollout.sleep_level == 1 and config.rollout.engine != "server":
+        host["vLLM: weights"] = pinned(weights.served)
+    if config.train.offload_activations:
+        host["activations"] = 2 * kept  # pinned memory comes in powers of two
+    return host
+
+
+def find_problems(rollout: dict[str, int], update: dict[str, int], host: dict[str, int], cards: Cards) -> list[str]:
+    """What needs more than there is."""
+    phases = {
+        "rollouts": (rollout, cards.gpu_memory),
+        "update": (update, cards.gpu_memory),
+        "host": (host, cards.host_memory),
+    }
+    return [
         f"{name}: {sum(parts.values()) / GIB:.1f} GiB needed, {there / GIB:.1f} GiB there"
         for name, (parts, there) in phases.items()
         if there is not None and sum(parts.values()) > there
     ]
-    longest = config.data.max_prompt_length + rollout.max_completion_length
-    if kv_tokens < longest:
-        problems.append(f"rollouts: the KV cache holds {kv_tokens:,} tokens, less than one sequence of {longest:,}")
-    others = (processes - 1) / processes
-    completions = train.batch_size * rollout.num_generations // processes
+
+
+def plan_traffic(config: Config, weights: Weights, cards: Cards, longest: int) -> dict[str, int]:
+    """Bytes that a process sends."""
+    others = (cards.processes - 1) / cards.processes
+    completions = config.train.batch_size * config.rollout.num_generations // cards.processes
     traffic = {
-        "gradients, an update": int(2 * others * lora * 4),
-        "completions, a step, at most": (processes - 1) * completions * longest * TOKEN_BYTES,
+        "gradients, an update": int(2 * others * weights.lora * 4),
+        "completions, a step, at most": (cards.processes - 1) * completions * longest * TOKEN_BYTES,
     }
-    if sharded:
-        traffic["layers, a micro-batch"] = int(2 * others * linears)  # for each of its two passes
-    if serving:
-        traffic["adapter to each server, a step"] = lora * width
-    return Plan(rollout_phase, update_phase, host, kv_tokens, longest, problems, traffic)
+    if cards.sharded:
+        traffic["layers, a micro-batch"] = int(2 * others * sum(weights.linears))  # for each of its two passes
+    if config.rollout.engine == "server":
+        traffic["adapter to each server, a step"] = weights.lora * getattr(torch, config.dtype).itemsize
+    return traffic
 
 
 @cache
@@ -249,60 +305,61 @@ def measure_activations(config: Config, model: Any) -> tuple[int, int, int]:
     """
     train, tokens = config.train, config.train.max_tokens_per_microbatch
     longest = config.data.max_prompt_length + config.rollout.max_completion_length
-    arguments = {
-        "tokens": tokens,
-        "completion_tokens": max(1, tokens * config.rollout.max_completion_length // longest),
-        "dtype": getattr(torch, config.dtype),
-        "lora_r": config.lora.r,
-        "target_modules": tuple(config.lora.target_modules),
-        "lora_dtype": getattr(torch, config.lora.dtype),
-        "gradient_checkpointing": train.gradient_checkpointing,
-        "lm_head_memory_bytes": int(train.lm_head_memory_gb * GIB),
-        "differentiable_entropy": config.objective.entropy_coef > 0,
-    }
-    two, three = (_run_layers(as_json(model), layers, **arguments) for layers in (2, 3))
+    work = Work(
+        tokens=tokens,
+        completion_tokens=max(1, tokens * config.rollout.max_completion_length // longest),
+        dtype=getattr(torch, config.dtype),
+        lora=config.lora.model_dump_json(),
+        gradient_checkpointing=train.gradient_checkpointing,
+        lm_head_memory_bytes=int(train.lm_head_memory_gb * GIB),
+        differentiable_entropy=config.objective.entropy_coef > 0,
+    )
+    two, three = (_run_layers(as_json(model), layers, work) for layers in (2, 3))
     more = model.num_hidden_layers - 3
     kept, decoder, head = ((b - a, b + (b - a) * more) for a, b in zip(two, three, strict=True))
     return kept[0] * (more + 2), decoder[1], max(0, head[1] - decoder[1])
 
 
+class Work(NamedTuple):
+    """What the size of activations follows from, besides the model; something that a cache can compare."""
+
+    tokens: int
+    completion_tokens: int
+    dtype: torch.dtype
+    lora: str
+    """The config's section, as JSON."""
+    gradient_checkpointing: bool
+    lm_head_memory_bytes: int
+    differentiable_entropy: bool
+
+
 @cache
-def _run_layers(
-    model: str, layers: int, *, tokens, completion_tokens, dtype, lora_r, target_modules, lora_dtype,
-    gradient_checkpointing, lm_head_memory_bytes, differentiable_entropy,
-) -> tuple[int, int, int]:  # fmt: skip
+def _run_layers(model: str, layers: int, work: Work) -> tuple[int, int, int]:
     """Bytes kept after the decoder's forward pass, its peak, and the peak of the LM head, with so many layers."""
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     # In training a causal mask is never made; of fake tensors transformers cannot tell that it need not.
     AttentionInterface.register("sdpa_without_mask", sdpa_attention_forward)
-    causal_lm = meta_model(from_json(model, num_hidden_layers=layers), dtype)
+    causal_lm = meta_model(from_json(model, num_hidden_layers=layers), work.dtype)
     causal_lm.set_attn_implementation("sdpa_without_mask")
     with torch.device("meta"):
-        adapted = add_adapter(
-            causal_lm,
-            lora_r=lora_r,
-            lora_alpha=lora_r,
-            target_modules=list(target_modules),
-            lora_dtype=lora_dtype,
-            gradient_checkpointing=gradient_checkpointing,
-        )
+        adapted = add_adapter(causal_lm, Lora.model_validate_json(work.lora), work.gradient_checkpointing)
     with FakeTensorMode():
         _give_fake_storage(adapted)
-        ids = torch.zeros(1, tokens, dtype=torch.long)
+        ids = torch.zeros(1, work.tokens, dtype=torch.long)
         weight = causal_lm.get_output_embeddings().weight
         with PeakMemory() as memory:
-            with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            with torch.autocast("cpu", work.dtype, enabled=work.dtype != torch.float32):
                 hidden = causal_lm.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[0]
             kept, forward = memory.live, memory.peak
             memory.peak = 0
             statistics = token_statistics(
-                hidden[torch.arange(completion_tokens)].to(dtype),
+                hidden[torch.arange(work.completion_tokens)].to(work.dtype),
                 weight,
-                ids[0, :completion_tokens],
-                memory_bytes=lm_head_memory_bytes,
-                differentiable_entropy=differentiable_entropy,
+                ids[0, : work.completion_tokens],
+                memory_bytes=work.lm_head_memory_bytes,
+                differentiable_entropy=work.differentiable_entropy,
             )
             head = memory.peak
             memory.peak = 0
@@ -355,15 +412,7 @@ def _storages(tree: Any) -> list[torch.UntypedStorage]:
     return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def suggest(
-    path: Path,
-    overrides: list[str],
-    model: Any,
-    gpu_memory: int,
-    host_memory: int | None,
-    processes: int,
-    sharded: bool,
-) -> tuple[list[str], Plan] | None:
+def suggest(path: Path, overrides: list[str], model: Any, cards: Cards) -> tuple[list[str], Plan] | None:
     """The gentlest further overrides that make a run fit, and its plan; None where nothing known here does.
 
     Where it can be had, the KV cache holds four sequences of the longest length.
@@ -373,7 +422,7 @@ def suggest(
     tokens = config.train.max_tokens_per_microbatch
     together = [(1, ["rollout.sleep_level=1"]), (1, ["train.park_trainer=true"]), (2, ["rollout.sleep_level=2"])]
     changes = [  # and how much they change: time only, then the weights, then the task
-        *(together if config.rollout.engine != "server" and not sharded else []),
+        *(together if config.rollout.engine != "server" and not cards.sharded else []),
         (1, [f"train.max_tokens_per_microbatch={max(longest, tokens // 2)}"]),
         (2, [f"train.max_tokens_per_microbatch={max(longest, tokens // 4)}"]),
         (2, ["train.offload_activations=true"]),
@@ -388,12 +437,11 @@ def suggest(
         if len({override.partition("=")[0] for override in given}) < len(given):
             continue
         try:
-            arguments = model, gpu_memory, host_memory, processes, sharded
-            plan = make_plan(load_config(path, overrides + given), *arguments)
+            plan = make_plan(load_config(path, overrides + given), model, cards)
             trainer = sum(size for name, size in plan.rollout.items() if not name.startswith("vLLM"))
-            share = min(0.95, math.floor(100 * (1 - trainer / gpu_memory)) / 100)  # all that the trainer leaves
+            share = min(0.95, math.floor(100 * (1 - trainer / cards.gpu_memory)) / 100)  # all that the trainer leaves
             given.append(f"rollout.gpu_memory_utilization={share}")
-            plan = make_plan(load_config(path, overrides + given), *arguments)
+            plan = make_plan(load_config(path, overrides + given), model, cards)
         except InputError:  # values that do not go together
             continue
         if not plan.problems and plan.kv_tokens >= 4 * longest:
@@ -438,14 +486,14 @@ def main() -> None:
         model = load_model_config(config.model).get_text_config()
         gpu_memory = int(arguments.gpu_memory * GIB)
         host_memory = None if arguments.host_memory is None else int(arguments.host_memory * GIB)
-        cards = host_memory, arguments.processes, arguments.sharded
-        plan = make_plan(config, model, gpu_memory, *cards)
+        cards = Cards(gpu_memory, host_memory, arguments.processes, arguments.sharded)
+        plan = make_plan(config, model, cards)
         print(report(plan))
         if not plan.problems:
             print("It fits.")
             return
         print("It does not fit.", *plan.problems, sep="\n  ")
-        found = suggest(arguments.config, arguments.overrides, model, gpu_memory, *cards)
+        found = suggest(arguments.config, arguments.overrides, model, cards)
         if found is None:
             print("No change that is known here makes it fit: take a smaller model or a larger card.")
         else:

@@ -1,7 +1,8 @@
 """The policy: a frozen base model with a LoRA adapter, and the token statistics the loss needs."""
 
+import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stapo_lite.config import InputError, one_line
+from stapo_lite.batching import send
+from stapo_lite.config import Config, InputError, Lora, Train, one_line
 from stapo_lite.lm_head import token_statistics, top_tokens
-from stapo_lite.types import MicroBatch, TokenStatistics
+from stapo_lite.types import Completion, TokenStatistics
 
 # Where it cannot fetch a kernel from the Hub it says so, at every start, and takes its own.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
@@ -76,43 +78,51 @@ def _no_model(model: str, error: Exception) -> InputError:
     return InputError(f"model={model}: not a causal language model in a folder or on the Hub ({one_line(error)})")
 
 
+def padding_token(tokenizer: Any) -> int:
+    """A token to pad with."""
+    return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+
+
 def load_policy(
-    model: str,
-    *,
-    dtype: torch.dtype,
-    quantization: str | None,
-    lora_r: int,
-    lora_alpha: int,
-    target_modules: list[str],
-    lora_dtype: torch.dtype,
-    gradient_checkpointing: bool,
-    offload_activations: bool,
-    compile_layers: bool,
-    temperature: float,
-    pad_token_id: int,
-    lm_head_memory_bytes: int,
-    lm_head_triton: bool,
-    device: torch.device,
-    seed: int,
-    shard: Callable[[Any], None] | None = None,
+    config: Config, pad_token_id: int, device: torch.device, shard: Callable[[Any], None] | None = None
 ) -> "Policy":
-    """Load the base model and give it a new LoRA adapter.
+    """Load the base model and give it a new LoRA adapter, drawn from `config.seed`.
 
     Args:
-        quantization: None, or "nf4" for a 4-bit base with double quantisation (bitsandbytes).
-        lora_dtype: of the adapter's parameters.
-        offload_activations: keep what checkpointing saves in host memory.
-        seed: of the adapter's random initialisation.
+        pad_token_id: any token; what stands there is never read.
         shard: spreads the base over the processes (`sharding.py`).
 
     Raises:
         InputError: the model cannot be loaded, does not fit on the device, or lacks weights.
     """
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig
+    from transformers import GenerationConfig
 
-    quantization_config = None
-    if quantization == "nf4":
-        quantization_config = BitsAndBytesConfig(
+    base = load_base(config, torch.device("cpu") if shard else device)
+    # generate() falls back on these for what a call leaves open: top-p and top-k of a model's
+    # defaults would bias the sampled log-probabilities.
+    base.generation_config = GenerationConfig(pad_token_id=pad_token_id)
+    if shard is not None:
+        shard(base)
+    torch.manual_seed(config.seed)
+    peft_model = add_adapter(base, config.lora, config.train.gradient_checkpointing)
+    if config.train.compile:  # one by one: all have the same code, and checkpointing stays outside
+        module: Any
+        for module in base.get_decoder().layers:
+            module.compile(dynamic=True)
+    return Policy(peft_model, config, pad_token_id, sharded=shard is not None)
+
+
+def load_base(config: Config, device: torch.device) -> Any:
+    """Load the base model in `config.dtype`, or in 4 bits with double quantisation (QLoRA, bitsandbytes).
+
+    Raises:
+        InputError: it cannot be loaded, does not fit on the device, or lacks weights.
+    """
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    dtype, quantization = getattr(torch, config.dtype), None
+    if config.quantization == "nf4":
+        quantization = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
@@ -120,59 +130,24 @@ def load_policy(
         )
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            model,
+            config.model,
             dtype=dtype,
-            quantization_config=quantization_config,
-            device_map={"": torch.device("cpu") if shard else device},
+            quantization_config=quantization,
+            device_map={"": device},
             trust_remote_code=False,
             output_loading_info=True,
         )
     except torch.OutOfMemoryError as error:
-        raise InputError(f"model={model} does not fit on {device}; see `python -m stapo_lite.plan`") from error
+        raise InputError(f"model={config.model} does not fit on {device}; see `python -m stapo_lite.plan`") from error
     except Exception as error:  # transformers raises a dozen kinds
-        raise _no_model(model, error) from None
+        raise _no_model(config.model, error) from None
     base, loading = loaded
     if loading["missing_keys"]:
-        raise InputError(f"model={model}: its weights lack {min(loading['missing_keys'])}")
-    # generate() falls back on these for what a call leaves open: top-p and top-k of a model's
-    # defaults would bias the sampled log-probabilities.
-    base.generation_config = GenerationConfig(pad_token_id=pad_token_id)
-    if shard is not None:
-        shard(base)
-    torch.manual_seed(seed)
-    peft_model = add_adapter(
-        base,
-        lora_r=lora_r,
-        lora_alpha=lora_alpha,
-        target_modules=target_modules,
-        lora_dtype=lora_dtype,
-        gradient_checkpointing=gradient_checkpointing,
-    )
-    if compile_layers:  # one by one: all have the same code, and checkpointing stays outside
-        module: Any
-        for module in base.get_decoder().layers:
-            module.compile(dynamic=True)
-    return Policy(
-        peft_model,
-        dtype=dtype,
-        temperature=temperature,
-        pad_token_id=pad_token_id,
-        offload_activations=offload_activations,
-        lm_head_memory_bytes=lm_head_memory_bytes,
-        lm_head_triton=lm_head_triton,
-        sharded=shard is not None,
-    )
+        raise InputError(f"model={config.model}: its weights lack {min(loading['missing_keys'])}")
+    return base
 
 
-def add_adapter(
-    base: Any,
-    *,
-    lora_r: int,
-    lora_alpha: int,
-    target_modules: list[str],
-    lora_dtype: torch.dtype,
-    gradient_checkpointing: bool,
-) -> Any:
+def add_adapter(base: Any, lora: Lora, gradient_checkpointing: bool) -> Any:
     """Freeze the base and give it a LoRA adapter (PEFT), whose first output is zero; ready to train.
 
     Of PEFT's `prepare_model_for_kbit_training` a frozen base and non-reentrant checkpointing remain: fp32 copies of
@@ -183,11 +158,13 @@ def add_adapter(
     base.requires_grad_(False)
     if gradient_checkpointing:
         base.gradient_checkpointing_enable({"use_reentrant": False})
-    lora = LoraConfig(r=lora_r, lora_alpha=lora_alpha, target_modules=list(target_modules), task_type="CAUSAL_LM")
-    model = get_peft_model(base, lora)
+    modules: list[str] = list(lora.target_modules)
+    model = get_peft_model(
+        base, LoraConfig(r=lora.r, lora_alpha=lora.lora_alpha, target_modules=modules, task_type="CAUSAL_LM")
+    )
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.data = parameter.data.to(lora_dtype)
+            parameter.data = parameter.data.to(getattr(torch, lora.dtype))
     if base.dtype != torch.float32:  # autocast does it, without an fp32 copy of every input
         module: Any
         for module in model.modules():
@@ -207,28 +184,15 @@ class Policy:
         sharded: whether all processes must run the decoder together.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        dtype: torch.dtype,
-        temperature: float,
-        pad_token_id: int,
-        offload_activations: bool,
-        lm_head_memory_bytes: int,
-        lm_head_triton: bool,
-        sharded: bool,
-    ):
-        self.model = model
-        self.sharded = sharded
-        self.pad_token_id = pad_token_id
+    def __init__(self, model: Any, config: Config, pad_token_id: int, sharded: bool):
+        self.model, self.sharded, self.pad_token_id = model, sharded, pad_token_id
         self.parameters: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.dtype: torch.dtype = getattr(torch, config.dtype)
         self._causal_lm = model.get_base_model()
-        self.dtype = dtype
-        self._offload_activations = offload_activations
-        self._temperature = temperature
-        self._lm_head_memory_bytes = lm_head_memory_bytes
-        self._lm_head_triton = lm_head_triton
+        self._offload_activations = config.train.offload_activations
+        self._temperature = config.rollout.temperature
+        self._lm_head_memory_bytes = int(config.train.lm_head_memory_gb * 2**30)
+        self._lm_head_triton = config.train.lm_head_triton
         self._host_copies: dict[nn.Parameter, Tensor] = {}
 
     @property
@@ -252,47 +216,59 @@ class Policy:
         for parameter, host in self._host_copies.items():
             parameter.data = host.to(self.device, non_blocking=True)
 
-    def statistics(self, batch: MicroBatch, differentiable_entropy: bool = False) -> TokenStatistics:
+    def statistics(self, completions: Sequence[Completion], differentiable_entropy: bool = False) -> TokenStatistics:
         """Log-probability (with gradient), entropy and collision probability of every completion token.
 
         Args:
             differentiable_entropy: give entropy a gradient too, by the recomputing LM head.
 
         Returns:
-            TokenStatistics of [B, C] fp32, 0 where `completion_mask` is False.
+            TokenStatistics of [n] fp32, one completion after the other.
         """
-        return self.score(batch, self.hidden_states(batch), differentiable_entropy)
+        return self.score(completions, self.hidden_states(completions), differentiable_entropy)
 
-    def hidden_states(self, batch: MicroBatch) -> Tensor:
-        """What predicts each completion token, [N, D] in the head's dtype; row after row."""
+    def hidden_states(self, completions: Sequence[Completion]) -> Tensor:
+        """Hidden states that predict each completion token, [n, D] in the head's dtype, one completion after the other.
+
+        The decoder's input is padded here and nowhere else: prompt, completion, padding. On the right it needs no
+        attention mask: in a causal model no real token sees it.
+        """
+        sequences = [torch.tensor(c.prompt.token_ids + c.token_ids) for c in completions]
+        input_ids = nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=self.pad_token_id)
+        # The causal shift, here and nowhere else: a token is predicted at the place before its own.
+        places = [
+            torch.arange(len(sequence) - len(c.token_ids), len(sequence)) + row * input_ids.shape[1] - 1
+            for row, (c, sequence) in enumerate(zip(completions, sequences, strict=True))
+        ]
+        hidden = self._decode(send(input_ids, self.device)).flatten(0, 1)
+        return hidden.index_select(0, send(torch.cat(places), self.device)).to(self._head.weight.dtype)
+
+    def _decode(self, input_ids: Tensor) -> Tensor:
         with self.autocast(), self._keep_activations():
-            hidden = self._causal_lm.get_decoder()(input_ids=batch.input_ids, use_cache=False).last_hidden_state
-        # The causal shift, here and nowhere else: completion token t is predicted at prompt_length + t - 1.
-        row, t = batch.completion_mask.nonzero(as_tuple=True)
-        return hidden[row, batch.prompt_lengths[row] + t - 1].to(self._head.weight.dtype)
+            return self._causal_lm.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state
 
     def take_part(self) -> None:
-        """Run both passes of the decoder on nothing, while other processes run them on something."""
-        token = torch.full((1, 1), self.pad_token_id, device=self.device)
-        with self.autocast(), self._keep_activations():
-            hidden = self._causal_lm.get_decoder()(input_ids=token, use_cache=False).last_hidden_state
+        """Run both passes of the decoder on nothing, while other processes run them on something: a dummy pass. Each
+        layer of a sharded base is put together by all processes, or by none."""
+        hidden = self._decode(torch.full((1, 1), self.pad_token_id, device=self.device))
         if hidden.requires_grad:
             (0 * hidden).sum().backward()
 
-    def score(self, batch: MicroBatch, hidden: Tensor, differentiable_entropy: bool = False) -> TokenStatistics:
-        """`statistics` of a batch whose hidden states are known."""
-        flat = token_statistics(
+    def score(
+        self, completions: Sequence[Completion], hidden: Tensor, differentiable_entropy: bool = False
+    ) -> TokenStatistics:
+        """`statistics` of completions whose hidden states are known."""
+        targets = torch.tensor(list(itertools.chain(*(c.token_ids for c in completions))))
+        return token_statistics(
             hidden,
             self._head.weight,
-            batch.completion_ids[batch.completion_mask],
+            send(targets, self.device),
             bias=self._head.bias,
             temperature=self._temperature,
             memory_bytes=self._lm_head_memory_bytes,
             differentiable_entropy=differentiable_entropy,
             triton=self._lm_head_triton,
         )
-        blank = torch.zeros(batch.completion_ids.shape, device=hidden.device)
-        return TokenStatistics(*(blank.masked_scatter(batch.completion_mask, values) for values in flat))
 
     def top_tokens(self, hidden: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """The k most probable tokens for each of [n, D] hidden states: ids and probabilities, [n, k]."""
@@ -310,10 +286,10 @@ class Policy:
         return self._causal_lm.get_output_embeddings()
 
     @torch.no_grad()
-    def reference_logprobs(self, batch: MicroBatch) -> Tensor:
-        """Log-probabilities of the base model, [B, C] fp32: the reference of the KL term is the adapter, disabled."""
+    def reference_logprobs(self, completions: Sequence[Completion]) -> Tensor:
+        """Log-probabilities of the base model, [n] fp32: the reference of the KL term is the adapter, disabled."""
         with self.model.disable_adapter():
-            return self.statistics(batch).logprobs
+            return self.statistics(completions).logprobs
 
     def autocast(self) -> torch.autocast:
         """The fp32 adapter computes in the base model's dtype, as it does in vLLM."""
@@ -356,15 +332,15 @@ class Policy:
             raise InputError(f"{folder}: the adapter does not fit the model, {wrong[0]} is on one side only")
 
 
-def make_optimizer(policy: Policy, name: str, learning_rate: float, weight_decay: float) -> torch.optim.Optimizer:
+def make_optimizer(policy: Policy, train: Train) -> torch.optim.Optimizer:
     """Fused AdamW over the adapter, or bitsandbytes' paged 8-bit AdamW."""
     parameters = list(policy.parameters.values())
     optimizer: Callable[..., torch.optim.Optimizer] = partial(torch.optim.AdamW, fused=True)
-    if name == "paged_adamw_8bit":
+    if train.optim == "paged_adamw_8bit":
         from bitsandbytes.optim import PagedAdamW8bit
 
         optimizer = PagedAdamW8bit
-    return optimizer(parameters, lr=learning_rate, betas=(0.9, 0.999), weight_decay=weight_decay)
+    return optimizer(parameters, lr=train.learning_rate, betas=(0.9, 0.999), weight_decay=train.weight_decay)
 
 
 def sum_gradients(policy: Policy, reduce: Callable[[Tensor], Tensor]) -> None:

@@ -7,9 +7,7 @@ which are one more row of the LM head. `audit.py` draws it.
     quadrants.jsonl   one step a line: thresholds, tokens and their mean gradient norm in each quadrant, some points
 """
 
-import itertools
 import math
-from collections.abc import Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,11 +17,11 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from stapo_lite.batching import MiniBatch
 from stapo_lite.files import Journal
 from stapo_lite.policy import Policy
-from stapo_lite.s2t import random_scores
 from stapo_lite.tracking import QUADRANTS_FILE, TOKENS_FILE
-from stapo_lite.types import Completion
+from stapo_lite.types import TokenStatistics
 
 QUADRANTS = ("rare, sure", "rare, unsure", "likely, sure", "likely, unsure")
 """pi < tau_p or not; H < tau_h or not. S2T silences the first."""
@@ -31,14 +29,14 @@ ALTERNATIVES = 5
 
 
 class _Seen(NamedTuple):
-    """A candidate of the mini-batch that trains."""
+    """Candidates of the mini-batch that trains, as many as fit, those with the lowest lots; on the device."""
 
-    lot: float
-    """Those with the lowest are written where there are more candidates than fit."""
-    completion: Completion
-    t: int
-    alternatives: list[tuple[int, float]]
-    """Tokens and their probabilities."""
+    lots: Tensor
+    """[k] fp32; infinite for tokens that are no candidates and fill up."""
+    tokens: Tensor
+    """[k] int64: places in [N]."""
+    hidden: Tensor
+    """[k, D]: what predicts them."""
 
 
 class TokenLog:
@@ -49,6 +47,10 @@ class TokenLog:
             random share is written, the same for any number of processes.
         context: tokens shown before and after a candidate.
     """
+
+    _batch: MiniBatch
+    _lots: Tensor
+    _seen: _Seen | None
 
     def __init__(
         self,
@@ -65,46 +67,41 @@ class TokenLog:
         self._begin_step()
 
     def _begin_step(self) -> None:
-        self._seen: list[_Seen] = []
         self._candidates: list[tuple[float, dict[str, Any]]] = []
         self._points: list[list[float]] = []
         self._sums = torch.zeros(2, len(QUADRANTS), dtype=torch.float64, device=self._policy.device)
         self._thresholds: list[float] = []
 
-    def see(self, rows: Sequence[Completion], hidden: Tensor, candidates: Tensor) -> None:
-        """Find the alternatives of a micro-batch's candidates.
+    def begin(self, batch: MiniBatch) -> None:
+        """Begin a mini-batch, or begin it again."""
+        self._batch, self._seen = batch, None
+        # Another salt than the `random` ablation's, whose numbers decide what is silenced.
+        self._lots = batch.random_scores([~completion.adapter_version for completion in batch.completions])
+
+    def see(self, tokens: Tensor, hidden: Tensor, candidates: Tensor) -> None:
+        """Keep the hidden states of a micro-batch's candidates: always the same number, so that nobody has to wait
+        for how many there are.
 
         Args:
-            hidden: [N, D], from `Policy.hidden_states`.
-            candidates: [N] bool.
+            tokens: [n] int64, places in [N].
+            hidden: [n, D], from `Policy.hidden_states`.
+            candidates: [n] bool.
         """
-        drawn: list[tuple[float, int, Completion, int]] = []
-        masks = candidates.cpu().split([len(c.token_ids) for c in rows])
-        for start, completion, mask in zip(_starts(rows), rows, masks, strict=True):
-            places = mask.nonzero()[:, 0].tolist()
-            if places:
-                # Another salt than the `random` ablation's, whose numbers decide what is silenced.
-                lots = random_scores(completion.token_ids, ~completion.adapter_version)[places].tolist()
-                drawn += [(lot, start + t, completion, t) for lot, t in zip(lots, places, strict=True)]
-        drawn = sorted(drawn, key=itemgetter(0))[: self._limit]
-        if drawn:
-            indices = torch.tensor([index for _, index, _, _ in drawn], device=hidden.device)
-            ids, probabilities = self._policy.top_tokens(hidden[indices], ALTERNATIVES)
-            for (lot, _, completion, t), *top in zip(drawn, ids.tolist(), probabilities.tolist(), strict=True):
-                self._seen.append(_Seen(lot, completion, t, list(zip(*top, strict=True))))
+        seen = _Seen(self._lots[tokens].masked_fill(~candidates, torch.inf), tokens, hidden)
+        seen = self._lowest(seen)
+        if self._seen is not None:
+            seen = self._lowest(_Seen(*map(torch.cat, zip(self._seen, seen, strict=True))))
+        self._seen = seen
 
-    def forget(self) -> None:
-        """What `see` saw of a mini-batch that is not made, or made again."""
-        self._seen = []
+    def _lowest(self, seen: _Seen) -> _Seen:
+        chosen = seen.lots.topk(min(self._limit, len(seen.lots)), largest=False).indices
+        return _Seen(*(part[chosen] for part in seen))
 
     def note(
         self,
-        completions: Sequence[Completion],
-        logprobs: Tensor,
-        entropy: Tensor,
-        advantages: Tensor,
+        statistics: TokenStatistics,
         gradient_norms: Tensor,
-        kept: Tensor,
+        keep: Tensor,
         spurious: Tensor,
         tau_p: float,
         tau_h: float | None,
@@ -112,23 +109,35 @@ class TokenLog:
         """Note a mini-batch of which `see` saw every micro-batch.
 
         Args:
-            logprobs, entropy, advantages, gradient_norms: [n] fp32, of every token of the completions.
-            kept, spurious: [n] bool.
+            statistics: [N], those that the tokens were judged by.
+            gradient_norms: [N] fp32, of tokens with an advantage.
+            keep, spurious: [N] bool.
         """
-        values = torch.stack([logprobs.exp(), entropy, gradient_norms], 1)
-        positive = (advantages > 0).nonzero()[:, 0]
+        batch = self._batch
+        values = torch.stack([statistics.logprobs.exp(), statistics.entropy, gradient_norms], 1)
+        positive = (batch.loss_mask & (batch.advantages > 0)).nonzero()[:, 0]
         self._points += values[thin(positive, self._limit)].tolist()
         if tau_h is None:  # without candidates there is nothing to note, and no quadrant
             return
         self._thresholds.append(tau_h)
-        quadrant = 2 * (logprobs >= math.log(tau_p)) + (entropy.double() >= tau_h)
+        quadrant = 2 * (statistics.logprobs >= math.log(tau_p)) + (statistics.entropy.double() >= tau_h)
         norms = gradient_norms[positive]
         self._sums.index_add_(1, quadrant[positive], torch.stack([torch.ones_like(norms), norms]).double())
+        if self._seen is not None:
+            self._note_candidates(self._seen, values, torch.stack([keep, spurious], 1), tau_h)
 
-        starts = dict(zip(completions, _starts(completions), strict=True))
-        indices = [starts[seen.completion] + seen.t for seen in self._seen]
-        seen_values, flags = values[indices].tolist(), torch.stack([kept, spurious], 1)[indices].tolist()
-        for (lot, completion, t, alternatives), numbers, flag in zip(self._seen, seen_values, flags, strict=True):
+    def _note_candidates(self, seen: _Seen, values: Tensor, flags: Tensor, tau_h: float) -> None:
+        """Write down context and alternatives of what was seen."""
+        lots, tokens, hidden = (part[seen.lots.isfinite()] for part in seen)
+        if not len(lots):
+            return
+        ids, shares = (best.tolist() for best in self._policy.top_tokens(hidden, ALTERNATIVES))
+        columns = (lots, tokens, self._batch.rows[tokens], values[tokens], flags[tokens])
+        for lot, token, row, numbers, flag, *best in zip(
+            *(column.tolist() for column in columns), ids, shares, strict=True
+        ):
+            completion = self._batch.completions[row]
+            t = token - self._batch.starts[row]
             text = completion.prompt.token_ids + completion.token_ids
             at = len(completion.prompt.token_ids) + t
             candidate = {
@@ -140,10 +149,9 @@ class TokenLog:
                 "advantage": completion.advantage,
                 "tau_h": tau_h,
                 **dict(zip(("kept", "spurious"), flag, strict=True)),
-                "alternatives": alternatives,
+                "alternatives": list(zip(*best, strict=True)),
             }
             self._candidates.append((lot, candidate))
-        self.forget()
         self._candidates = self._draw(self._candidates)
 
     def write(self, step: int, tau_p: float) -> None:
@@ -187,11 +195,6 @@ class TokenLog:
         alternatives = [[text, _short(share)] for text, share in zip(texts, shares, strict=True)]
         text = {"token": token, "before": before, "after": after, "alternatives": alternatives}
         return {name: (numbers | text).get(name, value) for name, value in ({"token": token} | line).items()}
-
-
-def _starts(completions: Sequence[Completion]) -> list[int]:
-    """Where each begins when their tokens are put one after the other."""
-    return [0, *itertools.accumulate(len(c.token_ids) for c in completions)][: len(completions)]
 
 
 def thin(values: Any, limit: int) -> Any:

@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
-from torch import Tensor
 from tqdm.auto import tqdm
 
 from stapo_lite.config import InputError, one_line
@@ -24,62 +22,6 @@ EVALUATIONS_FILE = "evaluations.jsonl"
 ENVIRONMENT_FILE = "environment.json"
 TOKENS_FILE = "tokens.jsonl"
 QUADRANTS_FILE = "quadrants.jsonl"
-
-
-class Tally:
-    """Sums, maxima and collected values of a step, kept on the device and reduced over the processes once.
-
-    Args:
-        sums, maxima, values: their names. Every process has all of them, whatever work it got; a maximum
-            without a value is None, collected values are a 1-D tensor.
-    """
-
-    def __init__(self, sums: Sequence[str], maxima: Sequence[str], values: Sequence[str], device: torch.device):
-        self._sums = {name: torch.zeros((), dtype=torch.float64, device=device) for name in sums}
-        self._maxima = {name: torch.full((), -math.inf, dtype=torch.float32, device=device) for name in maxima}
-        self._values = {name: [torch.zeros(0, device=device)] for name in values}
-
-    def add(self, **values: Tensor | float) -> None:
-        for name, value in values.items():
-            self._sums[name] = self._sums[name] + value
-
-    def raise_to(self, **values: Tensor | float) -> None:
-        for name, value in values.items():
-            before = self._maxima[name]
-            self._maxima[name] = torch.maximum(before, torch.as_tensor(value, device=before.device))
-
-    def collect(self, **values: Tensor) -> None:
-        for name, value in values.items():
-            self._values[name].append(value)
-
-    def sum(self, name: str) -> Tensor:
-        """One of the sums so far, of this process."""
-        return self._sums[name]
-
-    def merge(self, other: "Tally") -> None:
-        """Add another's numbers, which may lack some names."""
-        self.add(**other._sums)
-        self.raise_to(**other._maxima)
-        for name, parts in other._values.items():
-            self._values[name] += parts
-
-    def reduce(self, accelerator: Accelerator) -> dict[str, Any]:
-        """Over all processes."""
-        sums = accelerator.reduce(torch.stack(list(self._sums.values())), "sum")
-        result: dict[str, Any] = dict(zip(self._sums, sums.tolist(), strict=True))
-        if self._maxima:
-            maxima = accelerator.gather(torch.stack(list(self._maxima.values()))[None]).amax(0).tolist()
-            result |= {n: None if v == -math.inf else v for n, v in zip(self._maxima, maxima, strict=True)}
-        return result | {n: gather_values(torch.cat(parts), accelerator) for n, parts in self._values.items()}
-
-
-def gather_values(values: Tensor, accelerator: Accelerator) -> Tensor:
-    """Concatenate 1-D tensors of different lengths over the processes."""
-    if accelerator.num_processes == 1:
-        return values
-    padded = accelerator.pad_across_processes(values, pad_index=math.nan)
-    gathered = accelerator.gather(padded)
-    return gathered[~gathered.isnan()]
 
 
 class RunLog:

@@ -1,13 +1,15 @@
 """What flows through a step, and the one legend of shapes.
 
-Shapes: B sequences of a micro-batch; L tokens of the longest prompt + completion; C tokens of the
-longest completion; N completion tokens without padding; D hidden size; V vocabulary size.
+Shapes: B completions of a mini-batch (this process's share); N their tokens, all completions put one after the other;
+n tokens of a micro-batch; L tokens of its longest prompt + completion; D hidden size; V vocabulary size.
 
-Every per-token tensor is [B, C]; column t belongs to completion token t, the token it scores.
-Four streams of log-probabilities never share a name: `rollout_logprobs` (the engine, when it
-sampled), `old_logprobs` (the trainer, before the step's first update), `logprobs` (the trainer, now)
-and `ref_logprobs` (the base model). Two masks: `completion_mask` (the token exists) and `keep_mask`
-(the token trains).
+Every per-token quantity of a mini-batch is a flat [N] tensor on the device; `MiniBatch.rows` says to which completion
+a token belongs. A micro-batch is a set of completions, and its tokens an index into [N]. Only the decoder's input is
+padded, [B, L], in `Policy.hidden_states`.
+
+Four streams of log-probabilities never share a name: `rollout_logprobs` (the engine, when it sampled), `old_logprobs`
+(the trainer, before the step's first update), `logprobs` (the trainer, now) and `ref_logprobs` (the base model). Two
+masks: `loss_mask` (the model wrote the token) and `keep` (the token trains).
 """
 
 from __future__ import annotations
@@ -50,13 +52,12 @@ class Completion:
     reward: float | None = None
     """None where every reward function abstained."""
     advantage: float = 0.0
+    loss_mask: list[bool] | None = None
+    """Which tokens the model wrote; None for all. The others, such as a tool's results, are read and never trained."""
 
 
 class TokenStatistics(NamedTuple):
-    """Of the next-token distribution at the sampling temperature, each fp32; nats.
-
-    Shape [N] where `lm_head.py` makes them, [B, C] after `policy.py` has laid them out.
-    """
+    """Statistics of the next-token distribution at the sampling temperature, each [N] fp32; nats."""
 
     logprobs: Tensor
     """log pi(y_t)"""
@@ -64,18 +65,3 @@ class TokenStatistics(NamedTuple):
     """H_t of the full distribution"""
     collision: Tensor
     """sum_v pi(v)^2, the collision probability"""
-
-
-class MicroBatch(NamedTuple):
-    """Sequences laid out as prompt, completion, padding on the right."""
-
-    input_ids: Tensor
-    """[B, L] int64"""
-    completion_ids: Tensor
-    """[B, C] int64"""
-    completion_mask: Tensor
-    """[B, C] bool"""
-    prompt_lengths: Tensor
-    """[B] int64"""
-    advantages: Tensor
-    """[B] fp32"""

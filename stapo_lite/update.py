@@ -1,14 +1,23 @@
-"""One optimiser update: keep-mask, denominators, micro-batches, step. This is the method; `train.py` is the loop."""
+"""One optimiser update: masks, denominators, gradient, step. This is the method; `train.py` is the loop.
 
-from collections.abc import Callable, Iterator, Sequence
+    J = sum I min(rho A, clip(rho) A) / sum I        over the tokens of the mini-batch on all processes
+
+is STAPO's; the other presets change the mask I, the weights, or add terms. Each process has a share of the mini-batch
+as packed [N] tensors (`types.py`), and cuts it into micro-batches; nothing depends on either cut. Nothing waits for the
+device within a micro-batch: an update waits for its thresholds, its counts, and its gradient's norm.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from stapo_lite.batching import TokenBudget, collate, pad_rows
-from stapo_lite.config import S2T, Objective
+from stapo_lite.batching import MiniBatch, TokenBudget
+from stapo_lite.config import S2T, Config, Objective
+from stapo_lite.metrics import Tally, Update, gather_values
 from stapo_lite.objective import (
     Totals,
     clipped_token_loss,
@@ -16,374 +25,424 @@ from stapo_lite.objective import (
     logit_gradient_norm,
     loss_scale,
     sampler_correction,
+    segment_sum,
     sequence_weights,
 )
 from stapo_lite.policy import Policy, sum_gradients
-from stapo_lite.s2t import candidate_mask, linear_quantile, random_scores, spurious_mask, top_entropy_mask
+from stapo_lite.s2t import candidate_mask, linear_quantile, spurious_mask, top_entropy_mask
 from stapo_lite.token_log import TokenLog
-from stapo_lite.tracking import Tally, gather_values
-from stapo_lite.types import Completion, MicroBatch, TokenStatistics
-
-Statistics = dict[Completion, TokenStatistics]
-"""Of each completion, [length] fp32, without gradient."""
-
-SUMS = (
-    "batch_tokens", "kept", "active_tokens", "trained_tokens", "loss", "kl", "kl_tokens", "entropy", "collision",
-    "logit_grad_norm", "clipped_low", "clipped_high", "silenced", "candidate", "gradient_mass",
-    "spurious", "spurious_mass", "negative_rare", "negative_rare_mass", "negative_sure", "negative_sure_mass",
-    "gap_tokens", "gap", "gap_k3", "capped",
-)  # fmt: skip
-MAXIMA = ("gap_max",)
-VALUES = ("entropies",)
+from stapo_lite.types import Completion, TokenStatistics
 
 
-class Update(NamedTuple):
-    """The same on every process."""
+class Learner:
+    """The policy, its optimiser, and what an update of them goes by.
 
-    grad_norm: float
-    """Before clipping."""
-    tau_h: float | None = None
-    """None without candidates."""
-    skipped: bool = False
-    """Loss or gradient was not finite: nothing changed, and nothing was tallied."""
+    Attributes:
+        objective: that of the config, with the tau_p of this step.
+        budget: of a micro-batch; where memory runs out a pass is begun anew with less.
+        tally: what the step's updates count.
+        token_log: notes the candidates; None where nobody asked.
+        on_tokens: told of the completion tokens that have been through both passes.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        policy: Policy,
+        optimizer: torch.optim.Optimizer,
+        budget: TokenBudget,
+        accelerator: Accelerator,
+        token_log: TokenLog | None = None,
+    ):
+        self.config, self.policy, self.optimizer, self.budget = config, policy, optimizer, budget
+        self.accelerator, self.token_log = accelerator, token_log
+        self.on_tokens: Callable[[int], Any] = lambda tokens: None
+        self.begin_step(config.objective.s2t.tau_p, config.train.learning_rate)
+
+    def begin_step(self, tau_p: float, learning_rate: float) -> None:
+        """Set what is the step's own, and forget what was counted."""
+        s2t = self.config.objective.s2t.model_copy(update={"tau_p": tau_p})
+        self.objective: Objective = self.config.objective.model_copy(update={"s2t": s2t})
+        self.tally = Tally(self.policy.device)
+        for parameters in self.optimizer.param_groups:
+            parameters["lr"] = learning_rate
 
 
-class Masks(NamedTuple):
-    """Of this process's share of a mini-batch."""
+class Forward(NamedTuple):
+    """A micro-batch's forward pass with its graph."""
 
-    keep: dict[Completion, Tensor]
-    """Of each completion, [length] bool."""
-    silenced: int
-    """Tokens that S2T takes out."""
-    statistics: Statistics
-    """Of the completions that the masks depend on."""
+    rows: list[int]
+    tokens: Tensor
+    """[n] int64: places in [N]."""
+    hidden: Tensor | None
+    """[n, D] without gradient, for the token log."""
+    statistics: TokenStatistics
+    """[n]"""
+
+
+@dataclass
+class Masks:
+    """Which tokens of a mini-batch train, and what that was decided by."""
+
+    keep: Tensor
+    """[N] bool: the token trains."""
+    silenced: Tensor
+    """[N] bool: S2T takes it out."""
+    statistics: TokenStatistics
+    """[N], of the tokens that the masks depend on."""
     tau_h: float | None
     """None without candidates, or without S2T."""
+    first: Forward | None
+    """The pass through the gradient's first micro-batch, where the masks took one."""
+
+    def take_first(self, rows: list[int]) -> Forward | None:
+        """Hand out `first` where it ran these rows. Asked once, it is gone: its graph serves one backward pass, and
+        must not stay in memory through others."""
+        first, self.first = self.first, None
+        return first if first is not None and first.rows == rows else None
 
 
-def update(
-    policy: Policy,
-    optimizer: torch.optim.Optimizer,
-    mini_batch: Sequence[Completion],
-    old: Statistics | None,
-    objective: Objective,
-    *,
-    max_completion_length: int,
-    budget: TokenBudget,
-    max_grad_norm: float,
-    accelerator: Accelerator,
-    tally: Tally,
-    on_tokens: Callable[[int], Any] = lambda tokens: None,
-    token_log: TokenLog | None = None,
-) -> Update | None:
-    """One optimiser update on this process's share of a mini-batch.
+class Weights(NamedTuple):
+    """The factor of each token in the loss, from which the mini-batch's loss is a plain sum."""
 
-    STAPO: J = sum I min(rho A, clip(rho) A) / sum I, over the tokens of the mini-batch on all processes; the
-    other presets change the mask I, the weights, or add terms.
+    tokens: Tensor
+    """[N] fp32"""
+    scale: float
+    """In float16, of the loss while the gradient adds up; else 1."""
 
-    Args:
-        old: statistics of the policy before the step's first update; None where it is this one, so
-            that the ratio is 1 and its gradient that of the log-probability.
-        max_completion_length: the denominator of `aggregation: constant`.
-        budget: of a micro-batch; where memory runs out the gradient is begun anew with less.
-        on_tokens: told of the completion tokens done.
-        token_log: notes the candidates.
+
+class Gradient(NamedTuple):
+    """What came along with the gradient; 0 where no micro-batch came by."""
+
+    statistics: TokenStatistics
+    """[N], of the policy that the gradient is of."""
+    ref_logprobs: Tensor
+    """[N] fp32"""
+    loss: Tensor
+    """[] float64, this process's part."""
+
+
+def update(learner: Learner, batch: MiniBatch) -> Update | None:
+    """Update the policy once on a mini-batch, of which every process has a share.
 
     Returns:
         None, with nothing changed, where no token that is kept has a gradient.
     """
-    trained = with_gradient(mini_batch, objective)
-
-    def forward(batch: MicroBatch) -> tuple[Tensor | None, TokenStatistics]:
-        hidden = policy.hidden_states(batch)
-        now = policy.score(batch, hidden, differentiable_entropy=objective.entropy_coef > 0)
-        return hidden.detach() if token_log else None, now
-
-    # The keep-mask and the denominators, from the whole mini-batch before any gradient. Where the mask depends on
-    # the policy as it is now, the first micro-batch's forward pass serves both.
-    first: tuple[list[Completion], tuple[Tensor | None, TokenStatistics]] | None = None
-    given: Statistics = {}
-    if old is not None and objective.s2t.statistics == "old":
-        given = old
-    elif mask_inputs(mini_batch, objective) and trained and not policy.sharded:
-        first = budget.fit(
-            trained, lambda parts: (parts[0], forward(collate(parts[0], policy.pad_token_id, policy.device)))
-        )
-        given = by_completion(first[0], first[1][1])
-    masks = find_masks(policy, mini_batch, given, objective, budget, accelerator)
-    kept_counts = torch.stack([masks.keep[c].sum() for c in mini_batch]).tolist() if mini_batch else []
-    kept = dict(zip(mini_batch, kept_counts, strict=True))
-    divisors = kept if objective.renormalize else {c: len(c.token_ids) for c in mini_batch}
-    counts = [sum(divisors.values()), sum(n > 0 for n in divisors.values()), len(divisors)]
-    counts += [sum(kept[completion] for completion in trained)]
-    *counts, kept_of_trained = accelerator.reduce(torch.tensor(counts, device=policy.device), "sum").tolist()
-    totals = Totals(*counts)
-    whole = Tally(SUMS, MAXIMA, VALUES, policy.device)
-    tokens = sum(len(completion.token_ids) for completion in mini_batch)
-    whole.add(batch_tokens=tokens, kept=sum(kept.values()), silenced=masks.silenced)
-    if kept_of_trained == 0:
-        tally.merge(whole)
+    masks = find_masks(learner, batch)
+    weights = weigh_tokens(learner, batch, masks)
+    if weights is None:
+        count_tokens(learner, batch, masks)
         return None
-
-    # Micro-batches: forward, loss as a sum, backward.
-    in_float16 = policy.dtype == torch.float16
-    scale = loss_scale(totals, objective.aggregation, max_completion_length) if in_float16 else 1.0
-
-    def backward(micro_batches: list[list[Completion]]) -> tuple[Tally, Statistics, dict[Completion, Tensor]]:
-        """Add up the gradient; its tally, the statistics now, and the norm of each token's logit gradient."""
-        nonlocal first
-        known, first = first, None  # its graph serves once, and not at all in other micro-batches
-        if known is not None and known[0] not in micro_batches[:1]:
-            known = None
-        optimizer.zero_grad()
-        if token_log is not None:
-            token_log.forget()
-        sums = Tally(SUMS, MAXIMA, VALUES, policy.device)
-        current: Statistics = {}
-        norms: dict[Completion, Tensor] = {}
-        for rows in micro_batches:
-            if not rows:
-                if objective.beta:
-                    with torch.no_grad():
-                        policy.take_part()
-                policy.take_part()
-                continue
-            batch = collate(rows, policy.pad_token_id, policy.device)
-            active = batch.completion_mask & (batch.advantages != 0)[:, None]
-            rollout_logprobs = pad_rows([torch.tensor(c.rollout_logprobs) for c in rows]).to(policy.device)
-            ref_logprobs = policy.reference_logprobs(batch) if objective.beta else None
-            hidden, now = forward(batch) if known is None else known[1]
-            known = None
-            logprobs, entropy, collision = (values.detach() for values in now)
-            statistics = by_completion(rows, now)
-            if token_log is not None and hidden is not None:
-                judged = concatenate(rows, deciding(statistics, masks, objective.s2t), policy.device)
-                token_log.see(rows, hidden, candidate_mask(judged[0], judged[2], objective.s2t.tau_p))
-            del hidden
-
-            # The policy that sampled, as the trainer and as the engine see it: any difference is numerical.
-            old_logprobs, correction = rollout_logprobs, torch.ones_like(rollout_logprobs)
-            if old is None or objective.old_logprobs == "trainer":
-                trainer_logprobs = logprobs if old is None else pad_rows([old[c].logprobs for c in rows])
-                gap = (trainer_logprobs - rollout_logprobs).abs()
-                gap_k3 = k3(rollout_logprobs, trainer_logprobs)
-                sums.add(gap=total(gap, active), gap_k3=total(gap_k3, active), gap_tokens=active.sum())
-                sums.raise_to(gap_max=gap.masked_fill(~active, -torch.inf).max())
-            if objective.old_logprobs == "trainer":
-                old_logprobs = trainer_logprobs
-                correction, capped = sampler_correction(
-                    old_logprobs, rollout_logprobs, objective.sampler_correction, objective.sampler_cap
-                )
-                sums.add(capped=(capped & active).sum())
-
-            # sum over kept tokens of  weight * (correction * clipped loss + beta * k3 - entropy_coef * H)
-            keep_mask = pad_rows([masks.keep[c] for c in rows])
-            token = clipped_token_loss(
-                now.logprobs, old_logprobs, batch.advantages, objective.epsilon, objective.epsilon_high
-            )
-            loss = correction * token.loss - objective.entropy_coef * now.entropy
-            if ref_logprobs is not None:
-                kl = k3(now.logprobs, ref_logprobs)
-                loss = loss + objective.beta * kl
-                sums.add(kl=total(kl.detach(), keep_mask), kl_tokens=keep_mask.sum())
-            divisor = torch.tensor([divisors[c] for c in rows], device=policy.device)
-            weights = sequence_weights(divisor, totals, objective.aggregation, max_completion_length)
-            loss = (weights[:, None] * loss).where(keep_mask, 0.0).sum(dtype=torch.float64)
-            (scale * loss).backward()
-
-            trains = active & keep_mask
-            norm = logit_gradient_norm(correction * token.gradient, logprobs, collision)
-            sums.add(
-                loss=loss.detach(),
-                active_tokens=active.sum(),
-                trained_tokens=trains.sum(),
-                entropy=total(entropy, active),
-                collision=total(collision, active),
-                logit_grad_norm=total(norm, trains),
-                clipped_low=(token.clipped_low & trains).sum(),
-                clipped_high=(token.clipped_high & trains).sum(),
-            )
-            current |= statistics
-            norms |= dict(unpad(rows, norm))
-            on_tokens(sum(len(c.token_ids) for c in rows))
-        return sums, current, norms
-
-    sums, current, norms = budget.fit(trained, backward)
-    whole.merge(sums)
-
-    # One clip, one step, the same on every process.
-    for parameter in policy.parameters.values() if in_float16 else ():
-        if parameter.grad is not None:
-            parameter.grad /= scale
-    if accelerator.num_processes > 1:
-        sum_gradients(policy, lambda gradient: accelerator.reduce(gradient, "sum"))
-    grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters.values(), max_grad_norm)
-    if not accelerator.reduce(whole.sum("loss") + grad_norm, "sum").isfinite():
-        optimizer.zero_grad()
-        return Update(float(grad_norm), skipped=True)
-    tau_h = tally_spurious(current, norms, masks, objective.s2t, accelerator, whole, policy.device, token_log)
-    tally.merge(whole)
-    optimizer.step()
-    optimizer.zero_grad()
-    return Update(float(grad_norm), tau_h)
+    gradient = accumulate_gradient(learner, batch, masks, weights)
+    return clip_and_step(learner, batch, masks, gradient)
 
 
-@torch.no_grad()
-def measure(policy: Policy, completions: Sequence[Completion], budget: TokenBudget) -> Statistics:
-    """Statistics of the current policy for each completion."""
-    statistics: Statistics = {}
+def find_masks(learner: Learner, batch: MiniBatch) -> Masks:
+    """Find the keep-mask of this process's share before any gradient; thresholds are those of the whole mini-batch.
 
-    def run(micro_batches: list[list[Completion]]) -> None:
-        for rows in micro_batches:
-            if not rows:
-                policy.take_part()
-                continue
-            statistics.update(by_completion(rows, policy.statistics(collate(rows, policy.pad_token_id, policy.device))))
-
-    budget.fit(completions, run)
-    return statistics
-
-
-def by_completion(rows: Sequence[Completion], statistics: TokenStatistics) -> Statistics:
-    """Cut [B, C] statistics into those of each completion, detached."""
-    return {c: TokenStatistics(*cut) for c, *cut in unpad(rows, *(values.detach() for values in statistics))}
-
-
-def unpad(rows: Sequence[Completion], *values: Tensor) -> Iterator[tuple[Any, ...]]:
-    """(completion, its part of each of the [B, C] values) for each row."""
-    for row, completion in enumerate(rows):
-        yield completion, *(value[row, : len(completion.token_ids)] for value in values)
-
-
-def with_gradient(mini_batch: Sequence[Completion], objective: Objective) -> list[Completion]:
-    """The completions that add to the gradient: those of zero advantage by KL or entropy term only."""
-    every = objective.beta > 0 or objective.entropy_coef > 0
-    return [completion for completion in mini_batch if every or completion.advantage != 0]
-
-
-def old_inputs(mini_batch: Sequence[Completion], objective: Objective) -> list[Completion]:
-    """The completions whose statistics before the step's first update a later update needs."""
-    ratios = with_gradient(mini_batch, objective) if objective.old_logprobs == "trainer" else []
-    masks = mask_inputs(mini_batch, objective) if objective.s2t.statistics == "old" else []
-    return list(dict.fromkeys(ratios + masks))
-
-
-def mask_inputs(mini_batch: Sequence[Completion], objective: Objective) -> list[Completion]:
-    """The completions whose statistics the keep-mask depends on."""
-    s2t = objective.s2t
-    if objective.top_entropy_quantile < 1 or (s2t.enabled and s2t.population == "all"):
-        return list(mini_batch)
-    return [completion for completion in mini_batch if s2t.enabled and completion.advantage > 0]
-
-
-def find_masks(
-    policy: Policy,
-    mini_batch: Sequence[Completion],
-    given: Statistics,
-    objective: Objective,
-    budget: TokenBudget,
-    accelerator: Accelerator,
-) -> Masks:
-    """The masks of this process's share of a mini-batch; thresholds are those of the whole.
-
-    Every process takes part, with whatever it has.
-
-    Args:
-        given: statistics to make them from; of the policy now where one is missing.
+    I = 0 for S2T's spurious tokens, and for those below 20-Entropy's quantile. Every process takes part, with whatever
+    it has.
     """
-    s2t, device = objective.s2t, policy.device
-    inputs = mask_inputs(mini_batch, objective)
-    statistics = given | measure(policy, [c for c in inputs if c not in given], budget)
-    logprobs, entropy, advantages = concatenate(inputs, statistics, device)
-    silenced, tau_h = torch.zeros_like(entropy, dtype=torch.bool), None
+    objective, s2t, accelerator = learner.objective, learner.objective.s2t, learner.accelerator
+    statistics, first = mask_statistics(learner, batch)
+    logprobs, entropy = statistics.logprobs, statistics.entropy
+    silenced, tau_h = torch.zeros_like(batch.loss_mask), None
     if s2t.enabled:
-        candidates = candidate_mask(logprobs, advantages, s2t.tau_p)
-        tau_h = threshold(entropy, candidates, s2t, accelerator)
-        if s2t.silence == "all":
-            silenced = candidates
-        elif s2t.silence == "low-entropy":
-            silenced = spurious_mask(candidates, entropy, tau_h)
-        else:
-            random = [random_scores(c.token_ids, c.adapter_version).to(device) for c in inputs]
-            score = -entropy if s2t.silence == "high-entropy" else torch.cat([entropy[:0], *random])
-            silenced = spurious_mask(candidates, score, threshold(score, candidates, s2t, accelerator))
-    keep = ~silenced
+        candidates = batch.loss_mask & candidate_mask(logprobs, batch.advantages, s2t.tau_p)
+        population = candidates if s2t.population == "candidates" else batch.loss_mask
+        tau_h = threshold(entropy, population, s2t.quantile, accelerator)
+        score, below = entropy, tau_h
+        if s2t.silence in ("high-entropy", "random"):
+            score = -entropy if s2t.silence == "high-entropy" else random_numbers(batch)
+            below = threshold(score, population, s2t.quantile, accelerator)
+        silenced = candidates if s2t.silence == "all" else spurious_mask(candidates, score, below)
+    keep = batch.loss_mask & ~silenced
     if objective.top_entropy_quantile < 1:
-        lowest = linear_quantile(gather_values(entropy, accelerator), 1 - objective.top_entropy_quantile)
+        lowest = threshold(entropy, batch.loss_mask, 1 - objective.top_entropy_quantile, accelerator)
         keep &= top_entropy_mask(entropy, lowest)
-    everything = {c: torch.ones(len(c.token_ids), dtype=torch.bool, device=device) for c in mini_batch}
-    return Masks(
-        keep=everything | dict(zip(inputs, keep.split([len(c.token_ids) for c in inputs]), strict=True)),
-        silenced=int(silenced.sum()),
-        statistics={c: statistics[c] for c in inputs},
-        tau_h=tau_h,
+    return Masks(keep, silenced, statistics, tau_h, first)
+
+
+def mask_statistics(learner: Learner, batch: MiniBatch) -> tuple[TokenStatistics, Forward | None]:
+    """Statistics that the masks are made of: those from before the step's first update, or of the policy now.
+
+    Where it takes a pass, the gradient's first micro-batch is run with a graph, so that its pass serves both. Not with
+    a sharded base, where another process may have nothing to train.
+    """
+    objective, policy, budget = learner.objective, learner.policy, learner.budget
+    if batch.old is not None and objective.s2t.statistics == "old":
+        return batch.old, None
+    inputs, trained = mask_inputs(batch.completions, objective), with_gradient(batch.completions, objective)
+    if not inputs or not trained or policy.sharded:
+        return measure(policy, batch, inputs, budget), None
+    first = budget.fit(batch, trained, lambda micro_batches: forward(learner, batch, micro_batches[0]))
+    statistics = measure(policy, batch, [row for row in inputs if row not in first.rows], budget)
+    put(statistics, first.tokens, first.statistics)
+    return statistics, first
+
+
+def weigh_tokens(learner: Learner, batch: MiniBatch, masks: Masks) -> Weights | None:
+    """Find the one denominator, of the mini-batch on all processes, before the first gradient: a micro-batch that
+    divided by its own count would weigh its tokens by how the batch happened to be cut.
+
+    Returns:
+        None where no token that is kept has a gradient.
+    """
+    objective, longest = learner.objective, learner.config.rollout.max_completion_length
+    counts = segment_sum(masks.keep if objective.renormalize else batch.loss_mask, batch.rows, len(batch.completions))
+    trained = batch.tokens(with_gradient(batch.completions, objective))
+    numbers = [counts.sum(), (counts > 0).sum(), counts.new_full((), len(counts)), masks.keep[trained].sum()]
+    tokens, trained_sequences, sequences, with_a_gradient = (
+        int(count) for count in learner.accelerator.reduce(torch.stack(numbers), "sum").tolist()
     )
+    if not with_a_gradient:
+        return None
+    totals = Totals(tokens, trained_sequences, sequences)
+    weights = sequence_weights(counts, totals, objective.aggregation, longest)
+    in_float16 = learner.policy.dtype == torch.float16
+    return Weights(weights[batch.rows], loss_scale(totals, objective.aggregation, longest) if in_float16 else 1.0)
 
 
-def total(values: Tensor, mask: Tensor) -> Tensor:
-    """The sum over a mask, without the wait for a GPU that `values[mask]` would be."""
-    return values.where(mask, 0.0).sum()
+def accumulate_gradient(learner: Learner, batch: MiniBatch, masks: Masks, weights: Weights) -> Gradient:
+    """Add up the gradient of the mini-batch's loss, micro-batch by micro-batch, in the parameters' `grad`."""
+
+    def run(micro_batches: list[list[int]]) -> Gradient:
+        learner.optimizer.zero_grad()  # what was begun with too large micro-batches
+        if learner.token_log is not None:
+            learner.token_log.begin(batch)
+        blank = torch.zeros_like(batch.rollout_logprobs)
+        done = Gradient(blank_statistics(batch), blank, blank.new_zeros((), dtype=torch.float64))
+        for rows in micro_batches:
+            if rows:
+                add_gradient(learner, batch, rows, masks, weights, done)
+            else:
+                dummy_pass(learner)
+        return done
+
+    done = learner.budget.fit(batch, with_gradient(batch.completions, learner.objective), run)
+    if weights.scale != 1:
+        for parameter in learner.policy.parameters.values():
+            if parameter.grad is not None:
+                parameter.grad /= weights.scale
+    return done
 
 
-def threshold(score: Tensor, candidates: Tensor, s2t: S2T, accelerator: Accelerator) -> float | None:
-    """The quantile of the score over its population on all processes; tau_h, where the score is the entropy."""
-    population = score[candidates] if s2t.population == "candidates" else score
-    return linear_quantile(gather_values(population, accelerator), s2t.quantile)
+def add_gradient(
+    learner: Learner, batch: MiniBatch, rows: list[int], masks: Masks, weights: Weights, done: Gradient
+) -> None:
+    """Run a micro-batch through both passes, with its part of the loss as a sum:
+
+    sum over kept tokens of  weight * (correction * clipped loss + beta * k3 - entropy_coef * H)
+    """
+    objective, policy = learner.objective, learner.policy
+    ref_logprobs = policy.reference_logprobs(batch.select(rows)) if objective.beta else None
+    now = masks.take_first(rows) or forward(learner, batch, rows)
+    tokens, (logprobs, entropy, _) = now.tokens, now.statistics
+    old_logprobs, correction, _ = sampling_policy(batch, tokens, logprobs.detach(), objective)
+    advantages = batch.advantages[tokens]
+    token = clipped_token_loss(logprobs, old_logprobs, advantages, objective.epsilon, objective.epsilon_high)
+    loss = correction * token.loss - objective.entropy_coef * entropy
+    if ref_logprobs is not None:
+        loss = loss + objective.beta * k3(logprobs, ref_logprobs)
+        done.ref_logprobs[tokens] = ref_logprobs
+    # A masked token's loss may be infinite, and 0 times that is not 0.
+    loss = (weights.tokens[tokens] * loss).where(masks.keep[tokens], 0.0).sum(dtype=torch.float64)
+    (weights.scale * loss).backward()
+    done.loss.add_(loss.detach())
+    put(done.statistics, tokens, now.statistics)
+    if learner.token_log is not None and now.hidden is not None:
+        judged = deciding(batch, tokens, masks, now.statistics, objective.s2t)
+        candidates = candidate_mask(judged.logprobs, advantages, objective.s2t.tau_p)
+        learner.token_log.see(tokens, now.hidden, candidates & batch.loss_mask[tokens])
+    learner.on_tokens(len(tokens))
 
 
-def tally_spurious(
-    current: Statistics,
-    norms: dict[Completion, Tensor],
-    masks: Masks,
-    s2t: S2T,
-    accelerator: Accelerator,
-    tally: Tally,
-    device: torch.device,
-    token_log: TokenLog | None,
-) -> float | None:
-    """Count the spurious tokens and their gradients among the completions with an advantage, silenced or not.
+def dummy_pass(learner: Learner) -> None:
+    """Take part where other processes run a micro-batch and we have none left."""
+    if learner.objective.beta:
+        with torch.no_grad():
+            learner.policy.take_part()
+    learner.policy.take_part()
 
-    Args:
-        current: statistics of the completions that ran.
-        norms: norm of the logit gradient of each token, silenced ones included.
-        masks: their tau_h decides; where S2T is off, that of `current`.
+
+def clip_and_step(learner: Learner, batch: MiniBatch, masks: Masks, gradient: Gradient) -> Update:
+    """Clip the gradient of all processes by its norm and take one step, the same everywhere; count what it was."""
+    policy, accelerator = learner.policy, learner.accelerator
+    if accelerator.num_processes > 1:
+        sum_gradients(policy, lambda gradients: accelerator.reduce(gradients, "sum"))
+    norm = torch.nn.utils.clip_grad_norm_(policy.parameters.values(), learner.config.train.max_grad_norm)
+    sound, grad_norm = torch.stack([accelerator.reduce(gradient.loss + norm, "sum").isfinite(), norm]).tolist()
+    if not sound:
+        learner.optimizer.zero_grad()
+        return Update(grad_norm, skipped=True)
+    count_tokens(learner, batch, masks)
+    tau_h = count_gradient(learner, batch, masks, gradient)
+    learner.optimizer.step()
+    learner.optimizer.zero_grad()
+    return Update(grad_norm, tau_h)
+
+
+def count_tokens(learner: Learner, batch: MiniBatch, masks: Masks) -> None:
+    """Count the tokens of a mini-batch, whether or not they have a gradient."""
+    learner.tally.add(batch_tokens=batch.loss_mask.sum(), kept=masks.keep.sum(), silenced=masks.silenced.sum())
+
+
+def count_gradient(learner: Learner, batch: MiniBatch, masks: Masks, gradient: Gradient) -> float | None:
+    """Count what tokens with an advantage are and do to the gradient, silenced ones included (docs/metrics.md).
 
     Returns:
         tau_h.
     """
-    active = [completion for completion in current if completion.advantage != 0]
-    logprobs, entropy, advantages = concatenate(active, deciding(current, masks, s2t), device)
-    norm = torch.cat([entropy[:0]] + [norms[c] for c in active]).double()
-    candidates = candidate_mask(logprobs, advantages, s2t.tau_p)
-    tau_h = masks.tau_h if s2t.enabled else threshold(entropy, candidates, s2t, accelerator)
-    spurious = spurious_mask(candidates, entropy, tau_h)
-    # Incorrect responses, measured only: the same test, and its mirror case, tokens that were all but certain.
-    rare = spurious_mask(candidate_mask(logprobs, -advantages, s2t.tau_p), entropy, tau_h)
-    sure = (advantages < 0) & (-torch.expm1(logprobs) < s2t.tau_p)
-    tally.add(candidate=candidates.sum(), gradient_mass=norm.sum())
-    tally.add(spurious=spurious.sum(), spurious_mass=total(norm, spurious))
+    objective, s2t, tally = learner.objective, learner.objective.s2t, learner.tally
+    active = batch.loss_mask & (batch.advantages != 0)
+    trains = active & masks.keep
+    logprobs, entropy, collision = gradient.statistics
+    old_logprobs, correction, capped = sampling_policy(batch, slice(None), logprobs, objective)
+    token = clipped_token_loss(logprobs, old_logprobs, batch.advantages, objective.epsilon, objective.epsilon_high)
+    norm = logit_gradient_norm(correction * token.gradient, logprobs, collision)
+    tally.add(loss=gradient.loss, active_tokens=active.sum(), trained_tokens=trains.sum())
+    tally.add(entropy=total(entropy, active), collision=total(collision, active), capped=(capped & active).sum())
+    tally.add(logit_grad_norm=total(norm, trains), gradient_mass=total(norm, active))
+    tally.add(clipped_low=(token.clipped_low & trains).sum(), clipped_high=(token.clipped_high & trains).sum())
+    tally.collect(entropies=entropy[active])
+    if objective.beta:
+        kl = k3(logprobs, gradient.ref_logprobs)
+        tally.add(kl=total(kl, masks.keep), kl_tokens=masks.keep.sum())
+    if batch.old is None or objective.old_logprobs == "trainer":
+        trainer_logprobs = logprobs if batch.old is None else batch.old.logprobs
+        gap = (trainer_logprobs - batch.rollout_logprobs).abs()
+        tally.add(gap=total(gap, active), gap_tokens=active.sum())
+        tally.add(gap_k3=total(k3(batch.rollout_logprobs, trainer_logprobs), active))
+        tally.raise_to(gap_max=gap.where(active, -torch.inf))
+
+    # Which tokens are spurious is asked of incorrect responses, too, though nothing is done about them: the same test,
+    # and its mirror case, tokens that were all but certain.
+    judged = deciding(batch, slice(None), masks, gradient.statistics, s2t)
+    candidates = active & candidate_mask(judged.logprobs, batch.advantages, s2t.tau_p)
+    tau_h = masks.tau_h
+    if not s2t.enabled:
+        population = candidates if s2t.population == "candidates" else active
+        tau_h = threshold(judged.entropy, population, s2t.quantile, learner.accelerator)
+    spurious = spurious_mask(candidates, judged.entropy, tau_h)
+    rare = active & candidate_mask(judged.logprobs, -batch.advantages, s2t.tau_p)
+    rare = spurious_mask(rare, judged.entropy, tau_h)
+    sure = active & (batch.advantages < 0) & (-torch.expm1(judged.logprobs) < s2t.tau_p)
+    tally.add(candidate=candidates.sum(), spurious=spurious.sum(), spurious_mass=total(norm, spurious))
     tally.add(negative_rare=rare.sum(), negative_rare_mass=total(norm, rare))
     tally.add(negative_sure=sure.sum(), negative_sure_mass=total(norm, sure))
-    tally.collect(entropies=concatenate(active, current, device)[1])
-    if token_log is not None:
-        kept = torch.cat([candidates[:0]] + [masks.keep[c] for c in active])
-        token_log.note(active, logprobs, entropy, advantages, norm, kept, spurious, s2t.tau_p, tau_h)
+    if learner.token_log is not None:
+        learner.token_log.note(judged, norm, masks.keep, spurious, s2t.tau_p, tau_h)
     return tau_h
 
 
-def deciding(current: Statistics, masks: Masks, s2t: S2T) -> Statistics:
-    """The statistics that say which tokens are candidates and spurious: the mask's own for A > 0, `current` for the
-    rest, and for all where S2T is off."""
-    return {c: masks.statistics[c] if s2t.enabled and c.advantage > 0 else s for c, s in current.items()}
+@torch.no_grad()
+def measure(policy: Policy, batch: MiniBatch, rows: Sequence[int], budget: TokenBudget) -> TokenStatistics:
+    """Statistics of the current policy, [N]; 0 for the tokens of completions that are not among the rows."""
+    statistics = blank_statistics(batch)
+
+    def run(micro_batches: list[list[int]]) -> None:
+        for part in micro_batches:
+            if part:
+                put(statistics, batch.tokens(part), policy.statistics(batch.select(part)))
+            else:
+                policy.take_part()
+
+    budget.fit(batch, rows, run)
+    return statistics
 
 
-def concatenate(
-    completions: Sequence[Completion], statistics: Statistics, device: torch.device
+def forward(learner: Learner, batch: MiniBatch, rows: list[int]) -> Forward:
+    """Run a micro-batch through the policy."""
+    completions, with_entropy = batch.select(rows), learner.objective.entropy_coef > 0
+    hidden = learner.policy.hidden_states(completions)
+    statistics = learner.policy.score(completions, hidden, differentiable_entropy=with_entropy)
+    return Forward(rows, batch.tokens(rows), hidden.detach() if learner.token_log else None, statistics)
+
+
+def blank_statistics(batch: MiniBatch) -> TokenStatistics:
+    """Statistics to put those of micro-batches into, [N] zeros."""
+    return TokenStatistics(*torch.zeros(3, len(batch.rows), device=batch.rows.device))
+
+
+def put(statistics: TokenStatistics, tokens: Tensor, values: TokenStatistics) -> None:
+    """Copy a micro-batch's [n] statistics to their places in [N]."""
+    for whole, part in zip(statistics, values, strict=True):
+        whole[tokens] = part.detach()
+
+
+def sampling_policy(
+    batch: MiniBatch, tokens: Tensor | slice, logprobs: Tensor, objective: Objective
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability, entropy and advantage of every token of the completions, one after the other; [n] fp32."""
-    none = torch.zeros(0, device=device)
-    return (
-        torch.cat([none] + [statistics[c].logprobs for c in completions]),
-        torch.cat([none] + [statistics[c].entropy for c in completions]),
-        torch.cat([none] + [torch.full_like(statistics[c].entropy, c.advantage) for c in completions]),
+    """Log-probabilities of the policy that sampled: the denominator of the ratio.
+
+    Trainer and engine see the same policy a little differently. `old_logprobs` are the trainer's, and the correction
+    weighs each token by how much more probable it was there (truncated importance sampling).
+
+    Args:
+        tokens: places in [N].
+        logprobs: [n] of the policy now, without gradient.
+
+    Returns:
+        old_logprobs and correction, [n] fp32; where the correction met its cap, [n] bool.
+    """
+    rollout_logprobs = batch.rollout_logprobs[tokens]
+    if objective.old_logprobs == "rollout":
+        return rollout_logprobs, torch.ones_like(logprobs), torch.zeros_like(logprobs, dtype=torch.bool)
+    old_logprobs = logprobs if batch.old is None else batch.old.logprobs[tokens]
+    rollout_logprobs = rollout_logprobs.where(batch.loss_mask[tokens], old_logprobs)  # what nobody sampled weighs 1
+    correction, capped = sampler_correction(
+        old_logprobs,
+        rollout_logprobs,
+        batch.rows[tokens],
+        len(batch.completions),
+        objective.sampler_correction,
+        objective.sampler_cap,
     )
+    return old_logprobs, correction, capped
+
+
+def deciding(batch: MiniBatch, tokens: Tensor | slice, masks: Masks, now: TokenStatistics, s2t: S2T) -> TokenStatistics:
+    """Statistics that say which tokens are candidates and spurious: the mask's own for A > 0, those of now for the
+    rest, and for all where S2T is off. Each [n]."""
+    by_mask = (batch.advantages[tokens] > 0) & s2t.enabled
+    pairs = zip(masks.statistics, now, strict=True)
+    return TokenStatistics(*(torch.where(by_mask, mask[tokens], value.detach()) for mask, value in pairs))
+
+
+def with_gradient(completions: Sequence[Completion], objective: Objective) -> list[int]:
+    """Rows that add to the gradient: those of zero advantage by KL or entropy term only."""
+    every = objective.beta > 0 or objective.entropy_coef > 0
+    return [row for row, completion in enumerate(completions) if every or completion.advantage != 0]
+
+
+def old_inputs(completions: Sequence[Completion], objective: Objective) -> list[int]:
+    """Rows whose statistics before the step's first update a later update needs."""
+    ratios = with_gradient(completions, objective) if objective.old_logprobs == "trainer" else []
+    masks = mask_inputs(completions, objective) if objective.s2t.statistics == "old" else []
+    return list(dict.fromkeys(ratios + masks))
+
+
+def mask_inputs(completions: Sequence[Completion], objective: Objective) -> list[int]:
+    """Rows whose statistics the masks depend on."""
+    s2t = objective.s2t
+    every = objective.top_entropy_quantile < 1 or (s2t.enabled and s2t.population == "all")
+    return [row for row, completion in enumerate(completions) if every or (s2t.enabled and completion.advantage > 0)]
+
+
+def random_numbers(batch: MiniBatch) -> Tensor:
+    """The `random` ablation's score, [N] fp32 in [0, 1)."""
+    return batch.random_scores([completion.adapter_version for completion in batch.completions])
+
+
+def threshold(score: Tensor, population: Tensor, quantile: float, accelerator: Accelerator) -> float | None:
+    """The quantile of a score over a population of tokens on all processes; tau_h, where the score is the entropy.
+
+    It is one number for the whole mini-batch, so the scores are gathered, not the quantiles: the mean of the processes'
+    own would depend on who got which completions.
+    """
+    return linear_quantile(gather_values(score[population], accelerator), quantile)
+
+
+def total(values: Tensor, mask: Tensor) -> Tensor:
+    """The sum over a mask, [] float64; `values[mask]` would wait for the device."""
+    return values.where(mask, 0.0).sum(dtype=torch.float64)

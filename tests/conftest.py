@@ -20,13 +20,15 @@ from random_model import VOCABULARY, build, qwen3
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its kernels run on the CPU
 
-from stapo_lite.config import PROJECTIONS, load_config
+from stapo_lite.config import load_config
 from stapo_lite.policy import Policy, load_policy
 from stapo_lite.rollout import Sampling
 from stapo_lite.types import Completion, Prompt
 
 ROOT = Path(__file__).parent.parent
-SAMPLING = Sampling(num_generations=4, max_completion_length=12, temperature=0.8, stop_token_ids=(1, 2))
+SAMPLING = Sampling(
+    num_generations=4, max_prompt_length=388, max_completion_length=12, temperature=0.8, stop_token_ids=(1, 2)
+)
 
 
 def tiny_qwen3(tied: bool):
@@ -83,26 +85,26 @@ def make_policy(tiny_model):
 
 
 def adapted_policy(
-    model: Path, dtype: str = "float32", *, adapter_seed: int = 1, scale: float = 0.1, **changes
+    model: Path,
+    dtype: str = "float32",
+    *,
+    adapter_seed: int = 1,
+    scale: float = 0.1,
+    device: str = "cpu",
+    shard=None,
+    **changes,
 ) -> Policy:
-    """On the CPU, with an adapter that does something."""
-    arguments = {
-        "quantization": None,
-        "lora_r": 8,
-        "lora_alpha": 16,
-        "target_modules": PROJECTIONS,
-        "lora_dtype": torch.float32,
-        "gradient_checkpointing": False,
-        "offload_activations": False,
-        "compile_layers": False,
-        "temperature": SAMPLING.temperature,
-        "pad_token_id": 0,
-        "lm_head_memory_bytes": 1 << 20,
-        "lm_head_triton": False,
-        "device": torch.device("cpu"),
-        "seed": 0,
+    """A policy with an adapter that does something; `changes` are keys of the config, `lora__r=4`."""
+    keys = {
+        "lora__r": 8,
+        "lora__lora_alpha": 16,
+        "rollout__temperature": SAMPLING.temperature,
+        "train__gradient_checkpointing": False,
+        "train__lm_head_memory_gb": 2**-10,
     }
-    policy = load_policy(str(model), dtype=getattr(torch, dtype), **arguments | changes)
+    overrides = [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in (keys | changes).items()]
+    config = load_config({"model": str(model), "output_dir": "unused", "dtype": dtype}, overrides)
+    policy = load_policy(config, 0, torch.device(device), shard)
     randomise_adapter(policy, adapter_seed, scale)
     return policy
 

@@ -17,6 +17,7 @@ import torch
 from stapo_lite import checkpoint
 from stapo_lite.config import load_config
 from stapo_lite.rollout.transformers_engine import TransformersEngine
+from stapo_lite.tracking import RunLog
 
 PHASES = {
     "rollout": (TransformersEngine, "generate"),
@@ -25,7 +26,7 @@ PHASES = {
     "optimiser step": (torch.optim.AdamW, "step"),
     "snapshot": (checkpoint, "take_snapshot"),
     "checkpoint write": (checkpoint, "save_checkpoint"),
-    "log": (importlib.import_module("stapo_lite.train").RunLog, "step"),
+    "log": (RunLog, "step"),
 }
 
 

@@ -43,6 +43,11 @@ def token_logits(model, completion, temperature):
     return logits[start : start + len(completion.token_ids)]
 
 
+def written(completion):
+    """Positions of the tokens that the model wrote."""
+    return [t for t in range(len(completion.token_ids)) if completion.loss_mask is None or completion.loss_mask[t]]
+
+
 def quantile(values, q):
     values = sorted(values)
     if not values:
@@ -64,7 +69,7 @@ def statistics(model, completions, temperature):
 
 def masks(completions, numbers, s):
     """(kept, silenced): sets of (completion, t); tau_h."""
-    tokens = [(c, t) for c in completions for t in range(len(c.token_ids))]
+    tokens = [(c, t) for c in completions for t in written(c)]
     probability = {(c, t): math.exp(numbers[c][0][t]) for c, t in tokens}
     entropy = {(c, t): numbers[c][1][t] for c, t in tokens}
     candidates = [key for key in tokens if key[0].advantage > 0 and probability[key] < s.tau_p]
@@ -87,7 +92,7 @@ def masks(completions, numbers, s):
 
 
 def weight_of_token(completion, completions, kept, s):
-    counted = kept if s.renormalize else {(c, t) for c in completions for t in range(len(c.token_ids))}
+    counted = kept if s.renormalize else {(c, t) for c in completions for t in written(c)}
     if s.aggregation == "token-mean":
         return 1 / len(counted)
     if s.aggregation == "constant":
@@ -113,14 +118,19 @@ def loss_and_metrics(model, completions, temperature, s, *, old=None, mask_from=
         old_logprobs = c.rollout_logprobs if s.old_is_rollout else (old or now)[c][0]
         gaps = [(old or now)[c][0][t] - c.rollout_logprobs[t] for t in range(len(c.token_ids))]
         policy_terms = []
-        for t, token in enumerate(c.token_ids):
+        for t in written(c):
+            token = c.token_ids[t]
             log_p = torch.log_softmax(logits[t], -1)
             p = log_p.exp()
             entropy = -(p * log_p).sum()
             ratio = torch.exp(log_p[token] - old_logprobs[t])
             clipped = min(max(ratio.item(), 1 - s.epsilon), 1 + s.epsilon_high)
             term = ratio * c.advantage if ratio.item() * c.advantage <= clipped * c.advantage else clipped * c.advantage
-            importance = {"token-truncate": math.exp(gaps[t]), "sequence-mask": math.exp(sum(gaps)), "off": 1.0}
+            importance = {
+                "token-truncate": math.exp(gaps[t]),
+                "sequence-mask": math.exp(sum(gaps[i] for i in written(c))),
+                "off": 1.0,
+            }
             importance, capped = importance[s.correction], importance[s.correction] > s.cap
             if capped:
                 importance = s.cap if s.correction == "token-truncate" else 0.0
@@ -149,7 +159,8 @@ def loss_and_metrics(model, completions, temperature, s, *, old=None, mask_from=
         norms = torch.zeros(len(c.token_ids))
         if isinstance(surrogate, torch.Tensor):  # else every token is clipped
             norms = torch.autograd.grad(surrogate, logits, retain_graph=True)[0].norm(dim=-1)
-        for t, norm in enumerate(norms.tolist()):
+        for t in written(c):
+            norm = norms[t].item()
             source = mask_from if mask_from and s.silence and c.advantage > 0 else now
             p, h = math.exp(source[c][0][t]), source[c][1][t]
             kinds = {

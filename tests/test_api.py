@@ -16,7 +16,7 @@ NAMES = ["audit", "compare", "evaluate", "export", "load_config", "load_eval_con
     [
         "pass",
         "import stapo_lite.train, stapo_lite.audit, stapo_lite.export, stapo_lite.evaluate",
-        "from stapo_lite.train import learning_rate; from stapo_lite.audit import thin",
+        "from stapo_lite.train import prompts_wanted; from stapo_lite.audit import thin",
         "from stapo_lite import train, audit; import stapo_lite.evaluate",
     ],
 )

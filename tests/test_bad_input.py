@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from stapo_lite import data
 from stapo_lite.answers import final_answer
 from stapo_lite.checkpoint import CHECKSUMS_FILE, _digest, flatten
-from stapo_lite.config import Config, InputError, load_config, load_eval_config
+from stapo_lite.config import Config, InputError, Prompting, load_config, load_eval_config
 from stapo_lite.files import read_jsonl
 
 
@@ -433,8 +433,7 @@ def test_any_row_is_a_prompt_or_one_line(tiny_model, prompt, answer):
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     accepted_or_one_line(
         lambda: data.render_prompts(
-            [{"prompt": prompt, "answer": answer}], tokenizer, source="d.jsonl", prompt_column="prompt",
-            answer_column="answer", apply_chat_template=True, chat_template_kwargs={}, system_prompt=None,
-            prompt_suffix="", max_prompt_length=100, filter_overlong_prompts=False,
+            [{"prompt": prompt, "answer": answer}], tokenizer, Prompting(max_prompt_length=100), "d.jsonl", "prompt",
+            "answer", filter_overlong=False,
         )
     )  # fmt: skip

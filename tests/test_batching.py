@@ -5,7 +5,7 @@ import pytest
 import torch
 from conftest import fake_completions
 
-from stapo_lite.batching import TokenBudget, collate, pad_rows, sequence_length, split_by_tokens, split_evenly
+from stapo_lite.batching import TokenBudget, pack, sequence_length, split_by_tokens, split_evenly
 from stapo_lite.config import RunError
 from stapo_lite.types import Completion, Prompt
 
@@ -15,32 +15,33 @@ def completion(prompt_length, length, advantage=0.0):
     return Completion(prompt, list(range(10, 10 + length)), [0.0] * length, False, 0, advantage=advantage)
 
 
+def lengths_of(count, longest):
+    return [sequence_length(completion) for completion in fake_completions(0, [1.0] * count, longest=longest)]
+
+
 def test_every_sequence_once_within_the_budget_longest_first():
-    completions = fake_completions(0, [1.0] * 200, longest=60)
-    batches = split_by_tokens(completions, max_tokens=256)
-    assert sorted(map(id, (c for batch in batches for c in batch))) == sorted(map(id, completions))
-    assert all(len(batch) * max(map(sequence_length, batch)) <= 256 for batch in batches)
-    lengths = [sequence_length(c) for batch in batches for c in batch]
-    assert lengths == sorted(lengths, reverse=True)
+    lengths = lengths_of(200, longest=60)
+    batches = [[lengths[row] for row in batch] for batch in split_by_tokens(lengths, max_tokens=256)]
+    assert sorted(itertools.chain(*split_by_tokens(lengths, max_tokens=256))) == list(range(200))
+    assert all(len(batch) * max(batch) <= 256 for batch in batches)
+    flat = list(itertools.chain(*batches))
+    assert flat == sorted(flat, reverse=True)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_padding_below_a_tenth_on_a_skewed_mix(seed):
     """Log-normal lengths, a tenth of them cut off; few more micro-batches than the tokens ask for."""
     generator = torch.Generator().manual_seed(seed)
-    lengths = torch.exp(torch.randn(256, generator=generator) * 0.8 + 6).long().clamp(16, 1200).tolist()
-    completions = [completion(64, n) for n in lengths]
-    batches = split_by_tokens(completions, max_tokens=16384)
-    tokens = sum(map(sequence_length, completions))
-    laid_out = sum(len(b) * max(map(sequence_length, b)) for b in batches)
-    assert 1 - tokens / laid_out < 0.1
-    assert len(batches) <= 1.5 * tokens / 16384 + 1
+    lengths = (64 + torch.exp(torch.randn(256, generator=generator) * 0.8 + 6).long().clamp(16, 1200)).tolist()
+    batches = split_by_tokens(lengths, max_tokens=16384)
+    laid_out = sum(len(batch) * lengths[batch[0]] for batch in batches)
+    assert 1 - sum(lengths) / laid_out < 0.1
+    assert len(batches) <= 1.5 * sum(lengths) / 16384 + 1
 
 
 def test_the_cheapest_cut_of_all():
     """Against every way to cut eight sequences in order of length."""
-    completions = fake_completions(3, [1.0] * 8, longest=40)
-    lengths = sorted(map(sequence_length, completions), reverse=True)
+    lengths = sorted(lengths_of(8, longest=40), reverse=True)
 
     def cost(batches, budget=64):
         within = all(len(b) == 1 or len(b) * b[0] <= budget for b in batches)
@@ -48,7 +49,7 @@ def test_the_cheapest_cut_of_all():
 
     cuts = itertools.product([False, True], repeat=7)
     every = [[list(part) for part in _split(lengths, cut)] for cut in cuts]
-    ours = [[sequence_length(c) for c in batch] for batch in split_by_tokens(completions, 64)]
+    ours = [[lengths[row] for row in batch] for batch in split_by_tokens(lengths, 64)]
     assert cost(ours) == min(map(cost, every)) < math.inf
 
 
@@ -58,20 +59,30 @@ def _split(values, cut):
 
 
 def test_a_sequence_over_the_budget_stands_alone():
-    assert [len(b) for b in split_by_tokens([completion(5, 5), completion(1, 1)], max_tokens=4)] == [1, 1]
+    assert split_by_tokens([2, 10], max_tokens=4) == [[1], [0]]
 
 
-def test_layout_by_hand():
-    batch = collate([completion(2, 3, advantage=1.5), completion(4, 1)], pad_token_id=0, device="cpu")
-    assert batch.input_ids.tolist() == [[7, 7, 10, 11, 12], [7, 7, 7, 7, 10]]
-    assert batch.completion_ids.tolist() == [[10, 11, 12], [10, 0, 0]]
-    assert batch.completion_mask.tolist() == [[True, True, True], [True, False, False]]
-    assert batch.prompt_lengths.tolist() == [2, 4]
-    assert batch.advantages.tolist() == [1.5, 0.0]
+def test_tokens_one_after_the_other_by_hand():
+    tool = completion(4, 2)
+    tool.loss_mask = [False, True]
+    batch = pack([completion(2, 3, advantage=1.5), completion(1, 1, advantage=-1.0), tool], "cpu")
+    assert batch.starts == [0, 3, 4, 6]
+    assert batch.rows.tolist() == [0, 0, 0, 1, 2, 2]
+    assert batch.advantages.tolist() == [1.5, 1.5, 1.5, -1.0, 0.0, 0.0]
+    assert batch.loss_mask.tolist() == [True, True, True, True, False, True]
+    assert batch.rollout_logprobs.tolist() == [0.0] * 6
+    assert batch.tokens([2, 0]).tolist() == [4, 5, 0, 1, 2]
+    assert batch.tokens([]).tolist() == []
+    assert batch.select([1]) == [batch.completions[1]]
 
 
-def test_pad_rows():
-    assert pad_rows([torch.tensor([1.0, 2.0]), torch.tensor([3.0])]).tolist() == [[1.0, 2.0], [3.0, 0.0]]
+def test_no_completions_are_a_mini_batch_too():
+    batch = pack([], "cpu")
+    assert batch.starts == [0]
+    assert [len(values) for values in (batch.rows, batch.advantages, batch.loss_mask, batch.rollout_logprobs)] == [
+        0
+    ] * 4
+    assert batch.random_scores([]).tolist() == []
 
 
 def test_work_is_dealt_out_evenly():
@@ -85,12 +96,12 @@ def test_work_is_dealt_out_evenly():
 
 
 def test_who_has_fewer_micro_batches_gets_empty_ones():
-    completions = fake_completions(0, [1.0] * 6)
+    batch = pack(fake_completions(0, [1.0] * 6), "cpu")
     budget = TokenBudget(10_000, in_step=lambda count: count + 2)
-    assert budget.fit(completions, lambda parts: [len(rows) for rows in parts]) == [6, 0, 0]
+    assert budget.fit(batch, range(6), lambda parts: [len(rows) for rows in parts]) == [6, 0, 0]
 
     def too_much(_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
 
     with pytest.raises(RunError, match="memory ran out: lower train.max_tokens_per_microbatch"):
-        budget.fit(completions, too_much)
+        budget.fit(batch, range(6), too_much)

@@ -6,22 +6,23 @@ from transformers import AutoTokenizer
 
 from stapo_lite import data
 from stapo_lite.benchmarks import Problem, load_benchmark
-from stapo_lite.config import InputError
+from stapo_lite.config import InputError, Prompting
 from stapo_lite.files import read_lines, write_lines
 
 DATA = Path(__file__).parent.parent.parent / "shared" / "data"
 
 COLUMNS = {"prompt_column": "prompt", "answer_column": "answer"}
-SETTINGS = {
-    "source": "file.jsonl",
-    **COLUMNS,
-    "apply_chat_template": True,
-    "chat_template_kwargs": {},
-    "system_prompt": None,
-    "prompt_suffix": "",
-    "max_prompt_length": 200,
-    "filter_overlong_prompts": False,
-}
+
+
+def settings(answer_column="answer", filter_overlong=False, **prompting):
+    """Arguments of `render_prompts` after rows and tokenizer."""
+    return (
+        Prompting(**{"max_prompt_length": 200} | prompting),
+        "file.jsonl",
+        "prompt",
+        answer_column,
+        filter_overlong,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def tokenizer(tiny_model):
 
 def render(tokenizer, *prompts, **changes):
     rows = [{"prompt": prompt, "answer": str(i), "level": i} for i, prompt in enumerate(prompts)]
-    return data.render_prompts(rows, tokenizer, **SETTINGS | changes)
+    return data.render_prompts(rows, tokenizer, *settings(**changes))
 
 
 def load(source, **changes):
@@ -62,10 +63,10 @@ def test_without_the_template_the_prompt_is_given_as_it_is(tokenizer):
 def test_overlong_prompts_are_an_error_or_dropped(tokenizer):
     with pytest.raises(InputError, match=r"file.jsonl, row 2: the prompt has \d+ tokens, data.max_prompt_length is 40"):
         render(tokenizer, "a", "b" * 60, max_prompt_length=40)
-    kept = render(tokenizer, "a", "b" * 60, "c", max_prompt_length=40, filter_overlong_prompts=True)
+    kept = render(tokenizer, "a", "b" * 60, "c", max_prompt_length=40, filter_overlong=True)
     assert [p.answer for p in kept] == ["0", "2"]
     with pytest.raises(InputError, match="every prompt is longer"):
-        render(tokenizer, "a" * 60, max_prompt_length=40, filter_overlong_prompts=True)
+        render(tokenizer, "a" * 60, max_prompt_length=40, filter_overlong=True)
 
 
 @pytest.mark.parametrize("prompt", [None, 3, [], ["x"], [{"role": "user"}], [{"role": "user", "content": None}]])
@@ -132,8 +133,8 @@ def test_text_that_looks_like_a_date_stays_text(tmp_path):
 def test_a_missing_answer_names_its_row_where_one_is_needed(tokenizer, answer):
     rows = [{"prompt": "p", "answer": "1"}, {"prompt": "q", "answer": answer}]
     with pytest.raises(InputError, match="row 2: data.answer_column=answer is empty"):
-        data.render_prompts(rows, tokenizer, **SETTINGS)
-    assert [p.answer for p in data.render_prompts(rows, tokenizer, **SETTINGS | {"answer_column": None})] == [
+        data.render_prompts(rows, tokenizer, *settings())
+    assert [p.answer for p in data.render_prompts(rows, tokenizer, *settings(answer_column=None))] == [
         None,
         None,
     ]

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from stapo_lite.checkpoint import Progress, save_checkpoint, take_snapshot
-from stapo_lite.config import InputError
+from stapo_lite.config import InputError, Train
 from stapo_lite.files import write_lines
 from stapo_lite.policy import make_optimizer
 
@@ -175,7 +175,7 @@ def test_without_a_final_adapter_the_newest_checkpoint(make_run, tied_model, tmp
     run = make_run()
     for step in (4, 12):
         policy = adapted_policy(tied_model, adapter_seed=step)
-        optimizer = make_optimizer(policy, "adamw", 0.1, 0.0)
+        optimizer = make_optimizer(policy, Train())
         snapshot = take_snapshot(Progress(tau_p=0.002, step=step), policy, optimizer)
         save_checkpoint(run, snapshot, policy, {}, {}, limit=2)
     shutil.rmtree(run / "adapter")

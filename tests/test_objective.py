@@ -8,6 +8,7 @@ from stapo_lite.objective import (
     clipped_token_loss,
     k3,
     sampler_correction,
+    segment_sum,
     sequence_weights,
 )
 
@@ -26,7 +27,7 @@ CASES = [
 
 @pytest.mark.parametrize(("ratio", "advantage", "loss", "gradient"), CASES)
 def test_clipped_loss_by_hand(ratio, advantage, loss, gradient):
-    old = torch.tensor([[-3.0]])
+    old = torch.tensor([-3.0])
     logprobs = (old + math.log(ratio)).requires_grad_()
     token = clipped_token_loss(logprobs, old, torch.tensor([advantage]), epsilon=0.2, epsilon_high=0.28)
     token.loss.sum().backward()
@@ -37,10 +38,10 @@ def test_clipped_loss_by_hand(ratio, advantage, loss, gradient):
     assert token.clipped_high.item() == (ratio == 1.5 and advantage > 0)
 
 
-def test_each_row_has_its_advantage():
-    logprobs = torch.zeros(2, 3, requires_grad=True)
-    token = clipped_token_loss(logprobs, logprobs.detach(), torch.tensor([1.0, -2.0]), 0.2, 0.28)
-    assert token.loss.tolist() == [[-1.0] * 3, [2.0] * 3]
+def test_each_token_has_its_advantage():
+    logprobs = torch.zeros(3, requires_grad=True)
+    token = clipped_token_loss(logprobs, logprobs.detach(), torch.tensor([1.0, 1.0, -2.0]), 0.2, 0.28)
+    assert token.loss.tolist() == [-1.0, -1.0, 2.0]
 
 
 def test_k3_by_hand_and_its_gradient():
@@ -65,21 +66,25 @@ def test_k3_is_an_unbiased_estimate_of_the_divergence():
     assert (p * k3(p.log(), q.log())).sum().item() == pytest.approx(exact.item(), abs=1e-6)
 
 
-RATIOS = [[1.5, 0.5, 4.0], [1.5, 1.2, 1.0]]
-
-
 def test_sampler_correction_by_hand():
-    rollout = torch.full((2, 3), -2.0)
-    old = rollout + torch.tensor(RATIOS).log()
-    weights, capped = sampler_correction(old, rollout, "token-truncate", cap=2.0)
-    torch.testing.assert_close(weights, torch.tensor([[1.5, 0.5, 2.0], [1.5, 1.2, 1.0]]))
-    assert capped.tolist() == [[False, False, True], [False] * 3]
-    weights, capped = sampler_correction(old, rollout, "sequence-mask", cap=2.0)  # products 3.0 and 1.8
-    torch.testing.assert_close(weights, torch.tensor([[0.0] * 3, [1.8] * 3]))
-    assert capped.tolist() == [[True] * 3, [False] * 3]
-    weights, capped = sampler_correction(old, rollout, "off", cap=2.0)
-    assert weights.tolist() == [[1.0] * 3] * 2
+    """Two sequences of three and two tokens, one after the other."""
+    ratios, rows = torch.tensor([1.5, 0.5, 4.0, 1.5, 1.2]), torch.tensor([0, 0, 0, 1, 1])
+    rollout = torch.full((5,), -2.0)
+    old = rollout + ratios.log()
+    weights, capped = sampler_correction(old, rollout, rows, 2, "token-truncate", cap=2.0)
+    torch.testing.assert_close(weights, torch.tensor([1.5, 0.5, 2.0, 1.5, 1.2]))
+    assert capped.tolist() == [False, False, True, False, False]
+    weights, capped = sampler_correction(old, rollout, rows, 2, "sequence-mask", cap=2.0)  # products 3.0 and 1.8
+    torch.testing.assert_close(weights, torch.tensor([0.0, 0.0, 0.0, 1.8, 1.8]))
+    assert capped.tolist() == [True, True, True, False, False]
+    weights, capped = sampler_correction(old, rollout, rows, 2, "off", cap=2.0)
+    assert weights.tolist() == [1.0] * 5
     assert not capped.any()
+
+
+def test_segment_sums_of_rows_in_any_order():
+    values, rows = torch.tensor([1.0, 2.0, 4.0, 8.0]), torch.tensor([2, 0, 2, 3])
+    assert segment_sum(values, rows, 5).tolist() == [2.0, 0.0, 5.0, 8.0, 0.0]
 
 
 def test_weights_make_the_three_means():

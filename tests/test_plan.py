@@ -13,9 +13,8 @@ from random_model import QWEN3, build, qwen3
 from transformers import PhiConfig
 
 from stapo_lite import plan
-from stapo_lite.batching import collate
-from stapo_lite.config import PROJECTIONS, Config, InputError, load_config
-from stapo_lite.plan import GIB, make_plan, measure_activations, model_sizes
+from stapo_lite.config import PROJECTIONS, Config, InputError, Train, load_config
+from stapo_lite.plan import GIB, Cards, make_plan, measure_activations, model_sizes
 from stapo_lite.policy import make_optimizer
 
 PARAMETERS = {"1.7B": 1_720_574_976, "8B": 8_190_735_360, "14B": 14_768_307_200}
@@ -44,7 +43,9 @@ def config(**changes):
 def test_a_server_has_a_card_of_its_own_and_holds_the_versions_under_way():
     """At rank 32, over four of the server's cards; each may hold whole adapters, of max_lag + 1 versions."""
     r = {"engine": "server", "max_lag": 2, "tensor_parallel_size": 4, "gpu_memory_utilization": 0.5}
-    found = make_plan(config(lora__r=32, train__max_tokens_per_microbatch=4096, rollout=r), qwen3("8B"), 48 * GIB)
+    found = make_plan(
+        config(lora__r=32, train__max_tokens_per_microbatch=4096, rollout=r), qwen3("8B"), Cards(48 * GIB)
+    )
     adapter = 2 * 36 * 32 * ((4096 + 4096) * 2 + (4096 + 1024) * 2 + (4096 + 12288) * 3)
     assert found.rollout["vLLM: weights"] == 2 * PARAMETERS["8B"] // 4
     assert found.rollout["vLLM: adapter slots"] == 3 * adapter
@@ -57,7 +58,7 @@ def test_a_server_has_a_card_of_its_own_and_holds_the_versions_under_way():
 def test_a_base_spread_over_four_cards_by_hand():
     """Of Qwen3-8B embedding, head (151,936 x 4,096) and norms stay whole; the layers are quartered."""
     c = config(lora__r=32, train__max_tokens_per_microbatch=4096)
-    found = make_plan(c, qwen3("8B"), 48 * GIB, processes=4, sharded=True)
+    found = make_plan(c, qwen3("8B"), Cards(48 * GIB, processes=4, sharded=True))
     layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 12288
     whole = PARAMETERS["8B"] - 36 * layer
     assert 0 < whole - 2 * 151_936 * 4096 < 1e6
@@ -67,9 +68,9 @@ def test_a_base_spread_over_four_cards_by_hand():
     lora = 36 * 32 * ((4096 + 4096) * 2 + (4096 + 1024) * 2 + (4096 + 12288) * 3)
     assert found.traffic["gradients, an update"] == 2 * 4 * lora * 3 // 4
     assert found.traffic["completions, a step, at most"] == 3 * 64 * 8 // 4 * (1024 + 2048) * 14
-    assert make_plan(c, qwen3("8B"), 48 * GIB).traffic["gradients, an update"] == 0
+    assert make_plan(c, qwen3("8B"), Cards(48 * GIB)).traffic["gradients, an update"] == 0
     with pytest.raises(InputError, match="quantization=nf4: not with a base that FSDP or DeepSpeed shards"):
-        make_plan(config(quantization="nf4"), qwen3("8B"), 48 * GIB, processes=4, sharded=True)
+        make_plan(config(quantization="nf4"), qwen3("8B"), Cards(48 * GIB, processes=4, sharded=True))
 
 
 @pytest.mark.parametrize("size", QWEN3)
@@ -83,7 +84,7 @@ def test_the_real_models_counted(size):
 
 def test_the_8b_model_by_hand():
     """LoRA of rank 32 on all projections; 36 layers of 8 key-value heads x 128, keys and values, two bytes each."""
-    found = make_plan(config(lora__r=32, train__max_tokens_per_microbatch=4096), qwen3("8B"), 48 * GIB)
+    found = make_plan(config(lora__r=32, train__max_tokens_per_microbatch=4096), qwen3("8B"), Cards(48 * GIB))
     per_layer = 32 * ((4096 + 4096) * 2 + (4096 + 1024) * 2 + (4096 + 12288) * 3)
     assert found.update["trainer: base weights"] == 2 * PARAMETERS["8B"]
     assert found.update["trainer: adapter"] == found.update["trainer: gradients"] == 4 * 36 * per_layer
@@ -97,11 +98,11 @@ def test_the_8b_model_by_hand():
 def test_4_bit_weights_and_optimiser_as_they_really_are(small, tmp_path):
     """Bytes of the tensors that bitsandbytes makes, against the plan's."""
     build(tmp_path, small)
-    policy = adapted_policy(tmp_path, "bfloat16", quantization="nf4", lora_r=64)
+    policy = adapted_policy(tmp_path, "bfloat16", quantization="nf4", lora__r=64)
     found = make_plan(
         config(quantization="nf4", lora__r=64, train__optim="paged_adamw_8bit", rollout__quantization="bitsandbytes"),
         small,
-        GIB,
+        Cards(GIB),
     )
     real = 0
     for module in policy.model.modules():
@@ -111,7 +112,7 @@ def test_4_bit_weights_and_optimiser_as_they_really_are(small, tmp_path):
     real += sum(p.nbytes for n, p in policy.model.named_parameters() if not p.requires_grad and p.dtype != torch.uint8)
     assert found.update["trainer: base weights"] == pytest.approx(real, rel=0.01)
     assert found.update["trainer: adapter"] == sum(p.nbytes for p in policy.parameters.values())
-    optimizer = make_optimizer(policy, "paged_adamw_8bit", 1e-3, 0.0)
+    optimizer = make_optimizer(policy, Train(optim="paged_adamw_8bit"))
     for parameter in policy.parameters.values():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
@@ -124,15 +125,14 @@ def test_4_bit_weights_and_optimiser_as_they_really_are(small, tmp_path):
 def test_activations_as_the_profiler_sees_them(small, tmp_path, checkpointing, dtype):
     """The most that a forward and backward pass of the trainer allocates on a CPU, within a tenth."""
     build(tmp_path, small)
-    policy = adapted_policy(tmp_path, dtype, gradient_checkpointing=checkpointing, lm_head_memory_bytes=2 << 20)
+    changes = {"train__gradient_checkpointing": checkpointing, "train__lm_head_memory_gb": 2 / 1024}
+    policy = adapted_policy(tmp_path, dtype, **changes)
     completions = fake_completions(0, [1.0] * 8, longest=1)
     for completion in completions:
         completion.prompt.token_ids[:] = [5] * 64
         completion.token_ids[:] = [5] * 64
-    batch = collate(completions, 0, "cpu")
-    changes = {"dtype": dtype, "train__gradient_checkpointing": checkpointing, "train__lm_head_memory_gb": 2 / 1024}
     found = config(
-        **changes, lora__r=8, train__max_tokens_per_microbatch=1024, data__max_prompt_length=64,
+        **changes, dtype=dtype, lora__r=8, train__max_tokens_per_microbatch=1024, data__max_prompt_length=64,
         rollout__max_completion_length=64,
     )  # fmt: skip
     kept, decoder, head = measure_activations(found, small)
@@ -140,7 +140,7 @@ def test_activations_as_the_profiler_sees_them(small, tmp_path, checkpointing, d
     gradients = sum(p.nbytes for p in policy.parameters.values())  # which the plan counts apart
     for _ in range(2):  # the first pass warms caches up
         policy.model.zero_grad()
-        real = allocated(lambda: policy.statistics(batch).logprobs.sum().backward(), tmp_path / "trace.json")
+        real = allocated(lambda: policy.statistics(completions).logprobs.sum().backward(), tmp_path / "trace.json")
     assert decoder + head == pytest.approx(real - gradients, rel=0.1)
 
 
@@ -156,12 +156,12 @@ def allocated(run, trace):
 
 def test_parking_sleeping_and_offloading_move_memory():
     model, card = qwen3("1.7B"), 24 * GIB
-    plain = make_plan(config(train__max_tokens_per_microbatch=4096), model, card)
+    plain = make_plan(config(train__max_tokens_per_microbatch=4096), model, Cards(card))
     moved = make_plan(
         config(train__max_tokens_per_microbatch=4096, train__park_trainer=True, train__offload_activations=True,
-               rollout__sleep_level=2), model, card,
+               rollout__sleep_level=2), model, Cards(card),
     )  # fmt: skip
-    awake = make_plan(config(train__max_tokens_per_microbatch=4096, rollout__sleep_level=0), model, card)
+    awake = make_plan(config(train__max_tokens_per_microbatch=4096, rollout__sleep_level=0), model, Cards(card))
     weights = plain.update["trainer: base weights"]
     assert sum(plain.rollout.values()) - sum(moved.rollout.values()) == weights
     inputs = 27 * 4096 * 2048 * 2  # bfloat16 inputs of 28 layers; the last ones are in use at the peak
@@ -210,7 +210,7 @@ def test_what_it_suggests_can_be_loaded(command):
 
 
 def test_the_table_counts_sequences_of_its_own_length():
-    found = make_plan(config(rollout__max_completion_length=4096), qwen3("1.7B"), 24 * GIB)
+    found = make_plan(config(rollout__max_completion_length=4096), qwen3("1.7B"), Cards(24 * GIB))
     assert f"{found.kv_tokens // 5120} sequences of the longest length (5,120) at a time" in plan.report(found)
 
 
@@ -230,10 +230,10 @@ def test_what_cannot_be_planned(command):
     status, output = command("1.7B", "--gpu-memory", "24", "rollout.engine=transformers")
     assert (status, output.err.count("\n")) == (2, 1)
     with pytest.raises(InputError, match="rollout.quantization=strange"):
-        make_plan(config(rollout__quantization="strange"), qwen3("1.7B"), GIB)
+        make_plan(config(rollout__quantization="strange"), qwen3("1.7B"), Cards(GIB))
     other = PhiConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
     with pytest.raises(InputError, match="the model has no down_proj, .* leave them out"):
-        make_plan(config(), other, GIB)
+        make_plan(config(), other, Cards(GIB))
 
 
 def test_a_quantised_checkpoint_next_to_the_trainer(tmp_path):
@@ -241,7 +241,7 @@ def test_a_quantised_checkpoint_next_to_the_trainer(tmp_path):
     served = qwen3("1.7B")
     served.quantization_config = {"quant_method": "awq", "bits": 4, "group_size": 128}
     served.save_pretrained(tmp_path)
-    found = make_plan(config(rollout__model=str(tmp_path)), qwen3("1.7B"), 24 * GIB)
+    found = make_plan(config(rollout__model=str(tmp_path)), qwen3("1.7B"), Cards(24 * GIB))
     linears = PARAMETERS["1.7B"] - 151_936 * 2048  # the norms hardly count
     assert found.rollout["vLLM: weights"] == pytest.approx(linears * (0.5 + 2.5 / 128) + 2 * 151_936 * 2048, rel=1e-3)
     assert found.rollout["trainer: base weights"] == 2 * PARAMETERS["1.7B"]
@@ -253,6 +253,6 @@ def test_a_quantised_checkpoint_next_to_the_trainer(tmp_path):
 )
 def test_the_shipped_configs_fit_24_gib(name, size):
     shipped = load_config(Path(__file__).parent.parent / f"configs/{name}.yaml")
-    found = make_plan(shipped, qwen3(size), 24 * GIB)
+    found = make_plan(shipped, qwen3(size), Cards(24 * GIB))
     assert found.problems == []
     assert found.kv_tokens >= 4 * (shipped.data.max_prompt_length + shipped.rollout.max_completion_length)

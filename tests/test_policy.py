@@ -6,8 +6,8 @@ import torch
 from conftest import SAMPLING, adapted_policy, fake_completions, randomise_adapter
 from transformers import AutoConfig, AutoModelForCausalLM, PhiConfig, PhiForCausalLM
 
-from stapo_lite.batching import collate
-from stapo_lite.config import PROJECTIONS, InputError
+from stapo_lite.batching import sequence_length
+from stapo_lite.config import PROJECTIONS, InputError, Train
 from stapo_lite.policy import load_tokenizer, make_optimizer, sum_gradients
 from stapo_lite.types import TokenStatistics
 
@@ -36,27 +36,28 @@ def test_a_head_with_bias(tmp_path):
     model = PhiForCausalLM(PhiConfig(vocab_size=260, **shape))
     torch.nn.init.normal_(model.lm_head.bias)
     model.save_pretrained(tmp_path)
-    policy = adapted_policy(tmp_path, target_modules=["q_proj", "v_proj"])
+    policy = adapted_policy(tmp_path, lora__target_modules=["q_proj", "v_proj"])
     (completion,) = fake_completions(0, [1.0])
     expected = dense_statistics(policy, completion)
-    for got, want in zip(policy.statistics(collate([completion], 0, "cpu")), expected, strict=True):
-        assert (got[0] - want).abs().max() < 1e-4
+    for got, want in zip(policy.statistics([completion]), expected, strict=True):
+        assert (got - want).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("model", ["tiny_model", "tied_model"])
 def test_statistics_and_gradient_match_the_full_logits(request, model, checkpointing):
-    policy = adapted_policy(request.getfixturevalue(model), gradient_checkpointing=checkpointing)
+    policy = adapted_policy(request.getfixturevalue(model), train__gradient_checkpointing=checkpointing)
     embedding, head = policy.model.get_input_embeddings().weight, policy.model.get_output_embeddings().weight
     assert (embedding is head) == (model == "tied_model")
     completions = fake_completions(0, [1.0] * 5)
-    statistics = policy.statistics(collate(completions, 0, policy.device))
-    assert not statistics.logprobs[~collate(completions, 0, "cpu").completion_mask].any()
+    statistics = policy.statistics(completions)
+    lengths = [len(completion.token_ids) for completion in completions]
+    cut = list(zip(*(values.split(lengths) for values in statistics), strict=True))
     expected_sum = torch.zeros(())
     for row, completion in enumerate(completions):
         expected = dense_statistics(policy, completion)
-        for got, want in zip(statistics, expected, strict=True):
-            assert (got[row, : len(want)] - want).abs().max() < 1e-4
+        for got, want in zip(cut[row], expected, strict=True):
+            assert (got - want).abs().max() < 1e-4
         expected_sum = expected_sum + expected[0].sum()
     parameters = list(policy.parameters.values())
     actual = torch.autograd.grad(statistics.logprobs.sum(), parameters)
@@ -73,11 +74,10 @@ def test_only_the_adapter_trains(make_policy):
 def test_a_new_adapter_changes_nothing(make_policy):
     policy = make_policy(scale=0.0)
     completions = fake_completions(1, [1.0] * 3)
-    batch = collate(completions, 0, policy.device)
     with torch.no_grad():
-        ours = policy.statistics(batch).logprobs
+        ours = policy.statistics(completions).logprobs
         with policy.model.disable_adapter():
-            assert torch.equal(ours, policy.statistics(batch).logprobs)
+            assert torch.equal(ours, policy.statistics(completions).logprobs)
 
 
 def test_the_adapter_is_the_same_after_saving_and_loading(make_policy, tmp_path):
@@ -91,17 +91,16 @@ def test_the_adapter_is_the_same_after_saving_and_loading(make_policy, tmp_path)
 
 def test_bf16_stays_close(make_policy):
     completions = fake_completions(0, [1.0] * 4)
-    batch = collate(completions, 0, "cpu")
     with torch.no_grad():
-        exact = make_policy().statistics(batch)
-        rounded = make_policy("bfloat16").statistics(batch)
+        exact = make_policy().statistics(completions)
+        rounded = make_policy("bfloat16").statistics(completions)
     assert rounded.logprobs.dtype == torch.float32
     assert (exact.logprobs - rounded.logprobs).abs().mean() < 0.1
 
 
 def with_gradient(policy, completions):
     """(statistics, the adapter's gradient of the sum of log-probabilities), and no graph."""
-    statistics = policy.statistics(collate(completions, 0, policy.device))
+    statistics = policy.statistics(completions)
     gradient = torch.autograd.grad(statistics.logprobs.sum(), list(policy.parameters.values()))
     return TokenStatistics(*(values.detach() for values in statistics)), torch.cat([g.flatten() for g in gradient])
 
@@ -109,7 +108,7 @@ def with_gradient(policy, completions):
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_4_bit_base_computes_with_its_dequantised_weights(make_policy, checkpointing):
     """Against a plain model whose weights are those that NF4 with double quantisation gives back."""
-    policy = make_policy(quantization="nf4", gradient_checkpointing=checkpointing)
+    policy = make_policy(quantization="nf4", train__gradient_checkpointing=checkpointing)
     plain = make_policy(seed=0)
     quantised = 0
     for (_, module), (_, other) in zip(policy.model.named_modules(), plain.model.named_modules(), strict=True):
@@ -126,18 +125,18 @@ def test_a_4_bit_base_computes_with_its_dequantised_weights(make_policy, checkpo
     assert (gradient - expected_gradient).norm() < 1e-4 * expected_gradient.norm()
 
 
-@pytest.mark.parametrize("lora_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lora_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("optim", ["adamw", "paged_adamw_8bit"])
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
 def test_qlora_learns_on_an_unchanged_base(make_policy, optim, lora_dtype):
-    policy = make_policy("bfloat16", quantization="nf4", gradient_checkpointing=True, lora_dtype=lora_dtype)
-    assert {p.dtype for p in policy.parameters.values()} == {lora_dtype}
+    policy = make_policy("bfloat16", quantization="nf4", train__gradient_checkpointing=True, lora__dtype=lora_dtype)
+    assert {p.dtype for p in policy.parameters.values()} == {getattr(torch, lora_dtype)}
     base = {name: p.detach().clone() for name, p in policy.model.named_parameters() if not p.requires_grad}
-    batch = collate(fake_completions(0, [1.0] * 4), 0, policy.device)
-    optimizer = make_optimizer(policy, optim, learning_rate=0.01, weight_decay=0.0)
+    completions = fake_completions(0, [1.0] * 4)
+    optimizer = make_optimizer(policy, Train(optim=optim, learning_rate=0.01, weight_decay=0.0))
     likelihoods = []
     for _ in range(10):
-        logprobs = policy.statistics(batch).logprobs
+        logprobs = policy.statistics(completions).logprobs
         likelihoods.append(logprobs.sum().item())
         (-logprobs.sum()).backward()
         optimizer.step()
@@ -177,13 +176,13 @@ def test_offloaded_activations_change_nothing(make_policy, monkeypatch):
             pack = self.pack_hook
             self.pack_hook = lambda tensor: offloaded.append(tuple(tensor.shape)) or pack(tensor)
 
-    expected = with_gradient(make_policy(gradient_checkpointing=True), completions)
-    policy = make_policy(gradient_checkpointing=True, offload_activations=True)
+    expected = with_gradient(make_policy(train__gradient_checkpointing=True), completions)
+    policy = make_policy(train__gradient_checkpointing=True, train__offload_activations=True)
     monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", Noted)
     actual = with_gradient(policy, completions)
     assert torch.equal(actual[0].logprobs, expected[0].logprobs)
     assert torch.equal(actual[1], expected[1])
-    hidden = (*collate(completions, 0, "cpu").input_ids.shape, 64)
+    hidden = (3, max(map(sequence_length, completions)), 64)
     assert offloaded.count(hidden) >= 2  # of both layers
     assert set(offloaded) <= {hidden, (*hidden[:2], 1), (64,), (0,)}  # and the final norm
 
@@ -193,7 +192,7 @@ def test_offloaded_activations_change_nothing(make_policy, monkeypatch):
 def test_compiled_layers_change_little(make_policy, checkpointing):
     completions = fake_completions(0, [1.0] * 3)
     expected = with_gradient(make_policy(), completions)
-    actual = with_gradient(make_policy(compile_layers=True, gradient_checkpointing=checkpointing), completions)
+    actual = with_gradient(make_policy(train__compile=True, train__gradient_checkpointing=checkpointing), completions)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     assert (actual[0].logprobs - expected[0].logprobs).abs().max() < 1e-4
     assert (actual[1] - expected[1]).norm() < 1e-4 * expected[1].norm()

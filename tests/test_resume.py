@@ -14,6 +14,7 @@ import interrupted
 import pytest
 from conftest import command, run, without_times
 
+from stapo_lite import opening
 from stapo_lite.checkpoint import find_damage, list_checkpoints, newest_checkpoint, read_state
 from stapo_lite.config import InputError, load_config
 from stapo_lite.tracking import read_metrics
@@ -208,9 +209,8 @@ def test_what_a_checkpoint_says(finished, write_config):
 
 
 def test_another_environment_is_named(finished, write_config, monkeypatch, capsys):
-    train = sys.modules["stapo_lite.train"]
-    surroundings = train.environment
-    monkeypatch.setattr(train, "environment", lambda *which: surroundings(*which) | {"torch": "1.0"})
+    surroundings = opening.environment
+    monkeypatch.setattr(opening, "environment", lambda *which: surroundings(*which) | {"torch": "1.0"})
     assert command(monkeypatch, write_config(train__max_steps=5), "--resume") == 0
     assert "in another environment, so that rounding and draws may differ: torch " in capsys.readouterr().out
 

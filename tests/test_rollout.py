@@ -13,8 +13,8 @@ import torch
 from conftest import SAMPLING, adapted_policy, randomise_adapter
 from transformers import AutoConfig
 
-from stapo_lite.batching import collate, pad_rows
-from stapo_lite.config import PROJECTIONS, InputError, RunError
+from stapo_lite.batching import pack
+from stapo_lite.config import PROJECTIONS, Engine, InputError, Lora, RunError
 from stapo_lite.plan import as_json, model_sizes
 from stapo_lite.rollout import Decoding, check_vllm, resolve_engine
 from stapo_lite.rollout.transformers_engine import TransformersEngine
@@ -29,20 +29,10 @@ def make_vllm(model, dtype, quantization=None, sleep_level=1):
     pytest.importorskip("vllm", reason="vLLM is not installed")
     from stapo_lite.rollout.vllm_engine import VLLMEngine
 
-    return VLLMEngine(
-        str(model),
-        SAMPLING,
-        dtype=dtype,
-        max_model_len=400,
-        max_num_seqs=16,
-        lora_r=8,
-        target_modules=PROJECTIONS,
-        gpu_memory_utilization=0.3,
-        kv_cache_gb=0.125,
-        quantization=quantization,
-        sleep_level=sleep_level,
-        max_restarts=2,
+    options = Engine(
+        max_num_seqs=16, gpu_memory_utilization=0.3, kv_cache_gb=0.125, quantization=quantization, max_restarts=2
     )
+    return VLLMEngine(str(model), dtype, SAMPLING, options, Lora(r=8), sleep_level)
 
 
 @pytest.fixture(scope="module")
@@ -81,11 +71,9 @@ def generate(engine, prompts, seed=0):
 def gap(policy, groups):
     """|rollout_logprobs - the trainer's|, of all tokens."""
     completions = [c for group in groups for c in group]
-    batch = collate(completions, 0, policy.device)
     with torch.no_grad():
-        logprobs = policy.statistics(batch).logprobs
-    rollout_logprobs = pad_rows([torch.tensor(c.rollout_logprobs) for c in completions])
-    return (rollout_logprobs - logprobs).abs()[batch.completion_mask]
+        logprobs = policy.statistics(completions).logprobs
+    return (pack(completions, policy.device).rollout_logprobs - logprobs).abs()
 
 
 def test_groups_follow_the_protocol(engine, make_policy, version):
@@ -225,7 +213,7 @@ def test_every_target_module_reaches_vllm(vllm_engine, make_policy, version, pro
 
 
 def test_a_rank_between_those_that_vllm_allows(vllm_engine, make_policy, version):
-    policy = make_policy(lora_r=5, scale=0.5)
+    policy = make_policy(lora__r=5, scale=0.5)
     vllm_engine.publish(policy, version())
     assert gap(policy, generate(vllm_engine, PROMPTS)).max() < 1e-4
 

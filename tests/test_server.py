@@ -13,11 +13,13 @@ import threading
 import urllib.error
 import urllib.request
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from accelerate import Accelerator
 from conftest import ROOT, SAMPLING, in_two_processes, run, same_metrics
 from test_rollout import (  # noqa: F401
     DECODING,
@@ -36,7 +38,7 @@ from test_rollout import (  # noqa: F401
     version,
 )
 
-from stapo_lite.config import InputError, RunError, load_config
+from stapo_lite.config import InputError, Rollout, RunError, load_config
 from stapo_lite.rollout import server_engine
 from stapo_lite.rollout.serve import server_arguments
 from stapo_lite.rollout.server_engine import ServerEngine
@@ -79,20 +81,9 @@ def server(tiny_model, tmp_path_factory):
 
 
 @contextmanager
-def connected(*urls, **changes):
-    arguments = {
-        "dtype": "float32",
-        "max_model_len": 400,
-        "max_num_seqs": 16,
-        "max_retries": 2,
-        "timeout": 120,
-        "shared_folder": None,
-        "max_lag": 0,
-        "processes": 1,
-        "is_main": True,
-        "share": lambda value: value,
-    }
-    engine = ServerEngine(urls, "any", SAMPLING, **arguments | changes)
+def connected(*urls, sampling=SAMPLING, **changes):
+    options = {"engine": "server", "servers": urls, "max_num_seqs": 16, "max_restarts": 2, "server_timeout": 120}
+    engine = ServerEngine("any", "float32", sampling, Rollout(**options | changes), Accelerator(cpu=True))
     try:
         yield engine
     finally:
@@ -213,9 +204,9 @@ def test_the_key_is_made_once_and_readable_by_its_user_only(tmp_path, monkeypatc
 
 def test_servers_that_cannot_serve_the_run(server):
     with pytest.raises(InputError, match="serves sequences of 400 tokens, but .* = 500"):
-        connected(server, max_model_len=500).__enter__()
+        connected(server, sampling=replace(SAMPLING, max_prompt_length=488)).__enter__()
     with pytest.raises(InputError, match=r"http://127.0.0.1:9 did not come up within 0.2 s"):
-        connected(server, "http://127.0.0.1:9", timeout=0.2).__enter__()
+        connected(server, "http://127.0.0.1:9", server_timeout=0.2).__enter__()
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ def exact_norm(logits, target, old_logprob, advantage):
     a = logits.double().requires_grad_()
     logprob = torch.log_softmax(a, -1)[target]
     loss = clipped_token_loss(
-        logprob.view(1, 1), torch.tensor([[old_logprob]]).double(), torch.tensor([advantage]).double(), 0.2, 0.28
+        logprob.view(1), torch.tensor([old_logprob]).double(), torch.tensor([advantage]).double(), 0.2, 0.28
     ).loss
     return torch.autograd.grad(loss.sum(), a)[0].norm().item()
 
@@ -45,7 +45,7 @@ def exact_norm(logits, target, old_logprob, advantage):
 def measured(logits, target, old_logprob, advantage):
     """(norm by the identity, w, statistics), as training computes them: fp32, from the LM head."""
     s = token_statistics(logits.float()[None], torch.eye(VOCABULARY), torch.tensor([target]))
-    token = clipped_token_loss(s.logprobs[None], torch.tensor([[old_logprob]]), torch.tensor([advantage]), 0.2, 0.28)
+    token = clipped_token_loss(s.logprobs, torch.tensor([old_logprob]), torch.tensor([advantage]), 0.2, 0.28)
     return logit_gradient_norm(token.gradient, s.logprobs, s.collision).item(), token.gradient.item(), s
 
 

@@ -8,12 +8,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import SAMPLING, fake_completions, randomise_adapter
-from test_update import ADVANTAGES, LONGEST, TAU_P, objective, run_update, sampled_by_an_engine
+from test_update import ADVANTAGES, LONGEST, TAU_P, measured, objective, run_update, sampled_by_an_engine
 
-from stapo_lite.batching import TokenBudget
 from stapo_lite.files import read_lines
 from stapo_lite.token_log import TokenLog
-from stapo_lite.update import measure
 
 
 class Letters:
@@ -124,7 +122,7 @@ def test_a_later_mini_batch_is_judged_by_the_policy_before_the_first_update(batc
     """Probability and entropy are those that the mask was made from; norm and alternatives are of the update."""
     policy, completions = batch
     numbers = oracle.statistics(oracle.double(policy.model), completions, SAMPLING.temperature)
-    old = measure(policy, completions, TokenBudget(10_000))
+    old = measured(policy, completions)
     randomise_adapter(policy, seed=2, scale=0.1)
     now = oracle.statistics(oracle.double(policy.model), completions, SAMPLING.temperature)
     lines, _ = logged(policy, tmp_path, [completions], olds=[old])

@@ -17,10 +17,14 @@ import yaml
 from conftest import ROOT, command, run, without_times
 from safetensors.torch import load_file
 
+from stapo_lite import exam, opening
+from stapo_lite import run as run_module
 from stapo_lite.batching import cut_evenly
 from stapo_lite.config import InputError, Train, load_config, load_eval_config
 from stapo_lite.evaluate import evaluate
 from stapo_lite.files import read_lines, write_lines
+from stapo_lite.lifecycle import card_memory, make_accelerator
+from stapo_lite.metrics import Tally
 from stapo_lite.sharding import make_sharding
 from stapo_lite.tracking import read_metrics
 from stapo_lite.types import derived_seed
@@ -33,9 +37,9 @@ def trained(monkeypatch):
     """The mini-batches that were trained on, as they come."""
     seen, update = [], train_module.update
 
-    def note(policy, optimizer, mini_batch, *rest, **options):
-        seen.append(mini_batch)
-        return update(policy, optimizer, mini_batch, *rest, **options)
+    def note(learner, batch):
+        seen.append(batch.completions)
+        return update(learner, batch)
 
     monkeypatch.setattr(train_module, "update", note)
     return seen
@@ -128,9 +132,9 @@ def test_every_metric_is_in_the_glossary(write_config):
 def test_metrics_by_hand_on_a_step(write_config, monkeypatch):
     """Counts that can be recomputed from the completions of the first step."""
     steps = []
-    count = train_module.count_rollouts
+    count = run_module.count_rollouts
     monkeypatch.setattr(
-        train_module, "count_rollouts", lambda tally, groups, step: steps.append(groups) or count(tally, groups, step)
+        run_module, "count_rollouts", lambda tally, groups, step: steps.append(groups) or count(tally, groups, step)
     )
     metrics = run(write_config(train__max_steps=1))[0]
     groups = steps[0]
@@ -153,8 +157,8 @@ def test_metrics_by_hand_on_a_step(write_config, monkeypatch):
 
 def test_step_metrics_follow_their_formulas(write_config, monkeypatch):
     """Each share and mean of docs/metrics.md from the step's sums, which the oracle checks."""
-    totals, reduce = [], train_module.Tally.reduce
-    monkeypatch.setattr(train_module.Tally, "reduce", lambda self, a: totals.append(reduce(self, a)) or totals[-1])
+    totals, reduce = [], Tally.reduce
+    monkeypatch.setattr(Tally, "reduce", lambda self, a: totals.append(reduce(self, a)) or totals[-1])
     changes = {"algorithm": "grpo", "objective": {"s2t": {"enabled": True, "tau_p": 0.01}}}
     m = run(write_config(train__max_steps=1, **changes))[0]
     t = totals[0]
@@ -242,14 +246,14 @@ def test_benchmarks_during_training(write_config, benchmark_file, tiny_model, tm
     """Before, during and after; they change nothing in the training; a resumed run repeats none; and the last one gives
     what an evaluation of the final adapter gives."""
     plain = run(write_config(output_dir=str(tmp_path / "plain"), train__max_steps=3))
-    draw, responses = train_module.draw, []
+    draw, responses = exam.draw, []
 
     def note(*arguments):
         for line in draw(*arguments):
             responses.append(line["response"])
             yield line
 
-    monkeypatch.setattr(train_module, "draw", note)
+    monkeypatch.setattr(exam, "draw", note)
     folder = tmp_path / "run"
     folder.mkdir()
     write_lines(folder / "evaluations.jsonl", [{"step": 0}])  # of a run that was killed in its first step
@@ -282,11 +286,11 @@ def test_benchmarks_during_training(write_config, benchmark_file, tiny_model, tm
 def test_contaminated_rows_are_left_out(write_config, tmp_path, capsys):
     write_lines(tmp_path / "mine.jsonl", [{"problem": "Say two!", "answer": 1}, {"problem": "say seven", "answer": 1}])
     config = write_config(data__drop_contaminated=True, data__benchmarks=[str(tmp_path / "mine.jsonl")])
-    prompts, _, _ = train_module.load_prompts(load_config(config), print)
+    prompts, _, _ = opening.load_prompts(load_config(config), print)
     assert [p.prompt for p in prompts] == ["say one", "say three", "say four"]
     printed = capsys.readouterr().out
     with pytest.raises(InputError, match="data.drop_contaminated: nowhere.jsonl: cannot be read .*; or set data.drop"):
-        train_module.load_prompts(load_config(config, ["data.benchmarks=[nowhere.jsonl]"]), print)
+        opening.load_prompts(load_config(config, ["data.benchmarks=[nowhere.jsonl]"]), print)
     assert f"1 rows of {tmp_path / 'prompts.jsonl'} that hold 1 benchmark problems left out" in printed
 
 
@@ -379,7 +383,7 @@ def test_one_update_a_step_and_rollout_logprobs_need_no_old_pass(write_config, m
     measured = []
     measure = train_module.measure
     monkeypatch.setattr(
-        train_module, "measure", lambda policy, rows, n: measured.extend(rows) or measure(policy, rows, n)
+        train_module, "measure", lambda policy, batch, rows, n: measured.extend(rows) or measure(policy, batch, rows, n)
     )
     metrics = run(write_config(train__max_steps=1, algorithm="justrl", **changes))
     assert not measured
@@ -403,9 +407,9 @@ def test_every_algorithm_trains(write_config, user_reward, algorithm):
 
 def test_dynamic_sampling_fills_the_batch_with_groups_that_vary(write_config, user_reward, trained, monkeypatch):
     user_reward(RARELY_RIGHT)
-    sampled, count = [], train_module.count_rollouts
+    sampled, count = [], run_module.count_rollouts
     monkeypatch.setattr(
-        train_module, "count_rollouts", lambda t, groups, n: sampled.append(groups) or count(t, groups, n)
+        run_module, "count_rollouts", lambda t, groups, n: sampled.append(groups) or count(t, groups, n)
     )
     metrics = run(write_config(algorithm="dapo", train__max_steps=3, train__learning_rate=1e-9))
     assert max(m["sampling_rounds"] for m in metrics) > 1, "the case tests nothing"
@@ -459,7 +463,7 @@ def test_places_by_hand():
 )
 def test_learning_rates_by_hand(schedule, expected):
     train = Train(max_steps=8, warmup_steps=4, learning_rate=2.0, lr_scheduler_type=schedule)
-    assert [train_module.learning_rate(train, step) / 2 for step in range(8)] == pytest.approx(expected)
+    assert [run_module.learning_rate(train, step) / 2 for step in range(8)] == pytest.approx(expected)
 
 
 def test_all_updates_of_a_step_have_one_rate(write_config):
@@ -493,27 +497,27 @@ def test_the_allocators_settings_under_the_name_that_vllm_reads(write_config, mo
         monkeypatch.delenv(name)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    train_module.make_accelerator(load_config(write_config()))
+    make_accelerator(load_config(write_config()).log)
     assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == expected
 
 
 def test_a_card_that_torch_cannot_use_is_named(write_config, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setattr("stapo_lite.lifecycle.NVIDIA_DRIVER", tmp_path / "none")
-    train_module.make_accelerator(load_config(write_config()))
+    make_accelerator(load_config(write_config()).log)
     assert "NVIDIA" not in caplog.text
     (tmp_path / "version").touch()
     monkeypatch.setattr("stapo_lite.lifecycle.NVIDIA_DRIVER", tmp_path / "version")
-    train_module.make_accelerator(load_config(write_config()))
+    make_accelerator(load_config(write_config()).log)
     assert "running on the CPU although there is an NVIDIA card: torch 2." in caplog.text
 
 
 def test_the_cards_memory_is_what_is_held(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert train_module.card_memory() is None
+    assert card_memory() is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10 * 2**30, 24 * 2**30))
-    assert train_module.card_memory() == 14.0
+    assert card_memory() == 14.0
 
 
 def test_a_schedule_that_falls_is_of_its_max_steps(write_config):
@@ -593,7 +597,7 @@ BAD_RUNS = {
 
 @pytest.mark.parametrize("case", BAD_RUNS)
 def test_bad_input_is_one_line_and_status_2_before_the_model_loads(write_config, monkeypatch, capsys, case):
-    monkeypatch.setattr(train_module, "load_policy", lambda *_, **__: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(opening, "load_policy", lambda *_, **__: pytest.fail("the model was loaded"))
     overrides, message = BAD_RUNS[case]
     assert command(monkeypatch, write_config(), *overrides) == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
@@ -609,7 +613,7 @@ def test_bad_input_is_one_line_and_status_2_before_the_model_loads(write_config,
     ],
 )
 def test_packages_that_are_not_installed(write_config, monkeypatch, capsys, override, message):
-    monkeypatch.setattr(train_module, "load_policy", lambda *_, **__: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(opening, "load_policy", lambda *_, **__: pytest.fail("the model was loaded"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert command(monkeypatch, write_config(), override) == 2
     assert message in capsys.readouterr().err

@@ -3,12 +3,10 @@
 import pytest
 import torch
 from conftest import SAMPLING, adapted_policy
-from test_update import ADVANTAGES, LONGEST, later_update, objective, relative, run_update
+from test_update import ADVANTAGES, LONGEST, later_update, measured, objective, packed, relative, run_update
 
-from stapo_lite.batching import TokenBudget
 from stapo_lite.objective import sampler_correction
 from stapo_lite.rewards import overlong_share
-from stapo_lite.update import measure
 
 trl = pytest.importorskip("trl", reason="TRL is not installed: pip install -e '.[test]'")
 
@@ -78,17 +76,18 @@ def test_loss_and_gradient_agree(tiny_model, tmp_path, case):
     policy = adapted_policy(tiny_model)
     completions, old = later_update(policy)
     with policy.model.disable_adapter():
-        reference = measure(policy, completions, TokenBudget(10_000))
+        reference = measured(policy, completions)
     preset = objective(**ours)
 
     trainer = trl_trainer(policy.model, tmp_path, **theirs)
     trainer.use_vllm = trainer.vllm_importance_sampling_correction = True  # it has weights for the engine's tokens
     trainer.current_gradient_accumulation_steps = 1
-    old_rows, rollout_rows = (
-        torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        for rows in ([old[c].logprobs for c in completions], [torch.tensor(c.rollout_logprobs) for c in completions])
-    )
-    correction, capped = sampler_correction(old_rows, rollout_rows, preset.sampler_correction, preset.sampler_cap)
+    batch = packed(policy, completions, old)
+    correction, capped = sampler_correction(
+        batch.old.logprobs, batch.rollout_logprobs, batch.rows, len(completions), preset.sampler_correction,
+        preset.sampler_cap,
+    )  # fmt: skip
+    correction = torch.nn.utils.rnn.pad_sequence(correction.split([len(c.token_ids) for c in completions]), True)
     assert capped.any()
     tensors = trl_tensors(completions, old, reference, correction)
     policy.model.zero_grad()

@@ -1,5 +1,6 @@
 """One optimiser update against the oracle, and what it must not depend on."""
 
+import itertools
 from functools import partial
 from pathlib import Path
 
@@ -12,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from stapo_lite import batching
 from stapo_lite import update as update_module
-from stapo_lite.batching import TokenBudget
+from stapo_lite.batching import TokenBudget, pack, sequence_length
 from stapo_lite.config import Config
+from stapo_lite.metrics import VALUES
 from stapo_lite.s2t import random_scores
-from stapo_lite.tracking import Tally
-from stapo_lite.update import MAXIMA, SUMS, VALUES, find_masks, measure, update
+from stapo_lite.types import TokenStatistics
+from stapo_lite.update import Learner, find_masks, measure, update
 
 ADVANTAGES = [1.2, -0.4, 0.0, 0.7, -1.1, 0.0, 0.3, 2.0]
 TAU_P = 0.02  # the tiny model is flat: enough candidates to test with
@@ -36,24 +37,41 @@ def run_update(
 ):
     """(gradient of the loss, metrics, result): with SGD at rate 1 the parameters move by minus the gradient."""
     before = torch.cat([p.detach().flatten() for p in policy.parameters.values()])
-    optimizer = torch.optim.SGD(policy.parameters.values(), lr=1.0)
-    accelerator = Accelerator(cpu=True)
-    tally = Tally(SUMS, MAXIMA, VALUES, policy.device)
-    result = update(
-        policy,
-        optimizer,
-        completions,
-        old,
-        objective,
-        max_completion_length=longest,
-        budget=max_tokens if isinstance(max_tokens, TokenBudget) else TokenBudget(max_tokens),
-        max_grad_norm=max_grad_norm,
-        accelerator=accelerator,
-        tally=tally,
-        token_log=token_log,
-    )
+    learner = make_learner(policy, objective, max_tokens, max_grad_norm, longest, token_log)
+    result = update(learner, packed(policy, completions, old))
     after = torch.cat([p.detach().flatten() for p in policy.parameters.values()])
-    return before - after, tally.reduce(accelerator), result
+    return before - after, learner.tally.reduce(learner.accelerator), result
+
+
+def make_learner(policy, objective, max_tokens, max_grad_norm=1e9, longest=LONGEST, token_log=None):
+    tree = {"model": "m", "output_dir": "o", "rollout": {"max_completion_length": longest}}
+    tree["data"] = {"max_prompt_length": 1}
+    tree["train"] = {"max_grad_norm": max_grad_norm, "learning_rate": 1.0, "max_tokens_per_microbatch": 2 * 10**9}
+    config = Config(**tree).model_copy(update={"objective": objective})
+    budget = max_tokens if isinstance(max_tokens, TokenBudget) else TokenBudget(max_tokens)
+    optimizer = torch.optim.SGD(policy.parameters.values(), lr=1.0)
+    return Learner(config, policy, optimizer, budget, Accelerator(cpu=True), token_log)
+
+
+def measured(policy, completions, max_tokens=10_000):
+    """Statistics of the policy now for each completion."""
+    budget = max_tokens if isinstance(max_tokens, TokenBudget) else TokenBudget(max_tokens)
+    batch = pack(completions, policy.device)
+    return split(batch, *measure(policy, batch, range(len(completions)), budget))
+
+
+def split(batch, *values):
+    """What [N] tensors hold of each completion."""
+    parts = zip(*(value.split([len(c.token_ids) for c in batch.completions]) for value in values), strict=True)
+    return dict(zip(batch.completions, itertools.starmap(TokenStatistics, parts), strict=True))
+
+
+def packed(policy, completions, old=None):
+    """A mini-batch; `old` has statistics of each completion."""
+    batch = pack(completions, policy.device)
+    if old is not None:
+        batch.old = TokenStatistics(*map(torch.cat, zip(*(old[c] for c in completions), strict=True)))
+    return batch
 
 
 def relative(actual, expected):
@@ -73,7 +91,7 @@ def later_update(policy):
     """(completions, statistics of the policy before) of an update after which the policy has moved: ratios, clipping
     and capped weights."""
     completions = sampled_by_an_engine(policy, fake_completions(3, ADVANTAGES, LONGEST))
-    old = measure(policy, completions, TokenBudget(10_000))
+    old = measured(policy, completions)
     randomise_adapter(policy, seed=2, scale=0.13)
     return completions, old
 
@@ -157,13 +175,30 @@ def test_small_gradients_survive_in_float16(make_policy, aggregation):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("later", "statistics"), [(False, "current"), (True, "current"), (True, "old")])
 def test_every_objective_matches_the_oracle(make_policy, tiny_model, case, later, statistics):
+    compare_with_the_oracle(make_policy(), tiny_model, case, later, statistics)
+
+
+@pytest.mark.parametrize("case", ["stapo", "paper-v1", "20-entropy", "grpo", "dr-grpo", "random", "sequence-mask"])
+@pytest.mark.parametrize("later", [False, True])
+def test_tokens_that_the_model_did_not_write(make_policy, tiny_model, case, later):
+    """They are read, and neither trained, nor counted, nor asked for thresholds and metrics."""
+
+    def tool_results(completions):
+        for c in completions:
+            c.loss_mask = [t % 4 != 1 for t in range(len(c.token_ids))]
+            c.rollout_logprobs = [x if w else 0.0 for x, w in zip(c.rollout_logprobs, c.loss_mask, strict=True)]
+
+    compare_with_the_oracle(make_policy(), tiny_model, case, later, "old" if later else "current", tool_results)
+
+
+def compare_with_the_oracle(policy, model, case, later, statistics, prepare=lambda completions: None):
     ours, formulas = CASES[case]
     ours = ours | {"s2t": ours.get("s2t", {}) | {"statistics": statistics}}
-    policy = make_policy()
     completions = sampled_by_an_engine(policy, fake_completions(3, ADVANTAGES, LONGEST))
+    prepare(completions)
     old = exact_old = None
     if later:  # the policy has moved: ratios and clipping
-        old = measure(policy, completions, TokenBudget(10_000))
+        old = measured(policy, completions)
         exact_old = oracle.statistics(oracle.double(policy.model), completions, SAMPLING.temperature)
         randomise_adapter(policy, seed=2, scale=0.13)
     constants = oracle.Settings(**{"tau_p": TAU_P, "correction": "token-truncate"} | formulas)
@@ -175,7 +210,7 @@ def test_every_objective_matches_the_oracle(make_policy, tiny_model, case, later
         constants,
         old=exact_old,
         mask_from=exact_old if statistics == "old" else None,
-        reference=AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64) if constants.beta else None,
+        reference=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64) if constants.beta else None,
     )
     assert expected["candidate"] > 0, "the case tests nothing"
     assert expected["silenced"] > 0 or constants.silence is None
@@ -186,8 +221,8 @@ def test_every_objective_matches_the_oracle(make_policy, tiny_model, case, later
     for name, value in expected.items():
         if later and ours.get("old_logprobs") == "rollout" and name.startswith("gap"):
             continue  # nothing measured it
-        measured = result.tau_h if name == "tau_h" else metrics[name]
-        assert measured == pytest.approx(value, rel=1e-5, abs=1e-6), name
+        counted = result.tau_h if name == "tau_h" else metrics[name]
+        assert counted == pytest.approx(value, rel=1e-5, abs=1e-6), name
     assert result.grad_norm == pytest.approx(gradient.norm().item(), rel=1e-5)
 
 
@@ -232,32 +267,29 @@ def test_the_order_of_sequences_changes_nothing(compare):
 
 
 def test_gradient_checkpointing_changes_nothing(compare):
-    compare(gradient_checkpointing=True)
+    compare(train__gradient_checkpointing=True)
 
 
 @pytest.mark.parametrize("memory", [1 << 12, 1 << 14, 1 << 26])
 def test_the_head_s_chunk_sizes_change_nothing(compare, memory):
-    compare(lm_head_memory_bytes=memory)
+    compare(train__lm_head_memory_gb=memory / 2**30)
 
 
 @pytest.mark.parametrize("amount", [1, 13])
 def test_the_amount_of_padding_changes_nothing(compare, monkeypatch, amount):
-    def padded(rows, value=0):
-        return torch.nn.functional.pad(pad_rows(rows, value), (0, amount), value=value)
+    pad_sequence = torch.nn.utils.rnn.pad_sequence
 
-    pad_rows = batching.pad_rows
-    for module in (batching, update_module):
-        monkeypatch.setattr(module, "pad_rows", padded)
+    def padded(rows, batch_first, padding_value):
+        rows = pad_sequence(rows, batch_first=batch_first, padding_value=padding_value)
+        return torch.nn.functional.pad(rows, (0, amount), value=padding_value)
+
+    monkeypatch.setattr(torch.nn.utils.rnn, "pad_sequence", padded)
     compare()
 
 
-def test_the_side_of_the_padding_changes_nothing(compare, monkeypatch):
+def test_the_side_of_the_padding_changes_nothing(compare):
     """The decoder fed as most trainers do, padded on the left with an attention mask and positions."""
-    lengths, collate = [], update_module.collate
-
-    def note_lengths(rows, pad_token_id, device):
-        lengths[:] = [len(c.prompt.token_ids) + len(c.token_ids) for c in rows]
-        return collate(rows, pad_token_id, device)
+    lengths = []
 
     def padded_on_the_left(forward, input_ids, **arguments):
         width = input_ids.shape[1]
@@ -270,17 +302,21 @@ def test_the_side_of_the_padding_changes_nothing(compare, monkeypatch):
         output.last_hidden_state = torch.stack(rows)
         return output
 
-    monkeypatch.setattr(update_module, "collate", note_lengths)
-
     def prepare(policy):
-        decoder = policy._causal_lm.get_decoder()
+        decoder, hidden_states = policy._causal_lm.get_decoder(), policy.hidden_states
+
+        def note_lengths(completions):
+            lengths[:] = map(sequence_length, completions)
+            return hidden_states(completions)
+
+        policy.hidden_states = note_lengths
         decoder.forward = partial(padded_on_the_left, decoder.forward)
 
     compare(max_tokens=60, prepare=prepare)
 
 
 def test_skipping_completions_of_zero_advantage_changes_nothing(compare, monkeypatch):
-    monkeypatch.setattr(update_module, "with_gradient", lambda mini_batch, objective: list(mini_batch))
+    monkeypatch.setattr(update_module, "with_gradient", lambda completions, objective: [*range(len(completions))])
     compare(max_tokens=60)
 
 
@@ -332,7 +368,7 @@ def test_any_mini_batch(property_run, advantages, longest, seed, later, max_toke
     property_run.start()
     completions = sampled_by_an_engine(policy, fake_completions(seed, advantages, longest))
     before = oracle.statistics(policy.model, completions, SAMPLING.temperature)
-    old = measure(policy, completions, TokenBudget(10_000)) if later else None
+    old = measured(policy, completions) if later else None
     constants = oracle.Settings(
         tau_p=s2t["tau_p"],
         q=s2t["quantile"],
@@ -354,9 +390,11 @@ def test_any_mini_batch(property_run, advantages, longest, seed, later, max_toke
     kept, silenced, _ = oracle.masks(completions, numbers or now, constants)
     shuffled = list(completions)
     order.shuffle(shuffled)
-    given = old if old is not None and s2t["statistics"] == "old" else {}
-    mask = find_masks(policy, shuffled, given, preset, TokenBudget(max_tokens), Accelerator(cpu=True)).keep
-    assert {(c, t) for c in completions for t, keep in enumerate(mask[c].tolist()) if keep} == kept
+    batch = packed(policy, shuffled, old)
+    keep = find_masks(make_learner(policy, preset, max_tokens), batch).keep.tolist()
+    assert {
+        (c, t) for row, c in enumerate(shuffled) for t in range(len(c.token_ids)) if keep[batch.starts[row] + t]
+    } == kept
     whole = run_update(policy, completions, preset, old=old)
     property_run.move() if later else property_run.start()
     cut = run_update(policy, shuffled, preset, old=old, max_tokens=max_tokens)
@@ -414,10 +452,10 @@ def property_run(tiny_model):
 def test_zero_advantage_completions_are_not_run(make_policy, monkeypatch):
     policy, completions = make_policy(), fake_completions(3, ADVANTAGES)
     seen, hidden_states = [], policy.hidden_states
-    monkeypatch.setattr(policy, "hidden_states", lambda batch: seen.append(batch) or hidden_states(batch))
+    monkeypatch.setattr(policy, "hidden_states", lambda rows: seen.append(rows) or hidden_states(rows))
     run_update(policy, completions, objective())
     assert seen
-    assert all((batch.advantages != 0).all() for batch in seen)
+    assert all(completion.advantage != 0 for rows in seen for completion in rows)
 
 
 @pytest.mark.parametrize(
@@ -426,13 +464,13 @@ def test_zero_advantage_completions_are_not_run(make_policy, monkeypatch):
 def test_no_pass_that_is_not_needed(make_policy, monkeypatch, statistics, later, passes):
     """Of three micro-batches the first one's forward pass serves the mask as well; old statistics need no pass."""
     policy, completions = make_policy(), fake_completions(0, [1.0] * 3)
-    old = measure(policy, completions, TokenBudget(256)) if later else None
+    old = measured(policy, completions) if later else None
     rows = {True: [], False: []}
     original = policy.hidden_states
 
-    def note(batch):
-        rows[torch.is_grad_enabled()].append(len(batch.input_ids))
-        return original(batch)
+    def note(completions):
+        rows[torch.is_grad_enabled()].append(len(completions))
+        return original(completions)
 
     monkeypatch.setattr(policy, "hidden_states", note)
     run_update(policy, completions, objective(s2t={"statistics": statistics}), old=old, max_tokens=1)
@@ -467,22 +505,20 @@ def test_the_entropy_bonus_raises_the_entropy(make_policy):
     def entropy_after(coefficient):
         policy, completions = make_policy(), fake_completions(3, ADVANTAGES)
         run_update(policy, completions, objective(entropy_coef=coefficient))
-        statistics = measure(policy, completions, TokenBudget(10_000))
+        statistics = measured(policy, completions)
         return torch.cat([statistics[c].entropy for c in completions]).mean()
 
     assert entropy_after(0.03) > entropy_after(0.0)
 
 
 def test_the_reference_is_the_base_and_the_adapter_survives(make_policy, tiny_model):
-    policy, completions = make_policy(gradient_checkpointing=True), fake_completions(3, ADVANTAGES)
-    batch = update_module.collate(completions, 0, "cpu")
-    reference = policy.reference_logprobs(batch)
+    policy, completions = make_policy(train__gradient_checkpointing=True), fake_completions(3, ADVANTAGES)
+    reference = policy.reference_logprobs(completions)
     base = AutoModelForCausalLM.from_pretrained(tiny_model)
     exact = oracle.statistics(base, completions, SAMPLING.temperature)
-    for row, c in enumerate(completions):
-        assert reference[row, : len(c.token_ids)].tolist() == pytest.approx(exact[c][0], abs=1e-4)
+    assert reference.tolist() == pytest.approx([x for c in completions for x in exact[c][0]], abs=1e-4)
     assert all(p.requires_grad for p in policy.parameters.values())
-    assert not torch.allclose(policy.statistics(batch).logprobs, reference, atol=1e-3)
+    assert not torch.allclose(policy.statistics(completions).logprobs, reference, atol=1e-3)
 
 
 def test_gradient_is_clipped_once_by_its_global_norm(make_policy):

@@ -49,7 +49,7 @@ for case in INVARIANT:
         policies = {"whole": policy}
         if shard is not None:
             spread = adapted_policy(
-                model, shard=lambda base: shard(base.double() if exact else base), gradient_checkpointing=True
+                model, shard=lambda base: shard(base.double() if exact else base), train__gradient_checkpointing=True
             )
             if exact:
                 spread.model.double()

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol
 
+from accelerate import Accelerator
 from packaging.version import Version
 
-from stapo_lite.config import InputError
+from stapo_lite.config import Config, InputError
 from stapo_lite.policy import Policy
 from stapo_lite.types import Completion, Prompt
 
@@ -18,9 +19,15 @@ class Sampling:
     """How completions are drawn: from the full distribution at `temperature`, nothing cut off."""
 
     num_generations: int
+    max_prompt_length: int
     max_completion_length: int
     temperature: float
     stop_token_ids: tuple[int, ...]
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest prompt and completion."""
+        return self.max_prompt_length + self.max_completion_length
 
 
 @dataclass(frozen=True)
@@ -96,3 +103,41 @@ def check_vllm(quantization: str | None, sleep_level: int) -> None:
         raise InputError(
             f"rollout.sleep_level=2: vLLM {installed} cannot read a base with LoRA again; set rollout.sleep_level=1"
         )
+
+
+def check_engine(name: str, config: Config) -> None:
+    """Raises InputError where the engine cannot do what the config asks of it; before any weights are loaded."""
+    if name == "vllm":
+        check_vllm(config.rollout.quantization, config.rollout.sleep_level)
+    if name != "transformers":
+        return
+    for key, value in {
+        "rollout.model": config.rollout.model,
+        "rollout.quantization": config.rollout.quantization,
+        "train.park_trainer": config.train.park_trainer,
+    }.items():
+        if value:
+            raise InputError(f"{key}={value} needs vLLM; the transformers engine samples from the trainer's own model")
+
+
+def make_engine(name: str, config: Config, stop_tokens: tuple[int, ...], accelerator: Accelerator) -> RolloutEngine:
+    """Start the engine of a training run.
+
+    Raises:
+        InputError: it does not start.
+    """
+    r = config.rollout
+    sampling = Sampling(
+        r.num_generations, config.data.max_prompt_length, r.max_completion_length, r.temperature, stop_tokens
+    )
+    if name == "transformers":
+        from stapo_lite.rollout.transformers_engine import TransformersEngine
+
+        return TransformersEngine(sampling, r.max_num_seqs)
+    if name == "server":
+        from stapo_lite.rollout.server_engine import ServerEngine
+
+        return ServerEngine(r.model or config.model, config.dtype, sampling, r, accelerator)
+    from stapo_lite.rollout.vllm_engine import VLLMEngine
+
+    return VLLMEngine(r.model or config.model, config.dtype, sampling, r, config.lora, r.sleep_level)

@@ -23,10 +23,12 @@ from typing import Any
 
 import aiohttp
 import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from safetensors.torch import save
 from tqdm.auto import tqdm
 
-from stapo_lite.config import InputError, RunError, one_line
+from stapo_lite.config import InputError, Rollout, RunError, one_line
 from stapo_lite.policy import Policy
 from stapo_lite.rollout import Decoding, Sampling
 from stapo_lite.types import Completion, Prompt, derived_seed
@@ -59,54 +61,37 @@ class ServerEngine:
     """vLLM's OpenAI-compatible servers, started by `python -m stapo_lite.rollout.serve` or by hand.
 
     Args:
-        servers: addresses, such as `http://127.0.0.1:8000`.
         model: folder or Hub name that they should serve.
         dtype: of the adapters that they get.
-        max_model_len: tokens of the longest prompt and completion.
-        max_num_seqs: completions that each server samples at the same time, for all of our processes.
-        max_retries: times that a request may fail and is sent again.
-        timeout: seconds to wait for the servers to come up.
-        shared_folder: a folder that we and the servers see under the same path; without one adapters are uploaded,
-            which takes servers of `stapo_lite.rollout.serve`.
-        max_lag: how many versions before the newest may still have requests.
-        processes: that share the servers. One of them publishes, `is_main`; `share` gives its value to all.
+        rollout: `servers` and what goes with them; `max_num_seqs` is what each samples at the same time, for all of
+            our processes.
+        accelerator: of the processes that share the servers. One of them publishes.
 
     Raises:
         InputError: a server does not come up, refuses the key, or cannot serve this run.
     """
 
-    def __init__(
-        self,
-        servers: Sequence[str],
-        model: str,
-        sampling: Sampling,
-        *,
-        dtype: str,
-        max_model_len: int,
-        max_num_seqs: int,
-        max_retries: int,
-        timeout: float,
-        shared_folder: str | None,
-        max_lag: int,
-        processes: int,
-        is_main: bool,
-        share: Callable[[Any], Any],
-    ):
+    def __init__(self, model: str, dtype: str, sampling: Sampling, rollout: Rollout, accelerator: Accelerator):
         self._sampling, self._dtype = sampling, getattr(torch, dtype)
-        self._shared_folder = Path(shared_folder) if shared_folder else None
-        self._max_lag, self._is_main, self._share = max_lag, is_main, share
+        self._shared_folder = Path(rollout.shared_folder) if rollout.shared_folder else None
+        self._max_lag, self._is_main = rollout.max_lag, accelerator.is_main_process
         # A resumed run has old version numbers for new weights: its adapters must not have old names.
-        self._run = share(f"stapo_lite-{secrets.token_hex(4)}")
+        self._run = self._share(f"stapo_lite-{secrets.token_hex(4)}")
         self._used: list[int] = []
         self._ahead: dict[int, list[Future]] = {}
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True).start()
-        self._requests = _Requests(servers, max(1, max_num_seqs // processes), max_retries)
+        at_once = max(1, rollout.max_num_seqs // accelerator.num_processes)
+        self._requests = _Requests(rollout.servers, at_once, rollout.max_restarts)
         try:
-            self._call(self._requests.connect(timeout, model, max_model_len))
+            self._call(self._requests.connect(rollout.server_timeout, model, sampling.max_model_len))
         except BaseException:
             self.close()
             raise
+
+    def _share(self, value: Any) -> Any:
+        """The main process's value."""
+        return broadcast_object_list([value])[0]
 
     def _call(self, coroutine: Any) -> Any:
         """Run a coroutine in the thread of the requests."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from stapo_lite.batching import out_of_memory
-from stapo_lite.config import InputError, RunError, one_line
+from stapo_lite.config import Engine, InputError, Lora, RunError, one_line
 from stapo_lite.policy import Policy, load_model_config
 from stapo_lite.rollout import Decoding, Sampling
 from stapo_lite.types import Completion, Prompt
@@ -56,46 +56,65 @@ def cpu_batched_tokens(max_model_len: int) -> int:
     return max(4096, max_model_len)
 
 
+def prepare_vllm() -> None:
+    """Set what vLLM reads when it is imported: one process, and quiet."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # seeds reach the sampler
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if os.environ.get("WORLD_SIZE", "1") == "1":  # its own process group listens to nobody else
+        os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+    # Both speak while vLLM is imported, before it reads its own level: of a Triton that no CPU needs.
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
+
+
+def cpu_placement(model: str, options: Engine, max_model_len: int) -> dict[str, Any]:
+    """Arguments of `LLM` on a CPU."""
+    from stapo_lite.rollout import vllm_cpu_lora
+
+    vllm_cpu_lora.install()
+    # Compiling the sampler costs the first call ten seconds and gains nothing here.
+    torch._dynamo.config.disable = True
+    return {
+        "kv_cache_memory_bytes": int(options.kv_cache_gb * 2**30),
+        "enforce_eager": True,
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": cpu_batched_tokens(max_model_len),
+    }
+
+
+def gpu_placement(model: str, options: Engine, max_model_len: int) -> dict[str, Any]:
+    """Arguments of `LLM` on a GPU."""
+    torch.cuda.synchronize()  # vLLM goes on in a stream of its own, up to 0.29 without waiting
+    placement: dict[str, Any] = {
+        "gpu_memory_utilization": options.gpu_memory_utilization,
+        "max_num_batched_tokens": BATCHED_TOKENS,
+        "hf_overrides": hf_overrides(model, options.quantization),
+    }
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # an engine per process, each on its process's card
+        placement["distributed_executor_backend"] = "external_launcher"
+    return placement
+
+
 class VLLMEngine:
     """vLLM's `LLM` with one adapter slot.
 
     Args:
         model: folder or Hub name of the base, which may be quantised.
-        max_model_len: tokens of the longest prompt and completion.
-        lora_r, target_modules: of the adapters to come; None where there will be none.
-        gpu_memory_utilization, sleep_level: used on a GPU; kv_cache_gb: on a CPU.
-        max_restarts: times that vLLM may fail while it samples one batch.
+        options: of them, gpu_memory_utilization counts on a GPU, kv_cache_gb on a CPU.
+        lora: rank and layers of the adapters to come; None where there will be none.
+        sleep_level: counts on a GPU.
 
     Raises:
         InputError: vLLM does not start.
     """
 
     def __init__(
-        self,
-        model: str,
-        sampling: Sampling,
-        *,
-        dtype: str,
-        max_model_len: int,
-        max_num_seqs: int,
-        lora_r: int | None,
-        target_modules: list[str],
-        gpu_memory_utilization: float,
-        kv_cache_gb: float,
-        quantization: str | None,
-        sleep_level: int,
-        max_restarts: int,
+        self, model: str, dtype: str, sampling: Sampling, options: Engine, lora: Lora | None, sleep_level: int
     ):
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # one process: seeds reach the sampler
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        if os.environ.get("WORLD_SIZE", "1") == "1":  # its own process group listens to nobody else
-            os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
-        # Both speak while vLLM is imported, before it reads its own level: of a Triton that no CPU needs.
-        logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
-        logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
+        prepare_vllm()
         from vllm import LLM, SamplingParams
         from vllm.platforms import current_platform
         from vllm.sampling_params import RequestOutputKind
@@ -103,39 +122,25 @@ class VLLMEngine:
         on_cpu = current_platform.is_cpu()
         self._dtype = getattr(torch, dtype)
         self._sleep_level, self._asleep = 0 if on_cpu else sleep_level, False
-        placement: dict[str, Any] = {"gpu_memory_utilization": gpu_memory_utilization}
-        if on_cpu:
-            from stapo_lite.rollout import vllm_cpu_lora
-
-            vllm_cpu_lora.install()
-            # Compiling the sampler costs the first call ten seconds and gains nothing here.
-            torch._dynamo.config.disable = True
-            placement = {"kv_cache_memory_bytes": int(kv_cache_gb * 2**30), "enforce_eager": True}
-            placement |= {"enable_chunked_prefill": False, "max_num_batched_tokens": cpu_batched_tokens(max_model_len)}
-        else:
-            torch.cuda.synchronize()  # vLLM goes on in a stream of its own, up to 0.29 without waiting
-            placement |= {"max_num_batched_tokens": BATCHED_TOKENS, "hf_overrides": hf_overrides(model, quantization)}
-            if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # an engine per process, each on its process's card
-                placement["distributed_executor_backend"] = "external_launcher"
-        lora: dict[str, Any] = {}
-        if lora_r is not None:
-            lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": served_rank(lora_r)}
-            lora["lora_target_modules"] = list(target_modules)
+        adapters: dict[str, Any] = {}
+        if lora is not None:
+            adapters = {"enable_lora": True, "max_loras": 1, "max_lora_rank": served_rank(lora.r)}
+            adapters["lora_target_modules"] = list(lora.target_modules)
         make_llm: Any = LLM  # its signature lists every data type and quantisation by name
         self._start = functools.partial(
             make_llm,
             model,
             dtype=dtype,
-            quantization=quantization,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            **lora,
+            quantization=options.quantization,
+            max_model_len=sampling.max_model_len,
+            max_num_seqs=options.max_num_seqs,
+            **adapters,
             logprobs_mode="processed_logprobs",  # log_softmax(logits / temperature), as the trainer has it
             generation_config="vllm",
             enable_sleep_mode=self._sleep_level > 0,
             disable_log_stats=True,
             use_tqdm_on_load=False,
-            **placement,
+            **(cpu_placement if on_cpu else gpu_placement)(model, options, sampling.max_model_len),
         )
         try:
             self._llm: Any = self._start()
@@ -143,7 +148,7 @@ class VLLMEngine:
             raise InputError(
                 f"rollout: vLLM cannot serve {model} ({type(error).__name__}: {one_line(error)})"
             ) from error
-        self._max_restarts = max_restarts
+        self._max_restarts = options.max_restarts
         self._parameters = SamplingParams(
             n=sampling.num_generations,
             temperature=sampling.temperature,

@@ -21,7 +21,8 @@ from random_model import build, qwen3
 from test_lm_head import dense, relative
 from test_rollout import LONG, PROMPTS, gap, generate, make_vllm
 
-from stapo_lite.batching import collate
+from stapo_lite.batching import sequence_length
+from stapo_lite.config import Train
 from stapo_lite.lm_head import token_statistics
 from stapo_lite.policy import make_optimizer
 from stapo_lite.tracking import read_metrics
@@ -75,8 +76,8 @@ def test_the_trainer_computes_as_on_a_cpu(small_model, quantization):
     completions = fake_completions(0, [1.0] * 4, longest=40, vocabulary=2000)
     results = {}
     for device in ("cpu", "cuda"):
-        policy = adapted_policy(small_model, quantization=quantization, device=torch.device(device), seed=0)
-        logprobs = policy.statistics(collate(completions, 0, device)).logprobs
+        policy = adapted_policy(small_model, quantization=quantization, device=device, seed=0)
+        logprobs = policy.statistics(completions).logprobs
         gradient = torch.autograd.grad(logprobs.sum(), list(policy.parameters.values()))
         results[device] = logprobs.detach().cpu(), torch.cat([g.flatten().cpu() for g in gradient])
     assert (results["cpu"][0] - results["cuda"][0]).abs().max() < 1e-3
@@ -87,39 +88,41 @@ def test_the_trainer_computes_as_on_a_cpu(small_model, quantization):
 def test_parking_frees_the_card(small_model, quantization):
     policy = adapted_policy(small_model, "bfloat16", quantization=quantization, device=CUDA)
     base = sum(p.nbytes for p in policy.model.parameters() if not p.requires_grad)
-    batch = collate(fake_completions(0, [1.0] * 4), 0, CUDA)
+    completions = fake_completions(0, [1.0] * 4)
     with torch.no_grad():
-        before = policy.statistics(batch).logprobs
+        before = policy.statistics(completions).logprobs
     there = torch.cuda.memory_allocated()
     policy.park()
     assert there - torch.cuda.memory_allocated() >= 0.95 * base
     assert policy.device.type == "cuda"
     policy.unpark()
     with torch.no_grad():
-        assert torch.equal(policy.statistics(batch).logprobs, before)
+        assert torch.equal(policy.statistics(completions).logprobs, before)
 
 
 def test_offloaded_activations_leave_the_card(small_model):
-    batch = collate(fake_completions(0, [1.0] * 64, longest=200), 0, CUDA)
+    completions = fake_completions(0, [1.0] * 64, longest=200)
     peaks = {}
     for offload in (False, True):
         policy = adapted_policy(
-            small_model, "bfloat16", gradient_checkpointing=True, offload_activations=offload, device=CUDA
+            small_model, "bfloat16", train__gradient_checkpointing=True, train__offload_activations=offload, device=CUDA
         )
-        policy.statistics(batch).logprobs.sum().backward()
-        peaks[offload] = peak_bytes(lambda policy=policy: policy.statistics(batch).logprobs.sum().backward())
-    inputs = 5 * batch.input_ids.numel() * 512 * 2  # of all layers but the one at work
+        policy.statistics(completions).logprobs.sum().backward()
+        peaks[offload] = peak_bytes(lambda policy=policy: policy.statistics(completions).logprobs.sum().backward())
+    inputs = 5 * 64 * max(map(sequence_length, completions)) * 512 * 2  # of all layers but the one at work
     assert peaks[False] - peaks[True] > 0.8 * inputs
 
 
 @pytest.mark.parametrize("optim", ["adamw", "paged_adamw_8bit"])
 def test_qlora_learns(small_model, optim):
-    policy = adapted_policy(small_model, "bfloat16", quantization="nf4", gradient_checkpointing=True, device=CUDA)
-    batch = collate(fake_completions(0, [1.0] * 8, vocabulary=2000), 0, CUDA)
-    optimizer = make_optimizer(policy, optim, learning_rate=0.003, weight_decay=0.0)
+    policy = adapted_policy(
+        small_model, "bfloat16", quantization="nf4", train__gradient_checkpointing=True, device=CUDA
+    )
+    completions = fake_completions(0, [1.0] * 8, vocabulary=2000)
+    optimizer = make_optimizer(policy, Train(optim=optim, learning_rate=0.003, weight_decay=0.0))
     likelihoods = []
     for _ in range(10):
-        loss = -policy.statistics(batch).logprobs.sum()
+        loss = -policy.statistics(completions).logprobs.sum()
         likelihoods.append(-loss.item())
         loss.backward()
         optimizer.step()
