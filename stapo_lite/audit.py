@@ -1,4 +1,4 @@
-"""What a run did to its tokens, as one page to look at, and runs over each other.
+"""The tokens of a run and what became of them, as one page to look at, and runs over each other.
 
     python -m stapo_lite.audit runs/x                         -> runs/x/audit/index.html, and PNGs
     python -m stapo_lite.audit compare runs/a runs/b ...      -> runs/compare/index.html, and PNGs

@@ -128,7 +128,8 @@ def sequence_length(completion: Completion) -> int:
 
 
 def out_of_memory(error: RuntimeError) -> bool:
-    """Of the device, or of the host; accelerate's check knows neither pinned memory's nor cuBLAS's wording."""
+    """Whether the device's or the host's memory ran out; accelerate's check does not know the wording of pinned memory
+    and of cuBLAS."""
     kinds = ("cuda error: out of memory", "cublas_status_alloc_failed")  # vLLM writes Error where torch writes error
     return should_reduce_batch_size(error) or any(kind in str(error).lower() for kind in kinds)
 

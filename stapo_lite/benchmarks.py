@@ -11,7 +11,7 @@ from stapo_lite.types import derived_seed
 
 @dataclass(frozen=True)
 class Source:
-    """Where a benchmark comes from.
+    """The origin of a benchmark.
 
     Attributes:
         dataset, subset, split: on the Hub.

@@ -133,7 +133,7 @@ def bars(labels: Sequence[str], values: Sequence[float], colours: Sequence[str],
 
 
 def _number(value: float | None, log: bool) -> float:
-    """What matplotlib leaves out, where there is nothing to draw."""
+    """NaN, which matplotlib leaves out, where there is nothing to draw."""
     return math.nan if value is None or (log and value <= 0) else value
 
 

@@ -49,7 +49,7 @@ FIXED = ("lora.", "train.optim")
 
 @dataclass(config=ConfigDict(extra="forbid"))
 class Progress:
-    """Where a run stands after a step."""
+    """The point that a run has come to after a step."""
 
     tau_p: float
     """S2T's probability threshold, which `adaptive` moves."""
@@ -172,7 +172,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def check_resume(folder: Path, config: dict[str, Any], environment: dict[str, str], force: bool) -> list[str]:
-    """What has changed since the checkpoint was written, as lines for a person.
+    """The changes since the checkpoint was written, as lines for a person.
 
     Raises:
         InputError: a key differs that decides what the run computes, and `force` does not let it pass.
@@ -248,7 +248,7 @@ def newest_checkpoint(run_folder: Path) -> Path | None:
 
 
 def find_damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint's files; None where they are as they were written."""
+    """The first fault of a checkpoint's files; None where they are as they were written."""
     try:
         sums = read_object(folder / CHECKSUMS_FILE)
         missing = set(FILES) - set(sums)

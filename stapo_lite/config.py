@@ -26,7 +26,7 @@ Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_pr
 
 
 def _path(text: str) -> str:
-    """Of a file or folder, or a name on the Hub."""
+    """A path that the system accepts, or a name on the Hub."""
     if "\0" in text or any(len(part.encode(errors="replace")) > 255 for part in text.split("/")):
         raise PydanticCustomError("path", "no file can be called so")
     return os.path.expanduser(text)

@@ -125,7 +125,7 @@ def _grams(text: str, n: int) -> set[tuple[str, ...]]:
 
 
 def prompt_text(prompt: Any) -> str:
-    """Of a prompt that is text or messages; empty for anything else."""
+    """The text of a prompt that is text or messages; empty for anything else."""
     if _is_messages(prompt):
         return "\n".join(message["content"] for message in prompt)
     return prompt if isinstance(prompt, str) else ""

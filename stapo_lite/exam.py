@@ -31,7 +31,7 @@ class Task:
 
     @cached_property
     def key(self) -> tuple[str, str, int, str]:
-        """With a digest of the prompt: another text under the same id is another problem."""
+        """Its identity, with a digest of the prompt: another text under the same id is another problem."""
         digest = hashlib.sha256(str(self.prompt.token_ids).encode()).hexdigest()[:12]
         return self.problem.benchmark, self.problem.id, self.number, digest
 

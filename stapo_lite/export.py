@@ -55,7 +55,7 @@ activations, the mean."""
 
 
 class Deviation(NamedTuple):
-    """Of the exported model's log-probabilities from those of base + adapter, in nats."""
+    """Differences of the exported model's log-probabilities from those of base + adapter, in nats."""
 
     mean: float
     largest: float
@@ -129,7 +129,7 @@ def export(
 
 
 class FinishedRun(NamedTuple):
-    """What a run folder says of the adapter that is exported."""
+    """The parts of a run folder that belong to the adapter that is exported."""
 
     config: Config
     adapter: Path
@@ -335,7 +335,7 @@ def load_base(model: str, dtype: str, round_once: bool = False) -> Any:
 
 @torch.no_grad()
 def log_probabilities(model: Any, tokenizer: Any) -> Tensor:
-    """Of each token of the held-out texts but the first, [n] fp32."""
+    """Log-probabilities of each token of the held-out texts but the first, [n] fp32."""
     model.eval()
     found = []
     rows = [torch.tensor(ids) for ids in tokenizer(list(HELD_OUT)).input_ids]
@@ -414,7 +414,7 @@ def model_card(
 
 
 def find_license(base: str) -> dict[str, str]:
-    """What the base's own card says; nothing where it has none, or the Hub cannot be reached."""
+    """The licence in the base's own card; nothing where it has none, or the Hub cannot be reached."""
     from huggingface_hub import ModelCard
 
     try:
@@ -470,7 +470,7 @@ def push(folder: Path, repository: str) -> str:
 
 
 def gguf_command(folder: Path, base: str, merged: bool, dtype: str) -> str:
-    """How llama.cpp's converter makes a GGUF file of an export, and where to find it if it is not on the PATH."""
+    """The command that makes a GGUF file of an export by llama.cpp's converter; with a word on where to find that."""
     script = "convert_hf_to_gguf.py" if merged else "convert_lora_to_gguf.py"
     found = shutil.which(script)
     outtype = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[dtype]

@@ -132,7 +132,7 @@ def _tile(size: float) -> int:
 
 
 class Running(NamedTuple):
-    """Of the columns seen so far, m the largest logit a among them; each [n] fp32, updated in place."""
+    """Sums over the columns seen so far, m the largest logit a among them; each [n] fp32, updated in place."""
 
     m: Tensor
     s: Tensor

@@ -1,4 +1,4 @@
-"""What a step counts, and the metrics that come of it."""
+"""Counts of a step, and the metrics that come of them."""
 
 import math
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ VALUES = ("entropies",)
 
 
 class Update(NamedTuple):
-    """What an update was; the same on every process."""
+    """The outcome of an update; the same on every process."""
 
     grad_norm: float
     """Before clipping."""

@@ -63,7 +63,7 @@ class Plan(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What follows from the model's config alone."""
+    """Sizes that follow from the model's config alone."""
 
     linears: dict[str, list[tuple[int, int]]]
     """(in, out) of the decoder's linear layers by their name: what is quantised, and may get an adapter."""
@@ -74,7 +74,7 @@ class Sizes(NamedTuple):
 
 
 class Cards(NamedTuple):
-    """What a run gets."""
+    """The hardware of a run."""
 
     gpu_memory: int
     """Bytes of each card."""
@@ -214,7 +214,7 @@ def plan_host(config: Config, weights: Weights, cards: Cards, kept: int) -> dict
 
 
 def find_problems(rollout: dict[str, int], update: dict[str, int], host: dict[str, int], cards: Cards) -> list[str]:
-    """What needs more than there is."""
+    """One line for each memory that is too small."""
     phases = {
         "rollouts": (rollout, cards.gpu_memory),
         "update": (update, cards.gpu_memory),
@@ -297,7 +297,7 @@ def pinned(sizes: Sequence[int]) -> int:
 
 
 def measure_activations(config: Config, model: Any) -> tuple[int, int, int]:
-    """What autograd needs at a micro-batch of `max_tokens_per_microbatch` tokens.
+    """Measure what autograd needs at a micro-batch of `max_tokens_per_microbatch` tokens.
 
     Returns:
         Bytes of the layers' inputs that wait for the backward pass; the peak of the decoder's two passes; what the LM
@@ -321,7 +321,7 @@ def measure_activations(config: Config, model: Any) -> tuple[int, int, int]:
 
 
 class Work(NamedTuple):
-    """What the size of activations follows from, besides the model; something that a cache can compare."""
+    """The facts that decide the size of activations, besides the model; something that a cache can compare."""
 
     tokens: int
     completion_tokens: int

@@ -190,14 +190,14 @@ class Policy:
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self._causal_lm = model.get_base_model()
         self._offload_activations = config.train.offload_activations
-        self._temperature = config.rollout.temperature
-        self._lm_head_memory_bytes = int(config.train.lm_head_memory_gb * 2**30)
+        workspace = int(config.train.lm_head_memory_gb * 2**30)
+        self._lm_head: dict[str, Any] = {"temperature": config.rollout.temperature, "memory_bytes": workspace}
         self._lm_head_triton = config.train.lm_head_triton
         self._host_copies: dict[nn.Parameter, Tensor] = {}
 
     @property
     def device(self) -> torch.device:
-        """Where the adapter lives."""
+        """The device that the adapter lives on."""
         return next(iter(self.parameters.values())).device
 
     def park(self) -> None:
@@ -264,22 +264,14 @@ class Policy:
             self._head.weight,
             send(targets, self.device),
             bias=self._head.bias,
-            temperature=self._temperature,
-            memory_bytes=self._lm_head_memory_bytes,
             differentiable_entropy=differentiable_entropy,
             triton=self._lm_head_triton,
+            **self._lm_head,
         )
 
     def top_tokens(self, hidden: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """The k most probable tokens for each of [n, D] hidden states: ids and probabilities, [n, k]."""
-        return top_tokens(
-            hidden,
-            self._head.weight,
-            k,
-            bias=self._head.bias,
-            temperature=self._temperature,
-            memory_bytes=self._lm_head_memory_bytes,
-        )
+        return top_tokens(hidden, self._head.weight, k, bias=self._head.bias, **self._lm_head)
 
     @property
     def _head(self) -> Any:
@@ -296,7 +288,7 @@ class Policy:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def _keep_activations(self) -> AbstractContextManager:
-        """Where the backward pass finds the inputs of the checkpointed layers."""
+        """A context that decides where the inputs of checkpointed layers wait for the backward pass."""
         if self._offload_activations and torch.is_grad_enabled():
             return torch.autograd.graph.save_on_cpu(pin_memory=self.device.type == "cuda")
         return nullcontext()

@@ -30,7 +30,7 @@ def summary_table(metrics: list[dict[str, Any]], window: int = 5) -> str:
 
 
 def mean(metrics: list[dict[str, Any]], name: str) -> float | None:
-    """Over the steps that have the metric; None where none has."""
+    """The mean over the steps that have the metric; None where none has."""
     values = [line[name] for line in metrics if line[name] is not None]
     return sum(values) / len(values) if values else None
 

@@ -187,7 +187,7 @@ def _judgements(values: Any, count: int) -> list[float | None]:
 
 
 def _reference(path: str) -> str | bytes:
-    """How the function's process finds it: by its path; a notebook's own, `__main__:f`, as a pickle that carries it."""
+    """A function as its process finds it: by its path; a notebook's own, `__main__:f`, as a pickle that carries it."""
     module_name, _, attribute = path.partition(":")
     return cloudpickle.dumps(getattr(sys.modules["__main__"], attribute)) if module_name == "__main__" else path
 
@@ -200,7 +200,7 @@ def last_integer_equals(text: str, answer: Any) -> bool:
 
 
 def overlong_share(length: int, max_completion_length: int, buffer: float) -> float:
-    """How much of DAPO's soft overlong punishment (eq. 13) a completion earns, from 0 to 1.
+    """The share of DAPO's soft overlong punishment (eq. 13) that a completion earns, from 0 to 1.
 
     Args:
         length: tokens of the completion, at most `max_completion_length`.

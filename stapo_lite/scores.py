@@ -45,7 +45,7 @@ def majority(samples: Sequence[Sample]) -> float:
 
 
 def benchmark_scores(problems: Sequence[Sequence[Sample]]) -> dict[str, Any]:
-    """Of one benchmark, from the N samples of each problem.
+    """Scores of one benchmark, from the N samples of each problem.
 
     Returns:
         `avg`, its 95 % interval `low` and `high`, `maj`, `pass` by k = 1, 2, 4, ... and N, mean `length` in tokens,
@@ -92,7 +92,7 @@ def average_scores(per_problem: Sequence[Sequence[float]]) -> dict[str, float]:
 
 
 def paired_difference(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Of two runs on the same problems: how much better `b` is, with a 95 % interval.
+    """The lead of `b` over `a`, two runs on the same problems, with a 95 % interval.
 
     Args:
         a, b: as in `average_scores`, in the same order; problems are resampled together.

@@ -23,7 +23,7 @@ from stapo_lite.config import InputError
 
 
 def make_sharding(dtype: torch.dtype, device: torch.device) -> Callable[[Any], None] | None:
-    """What shards a base model that was loaded on the CPU; None where `accelerate launch` was not told to.
+    """A function that shards a base model that was loaded on the CPU; None where `accelerate launch` was not told to.
 
     Raises:
         InputError: it was told FSDP's first version, or another stage of ZeRO, which leaves the base whole; DeepSpeed

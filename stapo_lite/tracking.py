@@ -1,4 +1,4 @@
-"""What a person sees of a run: the metrics file, one line per step, samples, accelerate's trackers."""
+"""The side of a run that a person sees: the metrics file, one line per step, samples, accelerate's trackers."""
 
 import logging
 import math

@@ -1,4 +1,4 @@
-"""What flows through a step, and the one legend of shapes.
+"""The data of a step, and the one legend of shapes.
 
 Shapes: B completions of a mini-batch (this process's share); N their tokens, all completions put one after the other;
 n tokens of a micro-batch; L tokens of its longest prompt + completion; D hidden size; V vocabulary size.

@@ -112,7 +112,7 @@ class Weights(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """What came along with the gradient; 0 where no micro-batch came by."""
+    """Values that come along with the gradient; 0 where no micro-batch came by."""
 
     statistics: TokenStatistics
     """[N], of the policy that the gradient is of."""
@@ -151,10 +151,12 @@ def find_masks(learner: Learner, batch: MiniBatch) -> Masks:
         candidates = batch.loss_mask & candidate_mask(logprobs, batch.advantages, s2t.tau_p)
         population = candidates if s2t.population == "candidates" else batch.loss_mask
         tau_h = threshold(entropy, population, s2t.quantile, accelerator)
-        score, below = entropy, tau_h
-        if s2t.silence in ("high-entropy", "random"):
-            score = -entropy if s2t.silence == "high-entropy" else random_numbers(batch)
-            below = threshold(score, population, s2t.quantile, accelerator)
+        score = entropy
+        if s2t.silence == "high-entropy":
+            score = -entropy
+        elif s2t.silence == "random":
+            score = batch.random_scores([completion.adapter_version for completion in batch.completions])
+        below = tau_h if score is entropy else threshold(score, population, s2t.quantile, accelerator)
         silenced = candidates if s2t.silence == "all" else spurious_mask(candidates, score, below)
     keep = batch.loss_mask & ~silenced
     if objective.top_entropy_quantile < 1:
@@ -427,11 +429,6 @@ def mask_inputs(completions: Sequence[Completion], objective: Objective) -> list
     s2t = objective.s2t
     every = objective.top_entropy_quantile < 1 or (s2t.enabled and s2t.population == "all")
     return [row for row, completion in enumerate(completions) if every or (s2t.enabled and completion.advantage > 0)]
-
-
-def random_numbers(batch: MiniBatch) -> Tensor:
-    """The `random` ablation's score, [N] fp32 in [0, 1)."""
-    return batch.random_scores([completion.adapter_version for completion in batch.completions])
 
 
 def threshold(score: Tensor, population: Tensor, quantile: float, accelerator: Accelerator) -> float | None:

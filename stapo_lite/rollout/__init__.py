@@ -16,7 +16,7 @@ from stapo_lite.types import Completion, Prompt
 
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are drawn: from the full distribution at `temperature`, nothing cut off."""
+    """The draws of a training: from the full distribution at `temperature`, nothing cut off."""
 
     num_generations: int
     max_prompt_length: int
@@ -32,7 +32,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Decoding:
-    """How an evaluation draws: one completion of each prompt, with a seed of its own."""
+    """The draws of an evaluation: one completion of each prompt, with a seed of its own."""
 
     max_completion_length: int
     temperature: float
@@ -80,7 +80,7 @@ def resolve_engine(name: str) -> str:
 
 
 def vllm_version() -> Version:
-    """Of the installed vLLM, or its CPU build."""
+    """The version of the installed vLLM, or of its CPU build."""
     try:
         return Version(version("vllm"))
     except PackageNotFoundError:

@@ -78,7 +78,7 @@ class AdapterUploads:
 
 
 def server_arguments(config: Config, host: str, port: int) -> list[str]:
-    """What vLLM's server is started with."""
+    """The arguments that vLLM's server is started with."""
     r, on_gpu = config.rollout, torch.cuda.is_available()
     longest = config.data.max_prompt_length + r.max_completion_length
     arguments = [

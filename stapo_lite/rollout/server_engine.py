@@ -45,7 +45,7 @@ KEY_FILE = Path("~/.cache/stapo_lite/api_key")
 
 
 def api_key() -> str:
-    """What servers ask for and trainers send: `VLLM_API_KEY`, or a secret of this user that is made once."""
+    """The key that servers ask for and trainers send: `VLLM_API_KEY`, or a secret of this user that is made once."""
     path, given = KEY_FILE.expanduser(), os.environ.get("VLLM_API_KEY")
     if not given and not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What a vLLM server imports in its worker processes on a CPU (`--worker-extension-cls`)."""
+"""The module that a vLLM server imports in its worker processes on a CPU (`--worker-extension-cls`)."""
 
 from stapo_lite.rollout import vllm_cpu_lora
 
