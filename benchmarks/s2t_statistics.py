@@ -76,7 +76,13 @@ def compare(config) -> dict:
         seconds["update" if batch.old is not None else "first update"] += now() - start
         return result
 
-    train_module.update = update_and_compare
+    def all_inputs(completions, objective):
+        """What a mask of the policy before the step needs is not measured where the current policy makes the mask."""
+        return list(
+            dict.fromkeys(old_inputs(completions, objective) + update_module.mask_inputs(completions, objective))
+        )
+
+    train_module.update, old_inputs, train_module.old_inputs = update_and_compare, train_module.old_inputs, all_inputs
     metrics = list(train_module.train(config))
     places = {str(k): dict(v) for k, v in sorted(counts.items())}
     total = {name: sum(p[name] for p in places.values()) for name in next(iter(places.values()))}

@@ -40,6 +40,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from stapo_lite.advantages import group_advantages
 from stapo_lite.batching import TokenBudget, pack, sequence_length, split_by_tokens
+from stapo_lite.checkpoint import Progress
 from stapo_lite.config import Config
 from stapo_lite.policy import Policy, load_policy, make_optimizer, padding_token
 from stapo_lite.quickstart import fetch_model
@@ -57,14 +58,14 @@ class Ours:
         optimizer = make_optimizer(policy, config.train)
         optimizer.register_step_pre_hook(self._keep_gradient)
         budget = TokenBudget(config.train.max_tokens_per_microbatch)
-        self.learner = Learner(config, policy, optimizer, budget, accelerator)
+        self.learner = Learner(config, policy, optimizer, budget, accelerator, Progress(config.objective.s2t.tau_p))
 
     def _keep_gradient(self, *step: Any) -> None:
         self.gradient = [p.grad for p in self.learner.policy.parameters.values()]
 
     def run(self) -> dict[str, float]:
         start = now()
-        self.learner.begin_step(self.learner.objective.s2t.tau_p, learning_rate=0.0)
+        self.learner.begin_step(learning_rate=0.0)
         update(self.learner, pack(self.rollouts, self.learner.policy.device))
         loss = self.learner.tally.reduce(self.learner.accelerator)["loss"]
         return {"loss": loss, "seconds": now() - start}

@@ -69,7 +69,9 @@ def pack(completions: Sequence[Completion], device: torch.device | str) -> MiniB
 
 def send(values: Tensor, device: torch.device | str) -> Tensor:
     """Copy from the host to the device. From pinned memory a GPU fetches it when it comes to it, and nobody waits."""
-    return values.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else values
+    if torch.device(device).type != "cuda":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
 
 
 class TokenBudget:

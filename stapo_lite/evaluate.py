@@ -216,12 +216,14 @@ def make_engine(
     sampling = Sampling(1, config.data.max_prompt_length, r.max_completion_length, r.temperature, stop_tokens)
     lora = None
     if adapter:  # which may have layers that training here does not offer
-        lora = Lora.model_construct(**{name: adapter[name] for name in ("r", "lora_alpha", "target_modules")})
+        lora = Lora.model_construct(
+            r=adapter["r"], lora_alpha=adapter.get("lora_alpha", 8), target_modules=adapter["target_modules"]
+        )
     if name == "vllm":
         from stapo_lite.rollout.vllm_engine import VLLMEngine
 
-        never_woken = 2 if config.verifier.model else 0
-        vllm = VLLMEngine(config.model, config.dtype, sampling, r, lora, sleep_level=never_woken)
+        sleep_level = 2 if config.verifier.model else 0  # never woken
+        vllm = VLLMEngine(config.model, config.dtype, sampling, r, lora, sleep_level)
         if config.adapter:
             vllm.load_adapter(Path(config.adapter), version=0)
         return vllm

@@ -15,15 +15,7 @@ from stapo_lite import checkpoint, data
 from stapo_lite.batching import TokenBudget
 from stapo_lite.benchmarks import load_benchmark
 from stapo_lite.checkpoint import Progress, flatten
-from stapo_lite.config import (
-    Config,
-    Data,
-    InputError,
-    batch_arithmetic,
-    check_processes,
-    check_sharded,
-    to_yaml,
-)
+from stapo_lite.config import Config, Data, InputError, batch_arithmetic, check_processes, check_sharded, to_yaml
 from stapo_lite.exam import make_exam
 from stapo_lite.files import write_text
 from stapo_lite.lifecycle import (
@@ -51,6 +43,7 @@ def open_run(config: Config, resume: bool = False, force: bool = False) -> Itera
 
     Raises:
         InputError: something in the config, the data or the model cannot be used.
+        RunError: the disk is full at the end.
     """
     with ExitStack() as closing:  # all of it, whatever one does
         run = begin(config, resume, force, closing)
@@ -61,7 +54,7 @@ def open_run(config: Config, resume: bool = False, force: bool = False) -> Itera
                 run.save_checkpoint()
             if not isinstance(interruption, GeneratorExit):  # the caller has seen enough
                 raise
-        run.close()
+        run.finish()
 
 
 def begin(config: Config, resume: bool, force: bool, closing: ExitStack) -> Run:
@@ -90,10 +83,10 @@ def begin(config: Config, resume: bool, force: bool, closing: ExitStack) -> Run:
             accelerator.print(note)
     rewards = RewardModel(config.reward)
     closing.callback(rewards.close)
-    learner, progress = make_learner(config, tokenizer, accelerator, shard, newest)
+    learner = make_learner(config, tokenizer, accelerator, shard, newest)
     engine = make_engine(engine_name, config, stop_tokens, accelerator)
     closing.callback(engine.close)
-    log = open_folder(config, accelerator, surroundings, progress)
+    log = open_folder(config, accelerator, surroundings, learner.progress.step)
     closing.callback(log.close)
     settings = {k: str(v) for k, v in flatten(config.model_dump()).items()}
     log.start_trackers(config.log.report_to, config.log.project, folder / "logs", settings)
@@ -101,8 +94,9 @@ def begin(config: Config, resume: bool, force: bool, closing: ExitStack) -> Run:
         limits = config.audit.tokens_per_step, config.audit.context
         learner.token_log = TokenLog(folder, *limits, learner.policy, tokenizer, accelerator)
     return Run(
-        config, accelerator, prompts, tokenizer, surroundings, rewards, learner, engine, progress, log, exam,
-        snapshot=checkpoint.take_snapshot(progress, learner.policy, learner.optimizer), history=read_metrics(folder),
+        config, accelerator, prompts, tokenizer, surroundings, rewards, learner, engine, log, exam,
+        snapshot=checkpoint.take_snapshot(learner.progress, learner.policy, learner.optimizer),
+        history=read_metrics(folder),
     )  # fmt: skip
 
 
@@ -112,7 +106,7 @@ def make_learner(
     accelerator: Accelerator,
     shard: Callable[[Any], None] | None,
     newest: Path | None,
-) -> tuple[Learner, Progress]:
+) -> Learner:
     """Policy and optimiser, new or as a checkpoint has them."""
     policy = load_policy(config, padding_token(tokenizer), accelerator.device, shard)
     optimizer = make_optimizer(policy, config.train)
@@ -123,18 +117,18 @@ def make_learner(
     budget = TokenBudget(config.train.max_tokens_per_microbatch, progress.halvings, in_step)
     if config.train.park_trainer:
         policy.park()
-    return Learner(config, policy, optimizer, budget, accelerator), progress
+    return Learner(config, policy, optimizer, budget, accelerator, progress)
 
 
-def open_folder(config: Config, accelerator: Accelerator, surroundings: dict[str, str], progress: Progress) -> RunLog:
+def open_folder(config: Config, accelerator: Accelerator, surroundings: dict[str, str], step: int) -> RunLog:
     """Note in the run folder what begins, and drop what was written after the step that it continues from."""
     folder = Path(config.output_dir)
     with full_disk_is_a_run_error(folder):
-        log = RunLog(folder, config.train.max_steps, progress.step, accelerator)
+        log = RunLog(folder, config.train.max_steps, step, accelerator)
         if accelerator.is_main_process:
             write_text(folder / "config.yaml", to_yaml(config))
             write_text(folder / ENVIRONMENT_FILE, json.dumps(surroundings, indent=1))
-            if progress.step < config.train.max_steps:
+            if step < config.train.max_steps:
                 shutil.rmtree(folder / "adapter", ignore_errors=True)  # of the end before
     return log
 

@@ -14,18 +14,10 @@ from safetensors import SafetensorError
 
 from stapo_lite import checkpoint, data
 from stapo_lite.checkpoint import Progress, Snapshot
-from stapo_lite.config import (
-    Config,
-    RunError,
-    Train,
-    one_line,
-)
+from stapo_lite.config import Config, Train, one_line
 from stapo_lite.exam import Exam
 from stapo_lite.guard import RULES, new_symptoms
-from stapo_lite.lifecycle import (
-    card_memory,
-    full_disk_is_a_run_error,
-)
+from stapo_lite.lifecycle import card_memory, full_disk_is_a_run_error
 from stapo_lite.metrics import count_rollouts, step_metrics
 from stapo_lite.policy import Policy
 from stapo_lite.report import write_report
@@ -108,7 +100,6 @@ class Run:
     rewards: RewardModel
     learner: Learner
     engine: RolloutEngine
-    progress: Progress
     log: RunLog
     exam: Exam | None
     snapshot: Snapshot
@@ -128,6 +119,11 @@ class Run:
         return self.learner.policy
 
     @property
+    def progress(self) -> Progress:
+        """The point that the run has come to."""
+        return self.learner.progress
+
+    @property
     def ended(self) -> bool:
         """Whether no step is left."""
         return self.progress.step >= self.config.train.max_steps or self.symptom is not None
@@ -136,7 +132,7 @@ class Run:
         """The numbers of the steps that are left, until a symptom ends the run."""
         while not self.ended:
             self.clock.begin_step()
-            self.learner.begin_step(self.progress.tau_p, learning_rate(self.config.train, self.progress.step))
+            self.learner.begin_step(learning_rate(self.config.train, self.progress.step))
             yield self.progress.step + 1
         if self.symptom is not None:
             self.accelerator.print(f"stop_on={self.symptom}: the run ends after step {self.progress.step}")
@@ -150,13 +146,8 @@ class Run:
         return Share(places, [self.prompts[order[i]] for i in places], seeds)
 
     def record(self, step: int, rollouts: Rollouts, updates: Sequence[Update | None]) -> dict[str, Any]:
-        """End a step: count, log, look for symptoms, save where it is time; returns the metrics.
-
-        Raises:
-            RunError: too many updates in a row were skipped.
-        """
+        """End a step: count, log, look for symptoms, save where it is time; returns the metrics."""
         config, progress, learner = self.config, self.progress, self.learner
-        self._count_skipped(updates)
         progress.step = step
         progress.halvings = learner.budget.halvings = max(gather_object([learner.budget.halvings]))
         self.memory.append(card_memory())
@@ -188,16 +179,6 @@ class Run:
         if self.ended or (config.log.save_steps and step % config.log.save_steps == 0):
             self.save_checkpoint()
         return metrics
-
-    def _count_skipped(self, updates: Sequence[Update | None]) -> None:
-        for update in updates:
-            if update is None:
-                continue
-            self.progress.skipped_in_a_row = self.progress.skipped_in_a_row + 1 if update.skipped else 0
-            if update.skipped:
-                if self.accelerator.is_main_process:
-                    logger.warning("update skipped: loss or gradient is not finite (norm %g)", update.grad_norm)
-                check_skipped(self.progress.skipped_in_a_row, self.config.train.max_skipped_updates)
 
     def _log(self, step: int, metrics: dict[str, Any], sampled: Sequence[Sequence[Completion]]) -> None:
         config = self.config
@@ -233,7 +214,7 @@ class Run:
         except (OSError, SafetensorError) as error:  # a full disk, above all
             logger.warning("checkpoint-%d was not written (%s)", self.snapshot.progress.step, one_line(error))
 
-    def close(self) -> None:
+    def finish(self) -> None:
         """Write adapter and report.
 
         Raises:
@@ -259,12 +240,3 @@ def learning_rate(train: Train, step: int) -> float:
     left = (train.max_steps - step) / (train.max_steps - train.warmup_steps)
     factor = {"constant": 1.0, "linear": left, "cosine": (1 - math.cos(math.pi * left)) / 2}[train.lr_scheduler_type]
     return train.learning_rate * factor
-
-
-def check_skipped(in_a_row: int, limit: int) -> None:
-    """Raises RunError where too many updates were skipped."""
-    if in_a_row >= limit:
-        raise RunError(
-            f"{in_a_row} updates in a row had a loss or gradient that is not finite (train.max_skipped_updates): lower "
-            "train.learning_rate or choose another dtype, delete the newest checkpoints, and use --resume --force"
-        )

@@ -117,14 +117,14 @@ class TokenLog:
         values = torch.stack([statistics.logprobs.exp(), statistics.entropy, gradient_norms], 1)
         positive = (batch.loss_mask & (batch.advantages > 0)).nonzero()[:, 0]
         self._points += values[thin(positive, self._limit)].tolist()
-        if tau_h is None:  # without candidates there is nothing to note, and no quadrant
-            return
-        self._thresholds.append(tau_h)
-        quadrant = 2 * (statistics.logprobs >= math.log(tau_p)) + (statistics.entropy.double() >= tau_h)
-        norms = gradient_norms[positive]
-        self._sums.index_add_(1, quadrant[positive], torch.stack([torch.ones_like(norms), norms]).double())
-        if self._seen is not None:
-            self._note_candidates(self._seen, values, torch.stack([keep, spurious], 1), tau_h)
+        if tau_h is not None:  # without candidates there is nothing to note, and no quadrant
+            self._thresholds.append(tau_h)
+            quadrant = 2 * (statistics.logprobs >= math.log(tau_p)) + (statistics.entropy.double() >= tau_h)
+            norms = gradient_norms[positive]
+            self._sums.index_add_(1, quadrant[positive], torch.stack([torch.ones_like(norms), norms]).double())
+            if self._seen is not None:
+                self._note_candidates(self._seen, values, torch.stack([keep, spurious], 1), tau_h)
+        del self._batch, self._lots, self._seen  # the card's memory, until the next update
 
     def _note_candidates(self, seen: _Seen, values: Tensor, flags: Tensor, tau_h: float) -> None:
         """Write down context and alternatives of what was seen."""

@@ -137,14 +137,14 @@ def mini_batches(run: Run, groups: Sequence[Sequence[Completion]]) -> Iterator[M
     batches = []
     for part in cut_evenly(groups, run.config.train.mini_batch_size):
         whole = list(itertools.chain(*part))
-        trained = set(with_gradient(whole, objective))
-        work = [sequence_length(completion) if row in trained else 0 for row, completion in enumerate(whole)]
+        rows = set(with_gradient(whole, objective))
+        work = [sequence_length(completion) if row in rows else 0 for row, completion in enumerate(whole)]
         ours = split_evenly(work, accelerator.num_processes)[accelerator.process_index]
         batches.append(pack([whole[row] for row in ours], device))
     for batch in batches[1:]:
         batch.old = measure(run.policy, batch, old_inputs(batch.completions, objective), run.learner.budget)
-    trained_rows = (batch.select(with_gradient(batch.completions, objective)) for batch in batches)
-    tokens = sum(len(completion.token_ids) for rows in trained_rows for completion in rows)
+    trained = (batch.select(with_gradient(batch.completions, objective)) for batch in batches)
+    tokens = sum(len(completion.token_ids) for completion in itertools.chain(*trained))
     quiet = None if accelerator.is_main_process else True
     with tqdm(total=tokens, desc="update", unit="tok", leave=False, disable=quiet) as bar:
         run.learner.on_tokens = bar.update

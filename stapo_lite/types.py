@@ -53,7 +53,8 @@ class Completion:
     """None where every reward function abstained."""
     advantage: float = 0.0
     loss_mask: list[bool] | None = None
-    """Which tokens the model wrote; None for all. The others, such as a tool's results, are read and never trained."""
+    """Which tokens the model wrote; None for all. The others, such as a tool's results, are read and never trained;
+    their `rollout_logprobs` are 0."""
 
 
 class TokenStatistics(NamedTuple):

@@ -3,10 +3,11 @@
     J = sum I min(rho A, clip(rho) A) / sum I        over the tokens of the mini-batch on all processes
 
 is STAPO's; the other presets change the mask I, the weights, or add terms. Each process has a share of the mini-batch
-as packed [N] tensors (`types.py`), and cuts it into micro-batches; nothing depends on either cut. Nothing waits for the
-device within a micro-batch: an update waits for its thresholds, its counts, and its gradient's norm.
+as packed [N] tensors (`types.py`), and cuts it into micro-batches; nothing depends on either cut. Nothing here waits
+for the device within a micro-batch; an update waits for thresholds, counts and its gradient's norm.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,7 +17,8 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from stapo_lite.batching import MiniBatch, TokenBudget
-from stapo_lite.config import S2T, Config, Objective
+from stapo_lite.checkpoint import Progress
+from stapo_lite.config import S2T, Config, Objective, RunError
 from stapo_lite.metrics import Tally, Update, gather_values
 from stapo_lite.objective import (
     Totals,
@@ -33,12 +35,15 @@ from stapo_lite.s2t import candidate_mask, linear_quantile, spurious_mask, top_e
 from stapo_lite.token_log import TokenLog
 from stapo_lite.types import Completion, TokenStatistics
 
+logger = logging.getLogger(__name__)
+
 
 class Learner:
     """The policy, its optimiser, and what an update of them goes by.
 
     Attributes:
         objective: that of the config, with the tau_p of this step.
+        progress: where the run stands; skipped updates are counted there.
         budget: of a micro-batch; where memory runs out a pass is begun anew with less.
         tally: what the step's updates count.
         token_log: notes the candidates; None where nobody asked.
@@ -52,20 +57,38 @@ class Learner:
         optimizer: torch.optim.Optimizer,
         budget: TokenBudget,
         accelerator: Accelerator,
+        progress: Progress,
         token_log: TokenLog | None = None,
     ):
         self.config, self.policy, self.optimizer, self.budget = config, policy, optimizer, budget
-        self.accelerator, self.token_log = accelerator, token_log
+        self.accelerator, self.progress, self.token_log = accelerator, progress, token_log
         self.on_tokens: Callable[[int], Any] = lambda tokens: None
-        self.begin_step(config.objective.s2t.tau_p, config.train.learning_rate)
+        self.begin_step(config.train.learning_rate)
 
-    def begin_step(self, tau_p: float, learning_rate: float) -> None:
+    def begin_step(self, learning_rate: float) -> None:
         """Set what is the step's own, and forget what was counted."""
-        s2t = self.config.objective.s2t.model_copy(update={"tau_p": tau_p})
+        s2t = self.config.objective.s2t.model_copy(update={"tau_p": self.progress.tau_p})
         self.objective: Objective = self.config.objective.model_copy(update={"s2t": s2t})
         self.tally = Tally(self.policy.device)
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = learning_rate
+
+    def skip(self, grad_norm: float) -> None:
+        """Leave an update out.
+
+        Raises:
+            RunError: too many in a row.
+        """
+        self.optimizer.zero_grad()
+        if self.accelerator.is_main_process:
+            logger.warning("update skipped: loss or gradient is not finite (norm %g)", grad_norm)
+        self.progress.skipped_in_a_row += 1
+        if self.progress.skipped_in_a_row >= self.config.train.max_skipped_updates:
+            raise RunError(
+                f"{self.progress.skipped_in_a_row} updates in a row had a loss or gradient that is not finite "
+                "(train.max_skipped_updates): lower train.learning_rate or choose another dtype, delete the newest "
+                "checkpoints, and use --resume --force"
+            )
 
 
 class Forward(NamedTuple):
@@ -74,8 +97,8 @@ class Forward(NamedTuple):
     rows: list[int]
     tokens: Tensor
     """[n] int64: places in [N]."""
-    hidden: Tensor | None
-    """[n, D] without gradient, for the token log."""
+    hidden: Tensor
+    """[n, D] without gradient; empty, but for the token log."""
     statistics: TokenStatistics
     """[n]"""
 
@@ -105,7 +128,7 @@ class Masks:
 class Weights(NamedTuple):
     """The factor of each token in the loss, from which the mini-batch's loss is a plain sum."""
 
-    tokens: Tensor
+    factors: Tensor
     """[N] fp32"""
     scale: float
     """In float16, of the loss while the gradient adds up; else 1."""
@@ -192,8 +215,8 @@ def weigh_tokens(learner: Learner, batch: MiniBatch, masks: Masks) -> Weights | 
     """
     objective, longest = learner.objective, learner.config.rollout.max_completion_length
     counts = segment_sum(masks.keep if objective.renormalize else batch.loss_mask, batch.rows, len(batch.completions))
-    trained = batch.tokens(with_gradient(batch.completions, objective))
-    numbers = [counts.sum(), (counts > 0).sum(), counts.new_full((), len(counts)), masks.keep[trained].sum()]
+    places = batch.tokens(with_gradient(batch.completions, objective))
+    numbers = [counts.sum(), (counts > 0).sum(), counts.new_full((), len(counts)), masks.keep[places].sum()]
     tokens, trained_sequences, sequences, with_a_gradient = (
         int(count) for count in learner.accelerator.reduce(torch.stack(numbers), "sum").tolist()
     )
@@ -236,26 +259,26 @@ def add_gradient(
 
     sum over kept tokens of  weight * (correction * clipped loss + beta * k3 - entropy_coef * H)
     """
-    objective, policy = learner.objective, learner.policy
+    objective, policy, first = learner.objective, learner.policy, masks.take_first(rows)
     ref_logprobs = policy.reference_logprobs(batch.select(rows)) if objective.beta else None
-    now = masks.take_first(rows) or forward(learner, batch, rows)
+    now = first or forward(learner, batch, rows)
     tokens, (logprobs, entropy, _) = now.tokens, now.statistics
     old_logprobs, correction, _ = sampling_policy(batch, tokens, logprobs.detach(), objective)
     advantages = batch.advantages[tokens]
+    if learner.token_log is not None:
+        judged = deciding(batch, tokens, masks, now.statistics, objective.s2t)
+        candidates = candidate_mask(judged.logprobs, advantages, objective.s2t.tau_p)
+        learner.token_log.see(tokens, now.hidden, candidates & batch.loss_mask[tokens])
     token = clipped_token_loss(logprobs, old_logprobs, advantages, objective.epsilon, objective.epsilon_high)
     loss = correction * token.loss - objective.entropy_coef * entropy
     if ref_logprobs is not None:
         loss = loss + objective.beta * k3(logprobs, ref_logprobs)
         done.ref_logprobs[tokens] = ref_logprobs
     # A masked token's loss may be infinite, and 0 times that is not 0.
-    loss = (weights.tokens[tokens] * loss).where(masks.keep[tokens], 0.0).sum(dtype=torch.float64)
+    loss = (weights.factors[tokens] * loss).where(masks.keep[tokens], 0.0).sum(dtype=torch.float64)
     (weights.scale * loss).backward()
     done.loss.add_(loss.detach())
     put(done.statistics, tokens, now.statistics)
-    if learner.token_log is not None and now.hidden is not None:
-        judged = deciding(batch, tokens, masks, now.statistics, objective.s2t)
-        candidates = candidate_mask(judged.logprobs, advantages, objective.s2t.tau_p)
-        learner.token_log.see(tokens, now.hidden, candidates & batch.loss_mask[tokens])
     learner.on_tokens(len(tokens))
 
 
@@ -275,8 +298,9 @@ def clip_and_step(learner: Learner, batch: MiniBatch, masks: Masks, gradient: Gr
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters.values(), learner.config.train.max_grad_norm)
     sound, grad_norm = torch.stack([accelerator.reduce(gradient.loss + norm, "sum").isfinite(), norm]).tolist()
     if not sound:
-        learner.optimizer.zero_grad()
+        learner.skip(grad_norm)
         return Update(grad_norm, skipped=True)
+    learner.progress.skipped_in_a_row = 0
     count_tokens(learner, batch, masks)
     tau_h = count_gradient(learner, batch, masks, gradient)
     learner.optimizer.step()
@@ -358,7 +382,8 @@ def forward(learner: Learner, batch: MiniBatch, rows: list[int]) -> Forward:
     completions, with_entropy = batch.select(rows), learner.objective.entropy_coef > 0
     hidden = learner.policy.hidden_states(completions)
     statistics = learner.policy.score(completions, hidden, differentiable_entropy=with_entropy)
-    return Forward(rows, batch.tokens(rows), hidden.detach() if learner.token_log else None, statistics)
+    kept = hidden.detach() if learner.token_log is not None else hidden.new_empty(0)
+    return Forward(rows, batch.tokens(rows), kept, statistics)
 
 
 def blank_statistics(batch: MiniBatch) -> TokenStatistics:
@@ -387,11 +412,12 @@ def sampling_policy(
     Returns:
         old_logprobs and correction, [n] fp32; where the correction met its cap, [n] bool.
     """
-    rollout_logprobs = batch.rollout_logprobs[tokens]
-    if objective.old_logprobs == "rollout":
+    by_rollout = objective.old_logprobs == "rollout"
+    old_logprobs = logprobs if batch.old is None or by_rollout else batch.old.logprobs[tokens]
+    # Nobody sampled what the model did not write: there the two agree.
+    rollout_logprobs = batch.rollout_logprobs[tokens].where(batch.loss_mask[tokens], old_logprobs)
+    if by_rollout:
         return rollout_logprobs, torch.ones_like(logprobs), torch.zeros_like(logprobs, dtype=torch.bool)
-    old_logprobs = logprobs if batch.old is None else batch.old.logprobs[tokens]
-    rollout_logprobs = rollout_logprobs.where(batch.loss_mask[tokens], old_logprobs)  # what nobody sampled weighs 1
     correction, capped = sampler_correction(
         old_logprobs,
         rollout_logprobs,

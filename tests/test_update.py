@@ -1,6 +1,7 @@
 """One optimiser update against the oracle, and what it must not depend on."""
 
 import itertools
+import math
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from stapo_lite import update as update_module
 from stapo_lite.batching import TokenBudget, pack, sequence_length
+from stapo_lite.checkpoint import Progress
 from stapo_lite.config import Config
 from stapo_lite.metrics import VALUES
 from stapo_lite.s2t import random_scores
@@ -50,7 +52,8 @@ def make_learner(policy, objective, max_tokens, max_grad_norm=1e9, longest=LONGE
     config = Config(**tree).model_copy(update={"objective": objective})
     budget = max_tokens if isinstance(max_tokens, TokenBudget) else TokenBudget(max_tokens)
     optimizer = torch.optim.SGD(policy.parameters.values(), lr=1.0)
-    return Learner(config, policy, optimizer, budget, Accelerator(cpu=True), token_log)
+    progress = Progress(tau_p=objective.s2t.tau_p)
+    return Learner(config, policy, optimizer, budget, Accelerator(cpu=True), progress, token_log)
 
 
 def measured(policy, completions, max_tokens=10_000):
@@ -178,7 +181,9 @@ def test_every_objective_matches_the_oracle(make_policy, tiny_model, case, later
     compare_with_the_oracle(make_policy(), tiny_model, case, later, statistics)
 
 
-@pytest.mark.parametrize("case", ["stapo", "paper-v1", "20-entropy", "grpo", "dr-grpo", "random", "sequence-mask"])
+@pytest.mark.parametrize(
+    "case", ["stapo", "paper-v1", "20-entropy", "grpo", "dr-grpo", "random", "rollout", "sequence-mask"]
+)
 @pytest.mark.parametrize("later", [False, True])
 def test_tokens_that_the_model_did_not_write(make_policy, tiny_model, case, later):
     """They are read, and neither trained, nor counted, nor asked for thresholds and metrics."""
@@ -186,7 +191,7 @@ def test_tokens_that_the_model_did_not_write(make_policy, tiny_model, case, late
     def tool_results(completions):
         for c in completions:
             c.loss_mask = [t % 4 != 1 for t in range(len(c.token_ids))]
-            c.rollout_logprobs = [x if w else 0.0 for x, w in zip(c.rollout_logprobs, c.loss_mask, strict=True)]
+            c.rollout_logprobs = [x if w else math.nan for x, w in zip(c.rollout_logprobs, c.loss_mask, strict=True)]
 
     compare_with_the_oracle(make_policy(), tiny_model, case, later, "old" if later else "current", tool_results)
 

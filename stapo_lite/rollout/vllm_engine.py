@@ -70,7 +70,7 @@ def prepare_vllm() -> None:
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
 
 
-def cpu_placement(model: str, options: Engine, max_model_len: int) -> dict[str, Any]:
+def cpu_placement(options: Engine, max_model_len: int) -> dict[str, Any]:
     """Arguments of `LLM` on a CPU."""
     from stapo_lite.rollout import vllm_cpu_lora
 
@@ -85,7 +85,7 @@ def cpu_placement(model: str, options: Engine, max_model_len: int) -> dict[str, 
     }
 
 
-def gpu_placement(model: str, options: Engine, max_model_len: int) -> dict[str, Any]:
+def gpu_placement(options: Engine, model: str) -> dict[str, Any]:
     """Arguments of `LLM` on a GPU."""
     torch.cuda.synchronize()  # vLLM goes on in a stream of its own, up to 0.29 without waiting
     placement: dict[str, Any] = {
@@ -140,7 +140,7 @@ class VLLMEngine:
             enable_sleep_mode=self._sleep_level > 0,
             disable_log_stats=True,
             use_tqdm_on_load=False,
-            **(cpu_placement if on_cpu else gpu_placement)(model, options, sampling.max_model_len),
+            **(cpu_placement(options, sampling.max_model_len) if on_cpu else gpu_placement(options, model)),
         )
         try:
             self._llm: Any = self._start()
