@@ -118,7 +118,8 @@ def check_update(result):
     assert whole["tokens with a gradient"] == whole["tokens"] == half["tokens"] > half["tokens with a gradient"]
     for part in (whole, half):
         assert part["peak MiB beyond the models"]["TRL"] > 0
-        assert part["loss"]["ours"] == pytest.approx(part["loss"]["float32"], rel=0.05)
+        # A difference of terms around 1, each rounded to bfloat16.
+        assert part["loss"]["ours"] == pytest.approx(part["loss"]["float32"], abs=0.004)
         assert part["relative difference of the gradients"]["ours, TRL"] < 0.1
 
 
