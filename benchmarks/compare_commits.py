@@ -19,8 +19,8 @@ import shlex
 import statistics
 import subprocess
 import sys
-import tarfile
 import tempfile
+import zipfile
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -207,11 +207,12 @@ def main() -> None:
     arguments = parser.parse_args()
     git = ["git", "-C", str(ROOT)]
     commit = subprocess.run([*git, "rev-parse", arguments.commit], check=True, capture_output=True, text=True)
-    archive = subprocess.run([*git, "archive", arguments.commit], check=True, capture_output=True).stdout
+    archive = subprocess.run(
+        [*git, "archive", "--format=zip", arguments.commit], check=True, capture_output=True
+    ).stdout
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-            tar.extractall(folder / "tree", filter="data")
+        zipfile.ZipFile(io.BytesIO(archive)).extractall(folder / "tree")
         trees = [folder / "tree", ROOT]
         if arguments.time:
             timed = time_benchmark(trees, folder, arguments.time, arguments.key, arguments.pairs)
