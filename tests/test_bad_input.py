@@ -20,7 +20,8 @@ from stapo_lite.files import read_jsonl
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
+    files = [p for p in folder.rglob("*") if p.is_file() and p.name != ".lock" and p.parent.name != "__pycache__"]
+    return {str(p.relative_to(folder)): p.read_bytes() for p in files}
 
 
 @pytest.fixture
