@@ -22,8 +22,8 @@ from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 from stapo_lite.lm_head import token_statistics
 
 
-def ours(hidden, weight, targets, memory_bytes, triton=False):
-    result = token_statistics(hidden, weight, targets, memory_bytes=memory_bytes, triton=triton)
+def ours(hidden, weight, targets, memory_bytes):
+    result = token_statistics(hidden, weight, targets, memory_bytes=memory_bytes)
     return result.logprobs, result.entropy
 
 
@@ -114,8 +114,6 @@ def compare(tokens: int, width: int, vocabulary: int, pairs: int, device: str) -
     for name, backward in (("forward+backward", True), ("forward", False)):
         budget = peak_bytes(partial(run, trl, hidden, weight, targets, backward)) - 2 * hidden.nbytes
         ways = {"ours": partial(ours, memory_bytes=budget)} | peers
-        if device == "cuda":
-            ways["ours, triton"] = partial(ours, memory_bytes=budget, triton=True)
         peaks = {w: peak_bytes(partial(run, f, hidden, weight, targets, backward)) / 2**20 for w, f in ways.items()}
         times: dict[str, list[float]] = {way: [] for way in ways}
         for _ in range(pairs):

@@ -350,8 +350,6 @@ class Train(Section):
     """Compile the decoder layers with `torch.compile`."""
     lm_head_memory_gb: float = Field(0.25, gt=0)
     """Workspace of the chunked LM head, in GiB."""
-    lm_head_triton: bool = False
-    """Experimental: fold the LM head's tiles by a Triton kernel."""
 
 
 class Log(Section):
@@ -650,7 +648,7 @@ def check_sharded(config: Config, engine: str) -> None:
         "rollout.engine": engine if engine == "transformers" else None,
     }.items():
         if value:
-            raise InputError(f"{key}={value}: not with a base that FSDP or DeepSpeed shards over the processes")
+            raise InputError(f"{key}={value}: not with a base that FSDP shards over the processes")
 
 
 def check_launched(num_processes: int) -> None:

@@ -7,15 +7,14 @@ hidden state is one vector, known as soon as the softmax is:
 
 The sum is formed in the forward pass by the online softmax of flash attention (hidden states as
 queries, rows of W as both keys and values). Two matrix products in all, and a backward pass that only
-scales rows; recomputing the logits in the backward pass takes three. Where the head is trained, or
-entropy needs a gradient, the recomputing path below does the same sweep.
+scales rows; recomputing the logits in the backward pass takes three. Where entropy needs a gradient, the
+recomputing path below does the same sweep. The head itself is never trained.
 
-Logits are accumulated in fp32: rounding them to bf16 moves a probability near tau_p by per cents. A tile
-of them is folded into running sums by torch, or by a Triton kernel (`lm_head_triton.py`).
+Logits are accumulated in fp32: rounding them to bf16 moves a probability near tau_p by per cents.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -37,7 +36,6 @@ def token_statistics(
     temperature: float = 1.0,
     memory_bytes: int = 256 << 20,
     differentiable_entropy: bool = False,
-    triton: bool = False,
 ) -> TokenStatistics:
     """Statistics of softmax((hidden W^T + bias) / temperature) for each token.
 
@@ -49,14 +47,13 @@ def token_statistics(
         temperature: the sampling temperature, > 0.
         memory_bytes: workspace, from which the chunk sizes follow.
         differentiable_entropy: give entropy and collision probability a gradient too.
-        triton: fold the tiles by the Triton kernel.
 
     Returns:
-        TokenStatistics of [N] fp32. Gradients flow from `logprobs` to `hidden`; and from all three to
-        hidden, weight and bias where the head is trained or `differentiable_entropy` is set.
+        TokenStatistics of [N] fp32. Gradients flow to `hidden`, from `logprobs` or with `differentiable_entropy` from
+        all three.
 
     Raises:
-        ValueError: the shapes do not fit together, or hidden and weight differ in dtype.
+        ValueError: the shapes do not fit together, hidden and weight differ in dtype, or the head wants a gradient.
     """
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or targets.shape != hidden.shape[:1]:
         raise ValueError(
@@ -65,17 +62,13 @@ def token_statistics(
         )
     if hidden.dtype != weight.dtype:
         raise ValueError(f"hidden is {hidden.dtype} but weight is {weight.dtype}: cast one")
-    head_is_trained = weight.requires_grad or (bias is not None and bias.requires_grad)
+    if weight.requires_grad or (bias is not None and bias.requires_grad):
+        raise ValueError("the head is frozen here, and gets no gradient: set its requires_grad to False")
     if not torch.is_grad_enabled():
         hidden = hidden.detach()  # then only the first product runs
-    folding: Fold = fold
-    if triton:
-        from stapo_lite import lm_head_triton
-
-        folding = lm_head_triton.fold
-    head = _RecomputedHead if head_is_trained or differentiable_entropy else _FrozenHead
+    head = _RecomputedHead if differentiable_entropy else _FrozenHead
     with torch.autocast(hidden.device.type, enabled=False), _bf16_products(weight):  # autocast would round to bf16
-        return TokenStatistics(*head.apply(hidden, weight, bias, targets, temperature, memory_bytes, folding))
+        return TokenStatistics(*head.apply(hidden, weight, bias, targets, temperature, memory_bytes))
 
 
 @torch.no_grad()
@@ -100,7 +93,7 @@ def top_tokens(
             best = rows.new_empty(len(rows), 0, dtype=torch.float32)
             ids = torch.empty_like(best, dtype=torch.int64)
             log_normaliser = torch.full_like(rows[:, 0], -math.inf, dtype=torch.float32)
-            for columns, _, _, logits in _logit_tiles(rows, weight, bias, temperature, v):
+            for columns, _, logits in _logit_tiles(rows, weight, bias, temperature, v):
                 log_normaliser = torch.logaddexp(log_normaliser, logits.logsumexp(1))
                 values, places = logits.topk(min(k, logits.shape[1]))
                 ids = torch.cat([ids, places + columns.start], 1)
@@ -151,21 +144,18 @@ class Running(NamedTuple):
         return torch.stack([self.target_logit - log_normaliser, entropy, self.squares / self.s**2, log_normaliser])
 
 
-Fold = Callable[[Tensor, Tensor, Running, torch.dtype | None], tuple[Tensor | None, Tensor]]
-
-
 class _FrozenHead(torch.autograd.Function):
     """Gradient from log-probability to hidden only, formed in the forward pass."""
 
     @staticmethod
-    def forward(ctx: Any, hidden, weight, bias, targets, temperature, memory_bytes, fold):
+    def forward(ctx: Any, hidden, weight, bias, targets, temperature, memory_bytes):
         want_gradient = ctx.needs_input_grad[0]
         n, v = chunk_sizes(len(hidden), len(weight), weight.shape[1], memory_bytes)
         statistics = hidden.new_empty(4, len(hidden), dtype=torch.float32)
         direction = torch.empty_like(hidden) if want_gradient else None
         for start in range(0, len(hidden), n):
             rows = slice(start, start + n)
-            running, expected = _sweep(hidden[rows], weight, bias, targets[rows], temperature, v, fold, want_gradient)
+            running, expected = _sweep(hidden[rows], weight, bias, targets[rows], temperature, v, want_gradient)
             statistics[:, rows] = running.statistics()
             if direction is not None:
                 expected /= running.s[:, None]
@@ -180,23 +170,23 @@ class _FrozenHead(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor):
         (direction,) = ctx.saved_tensors
         d_hidden = torch.mul(direction, gradients[0][:, None], out=torch.empty_like(direction))
-        return d_hidden, None, None, None, None, None, None
+        return d_hidden, None, None, None, None, None
 
 
 class _RecomputedHead(torch.autograd.Function):
-    """Gradients from all statistics to hidden, weight and bias; logits recomputed tile by tile.
+    """Gradients from all statistics to hidden; logits recomputed tile by tile.
 
     With p the softmax of the logits a:  d log p_y / da = 1[y] - p;  dH / da = -p (log p + H);
     d(sum p^2) / da = 2 p (p - sum p^2).
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden, weight, bias, targets, temperature, memory_bytes, fold):
+    def forward(ctx: Any, hidden, weight, bias, targets, temperature, memory_bytes):
         n, v = chunk_sizes(len(hidden), len(weight), weight.shape[1], memory_bytes // 2)  # backward holds more
         outputs = hidden.new_empty(4, len(hidden), dtype=torch.float32)
         for start in range(0, len(hidden), n):
             rows = slice(start, start + n)
-            running, _ = _sweep(hidden[rows], weight, bias, targets[rows], temperature, v, fold, want_expectation=False)
+            running, _ = _sweep(hidden[rows], weight, bias, targets[rows], temperature, v, want_expectation=False)
             outputs[:, rows] = running.statistics()
         ctx.save_for_backward(hidden, weight, bias, targets, outputs)
         ctx.temperature, ctx.tile = temperature, (n, v)
@@ -207,16 +197,13 @@ class _RecomputedHead(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor):
         hidden, weight, bias, targets, outputs = ctx.saved_tensors
         n, v = ctx.tile
-        needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        d_hidden = torch.zeros_like(hidden, dtype=torch.float32) if needs_hidden else None
-        d_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
-        d_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
+        d_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         with _bf16_products(weight):
             for start in range(0, len(hidden), n):
                 rows = slice(start, start + n)
                 _, entropy, collision, log_normaliser = outputs[:, rows, None].unbind()
                 d_logprobs, d_entropy, d_collision = (g[rows, None] for g in gradients)
-                for columns, chunk, tile, logits in _logit_tiles(hidden[rows], weight, bias, ctx.temperature, v):
+                for columns, tile, logits in _logit_tiles(hidden[rows], weight, bias, ctx.temperature, v):
                     log_p = logits.sub_(log_normaliser)
                     p = log_p.exp()
                     d_logits = (p - collision).mul_(p).mul_(2 * d_collision)
@@ -225,18 +212,12 @@ class _RecomputedHead(torch.autograd.Function):
                     local, inside = _locate(targets[rows] - columns.start, logits)
                     d_logits.scatter_add_(1, local, torch.where(inside, d_logprobs, 0.0))
                     d_logits /= ctx.temperature
-                    if d_bias is not None:
-                        d_bias[columns] += d_logits.sum(0)
-                    if d_hidden is not None:
-                        _product(d_logits.to(tile.dtype), tile, d_hidden[rows], add=True)
-                    if d_weight is not None:
-                        _product(d_logits.to(tile.dtype).T, chunk, d_weight[columns], add=True)
+                    _product(d_logits.to(tile.dtype), tile, d_hidden[rows], add=True)
                     del p, d_logits  # their memory serves the next tile
-        cast = (None if d is None else d.to(hidden.dtype) for d in (d_hidden, d_weight, d_bias))
-        return *cast, None, None, None, None
+        return d_hidden.to(hidden.dtype), None, None, None, None, None
 
 
-def _sweep(hidden, weight, bias, targets, temperature, v, fold: Fold, want_expectation: bool):
+def _sweep(hidden, weight, bias, targets, temperature, v, want_expectation: bool):
     """One pass over the vocabulary.
 
     Returns the running sums, and sum_v e^(a_v - m) W_v [n, D] fp32 (None unless wanted).
@@ -244,7 +225,7 @@ def _sweep(hidden, weight, bias, targets, temperature, v, fold: Fold, want_expec
     m = torch.full(targets.shape, -1e30, device=hidden.device)  # finite: 0 * (m - m') stays 0
     running = Running(m, *torch.zeros(4, len(hidden), device=hidden.device))
     expected = torch.zeros_like(hidden, dtype=torch.float32) if want_expectation else None
-    for columns, _, tile, logits in _logit_tiles(hidden, weight, bias, temperature, v):
+    for columns, tile, logits in _logit_tiles(hidden, weight, bias, temperature, v):
         dtype = tile.dtype if want_expectation else None
         exponentials, scale = fold(logits, targets - columns.start, running, dtype)
         if expected is not None and exponentials is not None:
@@ -281,8 +262,8 @@ def fold(logits: Tensor, local: Tensor, running: Running, dtype: torch.dtype | N
     return None if dtype is None else exponentials.to(dtype), scale
 
 
-def _logit_tiles(hidden, weight, bias, temperature, v) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """(columns, hidden, their rows of weight, logits [n, v] fp32) over the vocabulary; the last tile may be narrower.
+def _logit_tiles(hidden, weight, bias, temperature, v) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """(columns, their rows of weight, logits [n, v] fp32) over the vocabulary; the last tile may be narrower.
 
     The CPU rounds a half-precision product to its operands' type, so there they are fp32 copies. What is
     yielded lives in the same memory each time.
@@ -300,7 +281,7 @@ def _logit_tiles(hidden, weight, bias, temperature, v) -> Iterator[tuple[slice, 
         _product(hidden, tile.T, logits, add=False)
         if bias is not None:
             logits += bias[columns]
-        yield columns, hidden, tile, logits if temperature == 1 else logits.div_(temperature)
+        yield columns, tile, logits if temperature == 1 else logits.div_(temperature)
 
 
 def _locate(local: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:

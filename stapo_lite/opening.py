@@ -7,7 +7,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
@@ -63,7 +62,7 @@ def begin(config: Config, resume: bool, force: bool, closing: ExitStack) -> Run:
     processes = accelerator.num_processes
     check_processes(config, processes)
     engine_name = resolve_engine(config.rollout.engine)
-    shard = make_sharding(getattr(torch, config.dtype), accelerator.device)
+    shard = make_sharding(accelerator.device)
     if shard is not None:
         check_sharded(config, engine_name)
     check_engine(engine_name, config)

@@ -83,7 +83,7 @@ class Cards(NamedTuple):
     processes: int = 1
     """Those that train; each has a card."""
     sharded: bool = False
-    """Whether FSDP or DeepSpeed spreads the base over them."""
+    """Whether FSDP spreads the base over them."""
 
 
 class Weights(NamedTuple):
@@ -479,7 +479,7 @@ def main() -> None:
     parser.add_argument("--gpu-memory", type=float, required=True, metavar="GIB", help="of each card")
     parser.add_argument("--host-memory", type=float, metavar="GIB", help="of the host, for each card")
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="that train, each with a card")
-    parser.add_argument("--sharded", action="store_true", help="FSDP2 or ZeRO-3 spreads the base over them")
+    parser.add_argument("--sharded", action="store_true", help="FSDP2 spreads the base over them")
     arguments = parser.parse_intermixed_args()
     with one_line_errors():
         config = load_config(arguments.config, arguments.overrides)

@@ -192,7 +192,6 @@ class Policy:
         self._offload_activations = config.train.offload_activations
         workspace = int(config.train.lm_head_memory_gb * 2**30)
         self._lm_head: dict[str, Any] = {"temperature": config.rollout.temperature, "memory_bytes": workspace}
-        self._lm_head_triton = config.train.lm_head_triton
         self._host_copies: dict[nn.Parameter, Tensor] = {}
 
     @property
@@ -265,7 +264,6 @@ class Policy:
             send(targets, self.device),
             bias=self._head.bias,
             differentiable_entropy=differentiable_entropy,
-            triton=self._lm_head_triton,
             **self._lm_head,
         )
 

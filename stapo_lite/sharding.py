@@ -1,19 +1,17 @@
-"""A frozen base that does not fit one card, spread over the processes by FSDP2 or DeepSpeed's ZeRO-3.
+"""A frozen base that does not fit one card, spread over the processes by FSDP2.
 
-Which one, and how, accelerate's config file says (configs/accelerate). The decoder is sharded before it gets its
+How, accelerate's config file says (configs/accelerate). The decoder is sharded before it gets its
 adapter: the adapter is whole on every process, and so are optimiser, checkpoint and all that is published. A process
 that has no tokens left must still run the decoder as often as the others: each of its layers is put together by all.
 """
 
-import importlib.util
 import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
-from torch import nn
+from accelerate.utils import FullyShardedDataParallelPlugin
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -22,12 +20,11 @@ from torch.distributed.tensor import DTensor
 from stapo_lite.config import InputError
 
 
-def make_sharding(dtype: torch.dtype, device: torch.device) -> Callable[[Any], None] | None:
+def make_sharding(device: torch.device) -> Callable[[Any], None] | None:
     """A function that shards a base model that was loaded on the CPU; None where `accelerate launch` was not told to.
 
     Raises:
-        InputError: it was told FSDP's first version, or another stage of ZeRO, which leaves the base whole; DeepSpeed
-            is not installed.
+        InputError: it was told FSDP's first version, or DeepSpeed.
     """
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         fsdp = FullyShardedDataParallelPlugin()  # as the launcher's environment describes it
@@ -37,12 +34,7 @@ def make_sharding(dtype: torch.dtype, device: torch.device) -> Callable[[Any], N
             raise InputError("accelerate's fsdp_offload_params: true: the adapter must be where the base is; set false")
         return lambda base: _fsdp2(base, fsdp, device)
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-        if importlib.util.find_spec("deepspeed") is None:
-            raise InputError("accelerate's distributed_type: DEEPSPEED: it is not installed; pip install deepspeed")
-        zero = DeepSpeedPlugin()
-        if zero.zero_stage != 3:
-            raise InputError(f"DeepSpeed's zero_stage: {zero.zero_stage} leaves the frozen base whole: set 3, or none")
-        return lambda base: _zero3(base, zero.deepspeed_config["zero_optimization"], dtype, device)
+        raise InputError("accelerate's distributed_type: DEEPSPEED: FSDP2 does it here, configs/accelerate/fsdp2.yaml")
     return None
 
 
@@ -62,24 +54,7 @@ def _fsdp2(base: Any, plugin: Any, device: torch.device) -> None:
         set_model_state_dict(base, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
 
 
-def _zero3(base: Any, zero: dict[str, Any], dtype: torch.dtype, device: torch.device) -> None:
-    import deepspeed
-
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": zero,
-        "bf16": {"enabled": dtype == torch.bfloat16},
-        "fp16": {"enabled": dtype == torch.float16},
-    }
-    head = base.get_output_embeddings()  # whole, also where it shares the embedding's weights
-    head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
-    base.requires_grad_(False)
-    deepspeed.zero.Init(module=base.get_decoder(), config_dict_or_path=config)  # one parameter at a time
-    deepspeed.initialize(model=base.get_decoder(), config=config)  # hooks that put layers together; no optimiser
-    _move_the_rest(base, device)
-
-
 def _move_the_rest(base: Any, device: torch.device) -> None:
     for tensor in (*base.parameters(), *base.buffers()):
-        if not isinstance(tensor, DTensor) and not hasattr(tensor, "ds_id"):
+        if not isinstance(tensor, DTensor):
             tensor.data = tensor.data.to(device)

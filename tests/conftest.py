@@ -17,9 +17,6 @@ import torch
 import yaml
 from random_model import VOCABULARY, build, qwen3
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its kernels run on the CPU
-
 from stapo_lite.config import load_config
 from stapo_lite.policy import Policy, load_policy
 from stapo_lite.rollout import Sampling

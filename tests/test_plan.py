@@ -69,7 +69,7 @@ def test_a_base_spread_over_four_cards_by_hand():
     assert found.traffic["gradients, an update"] == 2 * 4 * lora * 3 // 4
     assert found.traffic["completions, a step, at most"] == 3 * 64 * 8 // 4 * (1024 + 2048) * 14
     assert make_plan(c, qwen3("8B"), Cards(48 * GIB)).traffic["gradients, an update"] == 0
-    with pytest.raises(InputError, match="quantization=nf4: not with a base that FSDP or DeepSpeed shards"):
+    with pytest.raises(InputError, match="quantization=nf4: not with a base that FSDP shards"):
         make_plan(config(quantization="nf4"), qwen3("8B"), Cards(48 * GIB, processes=4, sharded=True))
 
 

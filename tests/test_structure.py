@@ -5,7 +5,6 @@ import ast
 import pytest
 from conftest import ROOT
 
-KERNELS = {"lm_head_triton.py"}
 LONGEST, MOST_ARGUMENTS = 80, 8
 METHOD = {"train.py", "update.py"}  # what one reads first
 LONGEST_OF_THE_METHOD = 60
@@ -21,5 +20,4 @@ def test_a_function_is_one_screen(path):
         given = node.args
         names = [argument.arg for argument in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
         names += [argument.arg for argument in (given.vararg, given.kwarg) if argument]
-        if path.name not in KERNELS:
-            assert len([name for name in names if name not in ("self", "cls")]) <= MOST_ARGUMENTS, node.name
+        assert len([name for name in names if name not in ("self", "cls")]) <= MOST_ARGUMENTS, node.name

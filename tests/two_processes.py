@@ -3,7 +3,6 @@ the base whole and, where the launcher says so, spread over both."""
 
 import os
 import sys
-from functools import partial
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: two processes with two threads each fight for two cores
@@ -17,17 +16,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 from conftest import adapted_policy
 from test_update import INVARIANT, later_update, objective, run_update
 
-from stapo_lite import sharding
 from stapo_lite.batching import TokenBudget
 from stapo_lite.sharding import make_sharding
 
-model, out, exact = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "float64"
+model, out = Path(sys.argv[1]), Path(sys.argv[2])
 accelerator = Accelerator(cpu=True)
 rank = accelerator.process_index
-shard = make_sharding(torch.float32, accelerator.device)
-if shard is not None and not exact:  # DeepSpeed would keep parameters as small as these on every process
-    small = {"stage": 3, "stage3_param_persistence_threshold": 0}
-    shard = partial(sharding._zero3, zero=small, dtype=torch.float32, device=accelerator.device)
+shard = make_sharding(accelerator.device)
 
 
 def longest(count):
@@ -40,19 +35,15 @@ for case in INVARIANT:
         told = {name: os.environ.pop(name) for name in ("ACCELERATE_USE_FSDP",) if name in os.environ}
         policy = adapted_policy(model)  # with its weights on both processes
         os.environ.update(told)
-        if exact:
-            policy.model.double()
+        policy.model.double()
         completions, old = later_update(policy)
         mine = completions[rank::2]
         if split == "one has nothing to train":
             mine = [c for c in completions if (c.advantage == 0) == (rank == 1)]
         policies = {"whole": policy}
         if shard is not None:
-            spread = adapted_policy(
-                model, shard=lambda base: shard(base.double() if exact else base), train__gradient_checkpointing=True
-            )
-            if exact:
-                spread.model.double()
+            spread = adapted_policy(model, shard=lambda base: shard(base.double()), train__gradient_checkpointing=True)
+            spread.model.double()
             for name, parameter in spread.parameters.items():
                 parameter.data.copy_(policy.parameters[name])
             policies["spread"] = spread

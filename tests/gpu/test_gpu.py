@@ -38,16 +38,15 @@ def small_model(tmp_path_factory):
     return build(tmp_path_factory.mktemp("small"), qwen3("1.7B", **shape, **heads, initializer_range=0.05))
 
 
-@pytest.mark.parametrize("triton", [False, True])
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-3), (torch.float16, 1e-3)])
-def test_lm_head_against_float64(dtype, tolerance, entropy, triton):
+def test_lm_head_against_float64(dtype, tolerance, entropy):
     generator = torch.Generator().manual_seed(0)
     hidden = (1.5 * torch.randn(300, 256, generator=generator)).to(CUDA, dtype).requires_grad_()
     weight = (torch.randn(5003, 256, generator=generator) / 16).to(CUDA, dtype)
     targets = torch.randint(0, 5003, (300,), generator=generator).to(CUDA)
     actual = token_statistics(
-        hidden, weight, targets, temperature=0.7, memory_bytes=4 << 20, differentiable_entropy=entropy, triton=triton
+        hidden, weight, targets, temperature=0.7, memory_bytes=4 << 20, differentiable_entropy=entropy
     )
     reference = hidden.detach().double().requires_grad_()
     expected = dense(reference, weight, None, targets, 0.7)
@@ -58,14 +57,13 @@ def test_lm_head_against_float64(dtype, tolerance, entropy, triton):
     assert relative(hidden.grad, reference.grad) < tolerance
 
 
-@pytest.mark.parametrize("triton", [False, True])
-def test_lm_head_stays_within_its_budget(triton):
+def test_lm_head_stays_within_its_budget():
     hidden = torch.randn(4096, 512, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(50_000, 512, device=CUDA, dtype=torch.bfloat16)
     targets = torch.randint(0, 50_000, (4096,), device=CUDA)
 
     def run():
-        token_statistics(hidden, weight, targets, memory_bytes=64 << 20, triton=triton).logprobs.sum().backward()
+        token_statistics(hidden, weight, targets, memory_bytes=64 << 20).logprobs.sum().backward()
 
     run()
     assert peak_bytes(run) < (64 << 20) + 3 * hidden.nbytes + (1 << 20)
