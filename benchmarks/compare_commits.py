@@ -26,10 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from common import save
 from random_model import VOCABULARY, build, qwen3
 from safetensors.torch import load_file
+
+from stapo_lite.files import read_lines
 
 ROOT = Path(__file__).parent.parent
 TIMES = {"tokens_per_second", "seconds_rollout", "seconds_reward", "seconds_update", "seconds_step"}
@@ -70,9 +71,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def config(folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
+def config(folder: Path) -> dict[str, Any]:
     """A run of three steps, two updates each."""
-    tree: dict[str, Any] = {
+    return {
         "model": str(folder / "model"),
         "dtype": "float32",
         "lora": {"r": 8},
@@ -80,17 +81,17 @@ def config(folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
         "reward": {"functions": ["rewards_of_cases:even"]},
         "rollout": {"engine": "transformers", "num_generations": 4, "max_completion_length": 12, "kv_cache_gb": 0.01},
         "objective": {"s2t": {"tau_p": 0.01}},
-        "train": {"max_steps": 3, "batch_size": 4, "mini_batch_size": 2, "max_tokens_per_microbatch": 256},
+        "train": {
+            "max_steps": 3,
+            "batch_size": 4,
+            "mini_batch_size": 2,
+            "max_tokens_per_microbatch": 256,
+            "learning_rate": 1e-4,
+            "warmup_steps": 0,
+            "gradient_checkpointing": False,
+        },
         "log": {"save_steps": 0, "log_completions_steps": 0},
     }
-    tree["train"] |= {"learning_rate": 1e-4, "warmup_steps": 0, "gradient_checkpointing": False}
-    for key, value in changes.items():
-        node = tree
-        *parents, last = key.split(".")
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = value
-    return tree
 
 
 def run_cases(tree: Path, folder: Path, names: list[str], out: Path) -> None:
@@ -102,9 +103,8 @@ def run_cases(tree: Path, folder: Path, names: list[str], out: Path) -> None:
         first = changes.pop("first", None)
         runs = []
         for part in [first, {}] if first else [{}]:
-            path = out / f"{name} {len(runs)}.yaml"
-            path.write_text(yaml.safe_dump(config(folder, changes | part) | {"output_dir": str(out / name)}))
-            runs.append([str(path), len(runs) > 0])
+            keys = {"output_dir": str(out / name)} | changes | part
+            runs.append([[f"{key}={json.dumps(value)}" for key, value in keys.items()], len(runs) > 0])
         if processes == 1:
             together += runs
         else:
@@ -120,10 +120,11 @@ def child(tree: Path, folder: Path, launcher: list[str], runs: list[list[Any]]) 
     script = folder / "child.py"
     script.write_text(
         "import json, sys\nfrom stapo_lite import load_config, train\n"
-        "for path, resume in json.loads(sys.argv[1]):\n    list(train(load_config(path), resume))\n"
+        "tree, runs = json.loads(sys.argv[1])\n"
+        "for overrides, resume in runs:\n    list(train(load_config(tree, overrides), resume))\n"
     )
     done = subprocess.run(
-        [*launcher, str(script), json.dumps(runs)],
+        [*launcher, str(script), json.dumps([config(folder), runs])],
         env=os.environ | {"PYTHONPATH": f"{tree}:{folder}", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         cwd=folder,
         capture_output=True,
@@ -132,10 +133,6 @@ def child(tree: Path, folder: Path, launcher: list[str], runs: list[list[Any]]) 
     )
     if done.returncode:
         sys.exit(f"{tree}: {done.stderr[-4000:]}")
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
 def difference(old: Any, new: Any) -> float:
@@ -152,7 +149,7 @@ def difference(old: Any, new: Any) -> float:
 
 def compare(old: Path, new: Path) -> dict[str, Any]:
     """What differs between two run folders; every number is 0 where they agree to the bit."""
-    metrics = [lines(folder / "metrics.jsonl") for folder in (old, new)]
+    metrics = [read_lines(folder / "metrics.jsonl") for folder in (old, new)]
     adapters = [load_file(folder / "adapter" / "adapter_model.safetensors") for folder in (old, new)]
     weights = [torch.cat([adapter[name].flatten() for name in sorted(adapter)]) for adapter in adapters]
     worst = {name: difference(*([line.get(name) for line in side] for side in metrics)) for name in metrics[0][0]}
@@ -161,8 +158,8 @@ def compare(old: Path, new: Path) -> dict[str, Any]:
         "metrics": difference(*metrics),
         "worst metric": max(worst.keys() - TIMES, key=worst.__getitem__),
         "adapter": ((weights[0] - weights[1]).norm() / weights[0].norm()).item(),
-        "token log": difference(*(lines(folder / "tokens.jsonl") for folder in (old, new))),
-        "planes": difference(*(lines(folder / "quadrants.jsonl") for folder in (old, new))),
+        "token log": difference(*(read_lines(folder / "tokens.jsonl") for folder in (old, new))),
+        "planes": difference(*(read_lines(folder / "quadrants.jsonl") for folder in (old, new))),
     }
 
 

@@ -170,7 +170,7 @@ class Reward(Section):
 
 
 class Engine(Section):
-    """What samples completions."""
+    """The engine that samples completions."""
 
     engine: Literal["auto", "vllm", "transformers"] = "auto"
     """`auto` takes vLLM where it is installed, else transformers' `generate`."""

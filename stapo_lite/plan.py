@@ -72,6 +72,11 @@ class Sizes(NamedTuple):
     kv_per_token: int
     """Elements of keys and values."""
 
+    @property
+    def matrices(self) -> list[int]:
+        """Elements of each linear layer."""
+        return [n_in * n_out for shapes in self.linears.values() for n_in, n_out in shapes]
+
 
 class Cards(NamedTuple):
     """The hardware of a run."""
@@ -133,8 +138,7 @@ def make_plan(config: Config, model: Any, cards: Cards) -> Plan:
     if train.offload_activations:
         update_phase["activations in host memory"] = -kept
     if config.quantization:
-        matrices = [n_in * n_out for shapes in sizes.linears.values() for n_in, n_out in shapes]
-        update_phase["a dequantised matrix"] = max(matrices) * getattr(torch, config.dtype).itemsize
+        update_phase["a dequantised matrix"] = max(sizes.matrices) * getattr(torch, config.dtype).itemsize
     if not serving:
         update_phase |= {"vLLM: CUDA graphs": CUDA_GRAPHS} if rollout.sleep_level else engine
 
@@ -154,13 +158,12 @@ def count_weights(config: Config, sizes: Sizes) -> Weights:
     missing = set(config.lora.target_modules) - sizes.linears.keys()
     if missing:
         raise InputError(f"lora.target_modules: the model has no {', '.join(sorted(missing))}: leave them out")
-    matrices = [n_in * n_out for shapes in sizes.linears.values() for n_in, n_out in shapes]
     lora = config.lora.r * sum(sum(shape) for name in config.lora.target_modules for shape in sizes.linears[name])
     others = [n * width for n in sizes.others]
     return Weights(
-        linears=[int(n * (NF4_BYTES if config.quantization else width)) for n in matrices],
+        linears=[int(n * (NF4_BYTES if config.quantization else width)) for n in sizes.matrices],
         others=others,
-        served=[int(n * served_bytes(config, width)) for n in matrices] + others,
+        served=[int(n * served_bytes(config, width)) for n in sizes.matrices] + others,
         lora=lora,
         adapter=lora * lora_width,
         optimizer=2 * lora * lora_width if config.train.optim == "adamw" else int(2 * lora * (1 + 4 / 256)),

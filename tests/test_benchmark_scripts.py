@@ -6,7 +6,6 @@ import math
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 
@@ -162,18 +161,13 @@ def data(tmp_path):
     return tmp_path
 
 
-def in_a_repository():
-    git = ["git", "-C", str(ROOT), "cat-file", "-e", "HEAD"]
-    return shutil.which("git") is not None and subprocess.run(git, check=False, capture_output=True).returncode == 0
-
-
 @pytest.mark.parametrize("name", SMOKE)
 def test_benchmark(tiny_model, write_config, data, tmp_path, name):
     if name in USE_VLLM:
         pytest.importorskip("vllm", reason="vLLM is not installed")
     if name in USE_TRL:
         pytest.importorskip("trl", reason="TRL is not installed: pip install -e '.[test]'")
-    if name == "compare_commits" and not in_a_repository():
+    if name == "compare_commits" and common.commit() == "unknown":
         pytest.skip("no git, or not in a repository: there is no commit to compare with")
     places = {"MODEL": tiny_model, "CONFIG": write_config(), "DATA": data}
     words, check = SMOKE[name]
