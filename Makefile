@@ -25,7 +25,7 @@ endif
 LAUNCH := GOMP_SPINCOUNT=3000 $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 	--num_cpu_threads_per_process $(shell nproc)
 
-.PHONY: install install-dev quickstart test test-all lint notebooks docs clean
+.PHONY: install install-dev quickstart check test test-all lint notebooks docs clean
 
 install: .venv/installed
 install-dev: .venv/installed-dev
@@ -46,11 +46,20 @@ quickstart: install  ## fetch a small model, train it on sums, show what it lear
 	rm -rf runs/quickstart
 	$(LAUNCH) -m stapo_lite.train configs/quickstart.yaml
 
-test: install-dev  ## the suite, a quarter of an hour on two quiet cores
-	OMP_NUM_THREADS=1 GOMP_SPINCOUNT=3000 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 GOMP_SPINCOUNT=3000 $(BIN)/python -m pytest
 
-test-all: install-dev  ## with the slow tests
-	$(BIN)/python -m pytest -m ''
+check: install-dev  ## the inner loop, under a minute: linters, types, rooms, the mathematics
+	$(BIN)/ruff check -q
+	$(BIN)/ruff format -q --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(PYTEST) -q -n 2 tests/algorithm tests/config
+
+test: install-dev  ## five minutes on two quiet cores
+	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder
+
+test-all: install-dev  ## all of it, half an hour: also benchmarks, notebooks, more kills
+	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m ''
 
 lint: install-dev
 	$(BIN)/pre-commit run --all-files
@@ -59,7 +68,7 @@ notebooks: install-dev  ## run them and keep their outputs
 	cd notebooks && OMP_NUM_THREADS=$(shell nproc) GOMP_SPINCOUNT=3000 ../$(BIN)/jupyter execute --inplace *.ipynb
 
 docs: install-dev  ## regenerate the config reference
-	$(BIN)/python -m stapo_lite.config > docs/config.md
+	$(BIN)/python docs/make_config.py > docs/config.md
 
 clean:
 	rm -rf .venv

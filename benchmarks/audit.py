@@ -16,13 +16,13 @@ from common import QUICKSTART, save, timed
 
 from stapo_lite import load_config, train
 from stapo_lite.files import read_lines
-from stapo_lite.token_log import TokenLog
+from stapo_lite.training.token_log import TokenLog
 
 
 def measure(config: Path, steps: int, **s2t: float) -> dict[str, Any]:
     shares = []
     with tempfile.TemporaryDirectory() as folder, timed(TokenLog, "see", "note", "write") as spent:
-        overrides = [f"output_dir={folder}", "audit.enabled=true", f"train.max_steps={steps}", "log.save_steps=0"]
+        overrides = [f"output_dir={folder}", "log.audit_tokens=64", f"train.max_steps={steps}", "log.save_steps=0"]
         overrides += [f"objective.s2t.{key}={value}" for key, value in s2t.items()]
         for metrics in train(load_config(config, overrides)):
             shares.append(spent[0] / metrics["seconds_step"])

@@ -48,7 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
     **{f"s2t {name}": {"objective.s2t.preset": name} for name in ("paper-v1", "full", "high-entropy", "random")},
     "s2t article": {"objective.s2t.preset": "article", "objective.s2t.tau_p": 0.05},
     "s2t current": {"objective.s2t.statistics": "current"},
-    "s2t adaptive": {"objective.s2t.adaptive": True, "objective.s2t.tau_p": 0.02},
+    "s2t adaptive": {"objective.s2t.target_share": 1e-4, "objective.s2t.tau_p": 0.002},
     "large steps": {"train.learning_rate": 0.02},
     "sequence-mask": {"objective.sampler_correction": "sequence-mask"},
     "old_logprobs rollout": {"objective.old_logprobs": "rollout"},
@@ -62,13 +62,21 @@ CASES: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "float16": {"dtype": "float16"},
     "checkpointing": {"train.gradient_checkpointing": True, "train.offload_activations": True},
-    "audit": {"audit.enabled": True, "audit.tokens_per_step": 5},
-    "resumed": {"audit.enabled": True, "first": {"train.max_steps": 1}},
-    "two processes": {"audit.enabled": True, "processes": 2, "rollout.dynamic_sampling": True, **RARELY},
+    "audit": {"log.audit_tokens": 5},
+    "resumed": {"log.audit_tokens": 5, "first": {"train.max_steps": 1}},
+    "two processes": {"log.audit_tokens": 5, "processes": 2, "rollout.dynamic_sampling": True, **RARELY},
     "two processes sharded": {"processes": 2, "sharded": True, "rollout.engine": "vllm"},
     "vllm": {"rollout.engine": "vllm"},
     "vllm float16": {"rollout.engine": "vllm", "dtype": "float16"},
 }
+
+KV_CACHE = {"rollout.vllm.kv_cache_memory_bytes": 10 << 20}
+OLD_NAMES: dict[str, dict[str, Any]] = {
+    "log.audit_tokens": {"audit.enabled": True, "audit.tokens_per_step": 5},
+    "objective.s2t.target_share": {"objective.s2t.adaptive": True},
+    "rollout.vllm.kv_cache_memory_bytes": {"rollout.kv_cache_gb": 10 / 1024},
+}
+"""Keys of commits in which the package had no rooms."""
 
 
 def config(folder: Path) -> dict[str, Any]:
@@ -79,7 +87,7 @@ def config(folder: Path) -> dict[str, Any]:
         "lora": {"r": 8},
         "data": {"source": str(folder / "prompts.jsonl"), "max_prompt_length": 64},
         "reward": {"functions": ["rewards_of_cases:even"]},
-        "rollout": {"engine": "transformers", "num_generations": 4, "max_completion_length": 12, "kv_cache_gb": 0.01},
+        "rollout": {"engine": "transformers", "num_generations": 4, "max_completion_length": 12},
         "objective": {"s2t": {"tau_p": 0.01}},
         "train": {
             "max_steps": 3,
@@ -103,7 +111,9 @@ def run_cases(tree: Path, folder: Path, names: list[str], out: Path) -> None:
         first = changes.pop("first", None)
         runs = []
         for part in [first, {}] if first else [{}]:
-            keys = {"output_dir": str(out / name)} | changes | part
+            keys = {"output_dir": str(out / name)} | changes | part | KV_CACHE
+            if not (tree / "stapo_lite" / "cli.py").exists():
+                keys = {key: value for new in keys for key, value in OLD_NAMES.get(new, {new: keys[new]}).items()}
             runs.append([[f"{key}={json.dumps(value)}" for key, value in keys.items()], len(runs) > 0])
         if processes == 1:
             together += runs

@@ -27,7 +27,7 @@ import torch
 from common import now, save
 from random_model import build, qwen3
 
-from stapo_lite.plan import CUDA_CONTEXT
+from stapo_lite.planning.plan import CUDA_CONTEXT
 
 HERE = Path(__file__).parent
 RUNS = {"qwen1.7b_lora": "1.7B", "qwen8b_lora": "8B", "qwen8b_qlora": "8B", "qwen14b_qlora": "14B"}
@@ -88,9 +88,9 @@ def run_config(name: str, gpu_memory: int, scratch: Path) -> dict[str, Any]:
     """Three steps of a shipped config; see above."""
     import importlib
 
-    train_module = importlib.import_module("stapo_lite.train")
+    train_module = importlib.import_module("stapo_lite.training.loop")
     from stapo_lite.config import load_config
-    from stapo_lite.plan import GIB, Cards, make_plan
+    from stapo_lite.planning.plan import GIB, Cards, make_plan
     from stapo_lite.rollout.vllm_engine import VLLMEngine
 
     model = qwen3(RUNS[name])

@@ -17,10 +17,10 @@ from pathlib import Path
 import psutil
 from common import now, save
 
-from stapo_lite.answers import grade
-from stapo_lite.benchmarks import BENCHMARKS
+from stapo_lite.data.benchmarks import BENCHMARKS
 from stapo_lite.files import read_jsonl
-from stapo_lite.grading import MathGrader, Question
+from stapo_lite.rewards.answers import grade
+from stapo_lite.rewards.grading import MathGrader, Question
 
 THOUGHTS = "We compute the value step by step, $x = 3$ and then $y^2 + 4 = 7$. " * 30
 

@@ -19,7 +19,7 @@ from common import save, seconds
 from memory import peak_bytes
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 
-from stapo_lite.lm_head import token_statistics
+from stapo_lite.algorithm.lm_head import token_statistics
 
 
 def ours(hidden, weight, targets, memory_bytes):

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from stapo_lite.plan import PeakMemory
+from stapo_lite.planning.plan import PeakMemory
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:

@@ -24,11 +24,13 @@ from accelerate.utils import set_seed
 from common import save, seconds
 from torch import Tensor, nn
 
-from stapo_lite.config import Config, InputError
-from stapo_lite.opening import load_prompts
-from stapo_lite.policy import Policy, load_policy, padding_token
-from stapo_lite.quickstart import fetch_model
-from stapo_lite.rollout import check_vllm, make_engine
+from stapo_lite.config import Config, Engine
+from stapo_lite.errors import InputError
+from stapo_lite.model.policy import Policy, load_policy
+from stapo_lite.rollout import make_engine
+from stapo_lite.rollout.vllm_options import check_vllm
+from stapo_lite.tools.quickstart import fetch_model
+from stapo_lite.training.opening import load_prompts
 from stapo_lite.types import Completion, Prompt
 
 SCALE = 0.02  # standard deviation of the adapter's B
@@ -161,8 +163,8 @@ def measure(model: Path | str, merged: bool = False, head_dtype: str = "model", 
     overrides = {"hf_overrides": {"head_dtype": head_dtype}}  # the engine's own choice depends on the device
     vllm.LLM = lambda *arguments, **options: make_llm(*arguments, **options | overrides)
     config = make_config(model, **quantizations)
-    prompts, tokenizer, stop_tokens = load_prompts(config, show=lambda note: None)
-    policy = load_policy(config, padding_token(tokenizer), device)
+    prompts, _, stop_tokens = load_prompts(config, show=lambda note: None)
+    policy = load_policy(config, device)
     perturb(policy, SCALE, seed=0, only="lora_B")
     engine: Any = MergedEngine(config, policy) if merged else make_engine("vllm", config, stop_tokens, Accelerator())
     engine.publish(policy, 0)
@@ -178,7 +180,7 @@ def compare(model: Path | str, names: Sequence[str]) -> dict[str, Any]:
     for name in names:
         keys = CASES[name]
         try:
-            check_vllm(keys.get("rollout_quantization"), sleep_level=0)
+            check_vllm(Engine(quantization=keys.get("rollout_quantization")))
         except InputError as error:
             result[name] = f"left out: {error}"
             continue

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from common import QUICKSTART, save
 
-from stapo_lite.tracking import read_metrics
+from stapo_lite.training.tracking import read_metrics
 
 CORES = sorted(os.sched_getaffinity(0))
 

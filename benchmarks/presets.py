@@ -16,8 +16,8 @@ from typing import get_args
 from common import save
 
 from stapo_lite.config import Config
-from stapo_lite.report import mean
-from stapo_lite.tracking import read_metrics
+from stapo_lite.training.report import mean
+from stapo_lite.training.tracking import read_metrics
 
 ALGORITHMS = get_args(Config.model_fields["algorithm"].annotation)
 METRICS = ("reward", "entropy", "completion_length", "spurious_share", "spurious_gradient_share", "silenced_share",

@@ -15,13 +15,14 @@ from pathlib import Path
 
 from common import now, save
 
-from stapo_lite import update as update_module
-from stapo_lite.batching import MiniBatch, sequence_length, split_by_tokens
-from stapo_lite.config import load_config, one_line_errors
-from stapo_lite.report import mean
-from stapo_lite.update import Learner
+from stapo_lite.algorithm.microbatches import MiniBatch, sequence_length, split_by_tokens
+from stapo_lite.config import load_config
+from stapo_lite.errors import one_line_errors
+from stapo_lite.training import update as update_module
+from stapo_lite.training.report import mean
+from stapo_lite.training.update import Learner
 
-train_module = importlib.import_module("stapo_lite.train")  # the package's attribute is the function
+train_module = importlib.import_module("stapo_lite.training.loop")  # the package's attribute is the function
 
 CURRENT = "objective.s2t.statistics=current"
 

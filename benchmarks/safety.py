@@ -12,7 +12,8 @@ from statistics import median
 
 from common import QUICKSTART, save, timed
 
-from stapo_lite import checkpoint, load_config, train
+from stapo_lite import load_config, train
+from stapo_lite.training import checkpoint
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -48,11 +48,11 @@ def soak(steps: int) -> dict[str, dict[str, float]]:
                 "data": {"source": str(Path(folder) / "prompts.jsonl"), "max_prompt_length": 64},
                 "reward": {"functions": ["parity:even"]},
                 "rollout": {
-                    "engine": "vllm", "num_generations": 4, "max_completion_length": 16, "kv_cache_gb": 0.125,
+                    "engine": "vllm", "num_generations": 4, "max_completion_length": 16,
+                    "vllm": {"kv_cache_memory_bytes": 1 << 27},
                 },
                 "train": {"max_steps": steps, "batch_size": 8, "mini_batch_size": 4, "max_tokens_per_microbatch": 512},
-                "audit": {"enabled": True},
-                "log": {"save_steps": 10, "log_completions_steps": 0},
+                "log": {"save_steps": 10, "log_completions_steps": 0, "audit_tokens": 64},
             }
         )  # fmt: skip
         found = [measure(Path(folder)) for metrics in train(config) if metrics["step"] % 10 == 0]

@@ -10,6 +10,7 @@ have changed in weights that should stay as they are: the trainer's base and, in
 
 import argparse
 import statistics
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,14 @@ from mismatch import (
     sampler_gap,
     score,
 )
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from stapo_lite.opening import load_prompts
-from stapo_lite.policy import load_policy, padding_token
-from stapo_lite.quickstart import fetch_model
+from stapo_lite.model.policy import load_policy
 from stapo_lite.rollout import make_engine
+from stapo_lite.rollout.vllm_engine import IN_MEMORY
+from stapo_lite.tools.quickstart import fetch_model
+from stapo_lite.training.opening import load_prompts
 
 DRIFT_AFTER = (1, 20, 100)
 STEP = 1e-4  # standard deviation of the adapter's change before every sync
@@ -67,8 +70,8 @@ def drift(now: dict[str, Tensor], before: dict[str, Tensor]) -> dict[str, float]
 def measure(model: Path | str, pairs: int) -> dict[str, Any]:
     """Both ways."""
     device, config = prepare_vllm(), make_config(model)
-    prompts, tokenizer, stop_tokens = load_prompts(config, show=lambda note: None)
-    policies = {name: load_policy(config, padding_token(tokenizer), device) for name in ("ours", "trl")}
+    prompts, _, stop_tokens = load_prompts(config, show=lambda note: None)
+    policies = {name: load_policy(config, device) for name in ("ours", "trl")}
     ours: Any = make_engine("vllm", config, stop_tokens, Accelerator())
     engines = {"ours": ours, "trl": MergedEngine(config, policies["trl"])}
     bases = {f"{name}: trainer": frozen(policy.model) for name, policy in policies.items()}
@@ -103,6 +106,23 @@ def measure(model: Path | str, pairs: int) -> dict[str, Any]:
     }
 
 
+def hand_over(pairs: int) -> dict[str, Any]:
+    """An adapter of rank 32 on all linear layers of Qwen3-8B, in bfloat16, handed from trainer to vLLM: written to a
+    folder in memory and read again, against a copy of the tensors, which is all that a patch of vLLM's loader needs."""
+    width, kv, mlp = 4096, 1024, 12288
+    shapes = [(width, width), (width, kv), (width, kv), (width, width), (width, mlp), (width, mlp), (mlp, width)]
+    halves = [half for n_in, n_out in shapes for half in ((32, n_in), (n_out, 32))]
+    tensors = {f"layer{i}.{j}": torch.randn(half).bfloat16() for i in range(36) for j, half in enumerate(halves)}
+    times: dict[str, list[float]] = {"folder in memory": [], "copy": []}
+    with tempfile.TemporaryDirectory(dir=IN_MEMORY if IN_MEMORY.is_dir() else None) as folder:
+        path = Path(folder) / "adapter_model.safetensors"
+        for _ in range(pairs):
+            times["folder in memory"].append(seconds(lambda: (save_file(tensors, path), load_file(path))))
+            times["copy"].append(seconds(lambda: {name: tensor.clone() for name, tensor in tensors.items()}))
+    size = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
+    return {"MiB": size / 2**20} | {name: statistics.median(values[1:]) for name, values in times.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="default: SmolLM2-135M-Instruct")
@@ -111,6 +131,7 @@ def main() -> None:
     arguments = parser.parse_args()
     model = arguments.model or fetch_model()
     result = measure(model, arguments.pairs)
+    result["seconds to hand over rank 32 of an 8B model"] = hand_over(min(arguments.pairs, 20))
     save({"model": model.name, "pairs": arguments.pairs, "threads": torch.get_num_threads()} | result, arguments.out)
 
 

@@ -38,14 +38,14 @@ from torch import Tensor
 from transformers import AutoConfig, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from stapo_lite.advantages import group_advantages
-from stapo_lite.batching import TokenBudget, pack, sequence_length, split_by_tokens
-from stapo_lite.checkpoint import Progress
+from stapo_lite.algorithm.advantages import group_advantages
+from stapo_lite.algorithm.microbatches import TokenBudget, pack, sequence_length, split_by_tokens
 from stapo_lite.config import Config
-from stapo_lite.policy import Policy, load_policy, make_optimizer, padding_token
-from stapo_lite.quickstart import fetch_model
+from stapo_lite.model.policy import Policy, load_policy, make_optimizer
+from stapo_lite.tools.quickstart import fetch_model
+from stapo_lite.training.checkpoint import Progress
+from stapo_lite.training.update import Learner, measure, update, with_gradient
 from stapo_lite.types import Completion, Prompt
-from stapo_lite.update import Learner, measure, update, with_gradient
 
 GAP = 0.3  # standard deviation between the log-probabilities of trainer and sampler: 1 % of the tokens are truncated
 
@@ -217,9 +217,8 @@ def compare(
     config = Config(algorithm="dapo", model=model, output_dir=tempfile.gettempdir(), dtype=dtype, **sections)
     rollouts = make_rollouts(config)
     trl = make_trl(rollouts, config, device)
-    pad = padding_token(trl.processing_class)
     policy, exact = (
-        load_policy(config.model_copy(update={"dtype": name}), pad, torch.device(device)) for name in (dtype, "float32")
+        load_policy(config.model_copy(update={"dtype": name}), torch.device(device)) for name in (dtype, "float32")
     )
     share_adapter(policy, trl.model, exact.model)
     give_logprobs(rollouts, policy, max_tokens)

@@ -5,7 +5,7 @@
     for metrics in train(load_config("configs/quickstart.yaml")):
         print(metrics["reward"])
 
-What a notebook needs is here; every function is also in the module that has its command.
+What a notebook needs is here.
 """
 
 import importlib
@@ -15,11 +15,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stapo_lite.audit import audit, compare
     from stapo_lite.config import load_config, load_eval_config
-    from stapo_lite.evaluate import evaluate
-    from stapo_lite.export import export
-    from stapo_lite.train import train
+    from stapo_lite.evaluation.evaluate import evaluate
+    from stapo_lite.tools.audit import audit, compare
+    from stapo_lite.tools.export import export
+    from stapo_lite.training.loop import train
 
 if not os.path.exists("/proc/driver/nvidia/version"):  # read by torch when it is imported
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # vLLM's CPU backend warns of NUMA nodes that a PC lacks
@@ -27,7 +27,10 @@ if not os.path.exists("/proc/driver/nvidia/version"):  # read by torch when it i
 __version__ = "0.1.0"
 __all__ = ["audit", "compare", "evaluate", "export", "load_config", "load_eval_config", "train"]
 
-_MODULES = {"compare": "audit", "load_config": "config", "load_eval_config": "config"}
+_MODULES = {
+    "audit": "tools.audit", "compare": "tools.audit", "evaluate": "evaluation.evaluate", "export": "tools.export",
+    "load_config": "config", "load_eval_config": "config", "train": "training.loop",
+}  # fmt: skip
 
 
 class _Package(ModuleType):
@@ -36,12 +39,12 @@ class _Package(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name not in __all__:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(f"{self.__name__}.{_MODULES.get(name, name)}"), name)
+        return getattr(importlib.import_module(f"{self.__name__}.{_MODULES[name]}"), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # The first import of `stapo_lite.train`, wherever it happens, would put the module in the function's place.
-        is_module = isinstance(value, ModuleType) and name in __all__
-        super().__setattr__(name, getattr(value, name) if is_module else value)
+        # The first import of the command `stapo_lite.train` would put its module in the function's place.
+        if not (isinstance(value, ModuleType) and name in __all__):
+            super().__setattr__(name, value)
 
 
 sys.modules[__name__].__class__ = _Package

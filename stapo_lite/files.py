@@ -7,9 +7,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from stapo_lite.config import InputError, one_line
+from stapo_lite.errors import InputError, one_line
 
 logger = logging.getLogger(__name__)
+SURROGATES = "backslashreplace"
+"""Halves of a surrogate pair are written as JSON has them."""
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -87,7 +89,7 @@ class Journal:
         """
         size = self.path.stat().st_size if self.path.exists() else 0
         try:
-            with self.path.open("a", encoding="utf-8") as file:
+            with self.path.open("a", encoding="utf-8", errors=SURROGATES) as file:
                 file.writelines(map(_dump, self._waiting))
         except OSError:
             if self.path.exists():
@@ -106,18 +108,13 @@ class Journal:
 
 
 def _dump(line: dict[str, Any]) -> str:
-    text = json.dumps(line, ensure_ascii=False)
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair
-        text = json.dumps(line)
-    return text + "\n"
+    return json.dumps(line, ensure_ascii=False) + "\n"
 
 
 def write_text(path: Path, text: str) -> None:
     """Replace a file as a whole: who is killed meanwhile leaves the old one."""
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
+    partial.write_text(text, encoding="utf-8", errors=SURROGATES)
     sync(partial)
     partial.replace(path)
 

@@ -1,193 +1,33 @@
-"""STAPO training: rollouts, rewards, group advantages, keep-mask, clipped policy-gradient updates.
+"""accelerate launch -m stapo_lite.train configs/quickstart.yaml [key.sub=value ...] [--dry-run] [--resume [--force]]"""
 
-    accelerate launch -m stapo_lite.train configs/quickstart.yaml [key.sub=value ...] [--dry-run] [--resume [--force]]
-
-Read `train` from top to bottom, then `update.py`: they are the method. docs/deviations.md lists where it
-departs from the paper; first of all, a LoRA adapter trains instead of the whole model.
-"""
-
-import argparse
-import itertools
-import math
 import os
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
 
-import torch
-from accelerate import PartialState
-from accelerate.utils import gather_object
-from tqdm.auto import tqdm
-
-from stapo_lite.advantages import group_advantages
-from stapo_lite.batching import MiniBatch, cut_evenly, pack, sequence_length, split_evenly
-from stapo_lite.config import Config, batch_arithmetic, check_processes, load_config, one_line_errors, to_yaml
-from stapo_lite.lifecycle import card_memory, end_on_sigterm
-from stapo_lite.metrics import has_variance
-from stapo_lite.opening import open_run
-from stapo_lite.rewards import overlong_share
-from stapo_lite.run import Rollouts, Run
-from stapo_lite.types import Completion, derived_seed
-from stapo_lite.update import measure, old_inputs, update, with_gradient
+from stapo_lite.cli import config_parser
+from stapo_lite.config import batch_arithmetic, check_processes, load_config, to_yaml
+from stapo_lite.errors import one_line_errors
 
 
-def train(config: Config, resume: bool = False, force: bool = False) -> Iterator[dict[str, Any]]:
-    """Run the training; yields the metrics of each step (docs/metrics.md).
-
-    Who stops iterating ends the run there: adapter and checkpoint are written as at the last step. With several
-    processes all must stop at the same one. What interrupts a step (an error, SIGTERM, Ctrl-C) leaves a checkpoint of
-    the step before.
-
-    Args:
-        resume: continue from the newest intact checkpoint in `config.output_dir`; begin where there is none.
-        force: continue with a config that differs where it decides what the run computes.
-
-    Raises:
-        InputError: something in the config, the data or the model cannot be used; found before any
-            weights are loaded, where it can be.
-        RunError: faults that the run outlives (docs/faults.md) did not end.
-    """
-    with open_run(config, resume, force) as run:
-        for step in run.steps():
-            rollouts = sample_groups(run, step)
-            assign_advantages(run, rollouts.batch)
-            updates = [update(run.learner, batch) for batch in mini_batches(run, rollouts.batch)]
-            yield run.record(step, rollouts, updates)
-        evaluate(run)
-
-
-def sample_groups(run: Run, step: int) -> Rollouts:
-    """Sample groups of completions from the adapter as it is now, and score them.
-
-    One round draws the batch. With dynamic sampling further rounds fill it with groups that have variance (DAPO).
-    """
-    train, rollout = run.config.train, run.config.rollout
-    run.engine.wake()
-    run.engine.publish(run.policy, version=step)
-    evaluate(run)
-    if rollout.max_lag:  # servers go on with the prompts of later steps while this one trains
-        steps = min(1 + rollout.max_lag, train.max_steps - run.progress.step)
-        ahead = run.share(steps * train.batch_size)
-        run.engine.prefetch(ahead.prompts, ahead.seeds)
-    rollouts = Rollouts()
-    while len(rollouts.batch) < train.batch_size:
-        if rollouts.rounds == (rollout.max_sampling_rounds if rollout.dynamic_sampling else 1):
-            break
-        wanted = prompts_wanted(len(rollouts.batch), train.batch_size, rollouts.drawn)
-        groups = sample_round(run, step, wanted, rollouts)
-        rollouts.batch += [group for group in groups if not rollout.dynamic_sampling or has_variance(group)]
-        del rollouts.batch[train.batch_size :]
-    run.memory = [card_memory()]
-    run.engine.sleep()
-    run.policy.unpark()
-    return rollouts
-
-
-def sample_round(run: Run, step: int, wanted: int, rollouts: Rollouts) -> list[list[Completion]]:
-    """Sample and score our share of the next prompts; return the groups of all processes, in the prompts' order."""
-    share, seed = run.share(wanted), derived_seed(run.config.seed, run.progress.prompts_drawn)
-    groups: list[list[Completion]] = []
-    if share.prompts:
-        groups = run.engine.generate(share.prompts, share.seeds, progress=run.accelerator.is_main_process)
-    completions = list(itertools.chain(*groups))
-    lags = [step - completion.adapter_version for completion in completions]
-    assert all(0 <= lag <= run.config.rollout.max_lag for lag in lags), "the engine lost the adapter"
-    run.progress.prompts_drawn += wanted
-    rollouts.sampled += groups
-    rollouts.drawn += wanted
-    rollouts.rounds += 1
-    run.clock.lap("rollout")
-    texts = run.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
-    for completion, text in zip(completions, texts, strict=True):
-        completion.text = text
-    if completions:
-        run.rewards.score(completions, seed)
-    everyones = sorted(gather_object(list(zip(share.places, groups, strict=True))), key=lambda pair: pair[0])
-    run.clock.lap("reward")
-    return [group for _, group in everyones]
-
-
-def prompts_wanted(filled: int, size: int, drawn: int) -> int:
-    """Prompts of the next round: a whole batch, or what fills it if as many groups are usable as so far."""
-    return min(size, math.ceil((size - filled) * drawn / filled)) if filled else size
-
-
-def assign_advantages(run: Run, groups: Sequence[Sequence[Completion]]) -> None:
-    """Give each completion its group advantage, of the rewards less the soft overlong punishment."""
-    reward, longest = run.config.reward, run.config.rollout.max_completion_length
-    for group in groups:
-        shares = [overlong_share(len(c.token_ids), longest, reward.overlong_buffer) for c in group]
-        penalties = [reward.overlong_penalty * share for share in shares]
-        scores = [math.nan if c.reward is None else c.reward - p for c, p in zip(group, penalties, strict=True)]
-        advantages = group_advantages(
-            torch.tensor(scores, dtype=torch.float64), run.config.objective.scale_rewards == "group"
-        )
-        for completion, advantage in zip(group, advantages.tolist(), strict=True):
-            completion.advantage = advantage
-        if run.accelerator.is_main_process:
-            run.learner.tally.add(batch_completions=len(group), overlong_penalty=sum(penalties))
-
-
-def mini_batches(run: Run, groups: Sequence[Sequence[Completion]]) -> Iterator[MiniBatch]:
-    """Cut a step's groups into mini-batches; yield our share of each, as much work as that of any other process.
-
-    What later mini-batches need of the policy as it was before the step's first update is measured before that.
-    """
-    objective, accelerator, device = run.learner.objective, run.accelerator, run.policy.device
-    batches = []
-    for part in cut_evenly(groups, run.config.train.mini_batch_size):
-        whole = list(itertools.chain(*part))
-        rows = set(with_gradient(whole, objective))
-        work = [sequence_length(completion) if row in rows else 0 for row, completion in enumerate(whole)]
-        ours = split_evenly(work, accelerator.num_processes)[accelerator.process_index]
-        batches.append(pack([whole[row] for row in ours], device))
-    for batch in batches[1:]:
-        batch.old = measure(run.policy, batch, old_inputs(batch.completions, objective), run.learner.budget)
-    trained = (batch.select(with_gradient(batch.completions, objective)) for batch in batches)
-    tokens = sum(len(completion.token_ids) for completion in itertools.chain(*trained))
-    quiet = None if accelerator.is_main_process else True
-    with tqdm(total=tokens, desc="update", unit="tok", leave=False, disable=quiet) as bar:
-        run.learner.on_tokens = bar.update
-        yield from batches
-
-
-def evaluate(run: Run) -> None:
-    """Take the benchmarks with the adapter as it is now, where they are due and not yet taken; the clock stands."""
-    step = run.progress.step
-    if run.exam is None or run.log.has_evaluation(step):
-        return
-    if run.ended:
-        run.engine.wake()
-        run.engine.publish(run.policy, version=step + 1)
-    elif step % run.config.evaluation.steps:
-        return
-    run.clock.lap("rollout")
-    run.log.evaluation(step, run.exam(run.engine, run.accelerator))
-    run.clock.start()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m stapo_lite.train", description="Train a LoRA adapter with STAPO.")
-    parser.add_argument("config", type=Path, help="YAML file, see configs/")
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="replace values of the config")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the resolved config and the batch arithmetic, stop"
-    )
-    parser.add_argument(
-        "--resume", action="store_true", help="continue from the newest checkpoint in output_dir, if any"
-    )
+def main(arguments: list[str] | None = None) -> None:
+    parser = config_parser("python -m stapo_lite.train", "Train a LoRA adapter with STAPO.")
+    parser.add_argument("--dry-run", action="store_true", help="print config and batch arithmetic, and stop")
+    parser.add_argument("--resume", action="store_true", help="continue from output_dir's newest checkpoint, if any")
     parser.add_argument("--force", action="store_true", help="resume with a config that makes it another run")
-    arguments = parser.parse_intermixed_args()
+    given = parser.parse_intermixed_args(arguments)
     with one_line_errors():
-        config = load_config(arguments.config, arguments.overrides)
+        config = load_config(given.config, given.overrides)
         processes = int(os.environ.get("WORLD_SIZE", "1"))
         check_processes(config, processes)
-        if arguments.dry_run:
+        if given.dry_run:
             if os.environ.get("RANK", "0") == "0":
                 print(f"{to_yaml(config)}\n{batch_arithmetic(config, processes)}")
             return
+        from accelerate import PartialState
+
+        from stapo_lite.training.lifecycle import end_on_sigterm
+        from stapo_lite.training.loop import train
+
         end_on_sigterm()
-        for _ in train(config, arguments.resume, arguments.force):
+        for _ in train(config, given.resume, given.force):
             pass
         PartialState().destroy_process_group()  # its threads, still running at exit, may abort a process
 

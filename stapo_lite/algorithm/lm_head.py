@@ -1,0 +1,305 @@
+"""Log-probability, entropy and collision probability from hidden states, never holding [tokens, vocab].
+
+With a frozen head W, a token's log-probability is one number, so its gradient with respect to the
+hidden state is one vector, known as soon as the softmax is:
+
+    d log pi(y) / d h = (W[y] - sum_v p_v W_v) / T
+
+The sum is formed in the forward pass by the online softmax of flash attention (hidden states as
+queries, rows of W as both keys and values). Two matrix products in all, and a backward pass that only
+scales rows; recomputing the logits in the backward pass takes three. Where entropy needs a gradient, the
+recomputing path below does the same sweep. The head itself is never trained.
+
+Logits are accumulated in fp32: rounding them to bf16 moves a probability near tau_p by per cents.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from stapo_lite.types import TokenStatistics
+
+TILE = 128
+"""Rows and columns of which a tile of logits has multiples."""
+
+
+def token_statistics(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    memory_bytes: int = 256 << 20,
+    differentiable_entropy: bool = False,
+) -> TokenStatistics:
+    """Statistics of softmax((hidden W^T + bias) / temperature) for each token.
+
+    Args:
+        hidden: [N, D] fp32, bf16 or fp16; row n predicts `targets[n]`.
+        weight: [V, D], the dtype of `hidden`; the rows of the LM head, tied or not.
+        targets: [N] int64 in [0, V).
+        bias: [V] or None.
+        temperature: the sampling temperature, > 0.
+        memory_bytes: workspace, from which the chunk sizes follow.
+        differentiable_entropy: give entropy and collision probability a gradient too.
+
+    Returns:
+        TokenStatistics of [N] fp32. Gradients flow to `hidden`, from `logprobs` or with `differentiable_entropy` from
+        all three.
+
+    Raises:
+        ValueError: the shapes do not fit together, hidden and weight differ in dtype, or the head wants a gradient.
+    """
+    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or targets.shape != hidden.shape[:1]:
+        raise ValueError(
+            f"need hidden [N, D], weight [V, D], targets [N]; got {tuple(hidden.shape)}, "
+            f"{tuple(weight.shape)}, {tuple(targets.shape)}"
+        )
+    if hidden.dtype != weight.dtype:
+        raise ValueError(f"hidden is {hidden.dtype} but weight is {weight.dtype}: cast one")
+    if weight.requires_grad or (bias is not None and bias.requires_grad):
+        raise ValueError("the head is frozen here, and gets no gradient: set its requires_grad to False")
+    if not torch.is_grad_enabled():
+        hidden = hidden.detach()  # then only the first product runs
+    head = _RecomputedHead if differentiable_entropy else _FrozenHead
+    with torch.autocast(hidden.device.type, enabled=False), _bf16_products(weight):  # autocast would round to bf16
+        return TokenStatistics(*head.apply(hidden, weight, bias, targets, temperature, memory_bytes))
+
+
+@torch.no_grad()
+def top_tokens(
+    hidden: Tensor,
+    weight: Tensor,
+    k: int,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    memory_bytes: int = 256 << 20,
+) -> tuple[Tensor, Tensor]:
+    """The k most probable tokens of a few hidden states, the most probable first; arguments as in `token_statistics`.
+
+    Unlike there, all logits are in memory, [N, V] fp32.
+
+    Returns:
+        ids [N, k] int64, and their probabilities at the temperature, [N, k] fp32.
+    """
+    _, v = chunk_sizes(len(hidden), len(weight), weight.shape[1], memory_bytes)
+    with torch.autocast(hidden.device.type, enabled=False), _bf16_products(weight):
+        tiles = [logits.clone() for _, _, logits in _logit_tiles(hidden, weight, bias, temperature, v)]
+    best = torch.cat(tiles, 1).softmax(1).topk(k)
+    return best.indices, best.values
+
+
+def chunk_sizes(tokens: int, vocabulary: int, width: int, memory_bytes: int) -> tuple[int, int]:
+    """Rows of hidden and of weight per tile, so that the fp32 workspace stays within the budget.
+
+    The workspace of a tile of n tokens x v vocabulary rows: logits and exponentials (2 n v), the running
+    expectation and a copy of the hidden states (2 n D), and what the product needs in its own type: the rows
+    on a CPU, the exponentials on a GPU (at most v D). Square tiles are the best use of it when tokens are plenty.
+    Where they are cut, they are multiples of 128: odd leading dimensions leave cuBLAS's fast kernels. Below one such
+    tile the budget is not kept.
+    """
+    floats = memory_bytes / 4
+    square = (math.sqrt(9 * width**2 + 8 * floats) - 3 * width) / 4  # 2 n^2 + 3 n D = floats
+    n = min(tokens, _tile(square))
+    v = min(vocabulary, _tile((floats - 2 * n * width) / (2 * n + width)))
+    return max(1, n), v
+
+
+def _tile(size: float) -> int:
+    return max(TILE, int(size) // TILE * TILE)
+
+
+class Running(NamedTuple):
+    """Sums over the columns seen so far, m the largest logit a among them; each [n] fp32, updated in place."""
+
+    m: Tensor
+    s: Tensor
+    """sum e^(a-m)"""
+    shifted: Tensor
+    """sum e^(a-m) (a-m)"""
+    squares: Tensor
+    """sum e^(2(a-m))"""
+    target_logit: Tensor
+
+    def statistics(self) -> Tensor:
+        """Log-probability, entropy, collision probability, log-normaliser; [4, n]."""
+        log_s = self.s.log()
+        log_normaliser = self.m + log_s
+        entropy = log_s - self.shifted / self.s
+        return torch.stack([self.target_logit - log_normaliser, entropy, self.squares / self.s**2, log_normaliser])
+
+
+class _FrozenHead(torch.autograd.Function):
+    """Gradient from log-probability to hidden only, formed in the forward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden, weight, bias, targets, temperature, memory_bytes):
+        want_gradient = ctx.needs_input_grad[0]
+        n, v = chunk_sizes(len(hidden), len(weight), weight.shape[1], memory_bytes)
+        statistics = hidden.new_empty(4, len(hidden), dtype=torch.float32)
+        direction = torch.empty_like(hidden) if want_gradient else None
+        for start in range(0, len(hidden), n):
+            rows = slice(start, start + n)
+            running, expected = _sweep(hidden[rows], weight, bias, targets[rows], temperature, v, want_gradient)
+            statistics[:, rows] = running.statistics()
+            if direction is not None:
+                expected /= running.s[:, None]
+                torch.sub(weight[targets[rows]], expected, out=expected)
+                direction[rows] = expected.div_(temperature)
+        ctx.save_for_backward(direction)
+        logprobs, entropy, collision, _ = statistics.unbind()
+        ctx.mark_non_differentiable(entropy, collision)
+        return logprobs, entropy, collision
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor):
+        (direction,) = ctx.saved_tensors
+        d_hidden = torch.mul(direction, gradients[0][:, None], out=torch.empty_like(direction))
+        return d_hidden, None, None, None, None, None
+
+
+class _RecomputedHead(torch.autograd.Function):
+    """Gradients from all statistics to hidden; logits recomputed tile by tile.
+
+    With p the softmax of the logits a:  d log p_y / da = 1[y] - p;  dH / da = -p (log p + H);
+    d(sum p^2) / da = 2 p (p - sum p^2).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden, weight, bias, targets, temperature, memory_bytes):
+        n, v = chunk_sizes(len(hidden), len(weight), weight.shape[1], memory_bytes // 2)  # backward holds more
+        outputs = hidden.new_empty(4, len(hidden), dtype=torch.float32)
+        for start in range(0, len(hidden), n):
+            rows = slice(start, start + n)
+            running, _ = _sweep(hidden[rows], weight, bias, targets[rows], temperature, v, want_expectation=False)
+            outputs[:, rows] = running.statistics()
+        ctx.save_for_backward(hidden, weight, bias, targets, outputs)
+        ctx.temperature, ctx.tile = temperature, (n, v)
+        logprobs, entropy, collision, _ = outputs.unbind()
+        return logprobs, entropy, collision
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor):
+        hidden, weight, bias, targets, outputs = ctx.saved_tensors
+        n, v = ctx.tile
+        d_hidden = torch.zeros_like(hidden, dtype=torch.float32)
+        with _bf16_products(weight):
+            for start in range(0, len(hidden), n):
+                rows = slice(start, start + n)
+                _, entropy, collision, log_normaliser = outputs[:, rows, None].unbind()
+                d_logprobs, d_entropy, d_collision = (g[rows, None] for g in gradients)
+                for columns, tile, logits in _logit_tiles(hidden[rows], weight, bias, ctx.temperature, v):
+                    log_p = logits.sub_(log_normaliser)
+                    p = log_p.exp()
+                    d_logits = (p - collision).mul_(p).mul_(2 * d_collision)
+                    d_logits -= log_p.add_(entropy).mul_(p).mul_(d_entropy)
+                    d_logits -= p.mul_(d_logprobs)
+                    local, inside = _locate(targets[rows] - columns.start, logits)
+                    d_logits.scatter_add_(1, local, torch.where(inside, d_logprobs, 0.0))
+                    d_logits /= ctx.temperature
+                    _product(d_logits.to(tile.dtype), tile, d_hidden[rows], add=True)
+                    del p, d_logits  # their memory serves the next tile
+        return d_hidden.to(hidden.dtype), None, None, None, None, None
+
+
+def _sweep(hidden, weight, bias, targets, temperature, v, want_expectation: bool):
+    """One pass over the vocabulary.
+
+    Returns the running sums, and sum_v e^(a_v - m) W_v [n, D] fp32 (None unless wanted).
+    """
+    m = torch.full(targets.shape, -1e30, device=hidden.device)  # finite: 0 * (m - m') stays 0
+    running = Running(m, *torch.zeros(4, len(hidden), device=hidden.device))
+    expected = torch.zeros_like(hidden, dtype=torch.float32) if want_expectation else None
+    for columns, tile, logits in _logit_tiles(hidden, weight, bias, temperature, v):
+        dtype = tile.dtype if want_expectation else None
+        exponentials, scale = fold(logits, targets - columns.start, running, dtype)
+        if expected is not None and exponentials is not None:
+            expected *= scale[:, None]
+            _product(exponentials, tile, expected, add=True)
+        del exponentials  # its memory serves the next tile
+    return running, expected
+
+
+def fold(logits: Tensor, local: Tensor, running: Running, dtype: torch.dtype | None) -> tuple[Tensor | None, Tensor]:
+    """Add a tile of logits to the running sums (online softmax).
+
+    Args:
+        logits: [n, v] fp32, overwritten.
+        local: [n] int64, the target's column in the tile, which may lie outside.
+        running: updated to a new maximum m'.
+        dtype: of the exponentials; None where they are not wanted.
+
+    Returns:
+        e^(a - m') [n, v] or None, and e^(m - m') [n] fp32.
+    """
+    column, inside = _locate(local, logits)
+    target = torch.where(inside, logits.gather(1, column), running.target_logit[:, None])
+    higher = torch.maximum(running.m, logits.amax(1))
+    scale = torch.exp(running.m - higher)
+    logits -= higher[:, None]
+    exponentials = logits.exp()
+    # torch's sum adds in pairs: over 150,000 columns a BLAS dot product would be 60 times less exact.
+    shifted = scale * (running.shifted + running.s * (running.m - higher)) + logits.mul_(exponentials).sum(1)
+    squares = scale.square() * running.squares + torch.mul(exponentials, exponentials, out=logits).sum(1)
+    s = scale * running.s + exponentials.sum(1)
+    for old, new in zip(running, (higher, s, shifted, squares, target.squeeze(1)), strict=True):
+        old.copy_(new)
+    return None if dtype is None else exponentials.to(dtype), scale
+
+
+def _logit_tiles(hidden, weight, bias, temperature, v) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """(columns, their rows of weight, logits [n, v] fp32) over the vocabulary; the last tile may be narrower.
+
+    The CPU rounds a half-precision product to its operands' type, so there they are fp32 copies. What is
+    yielded lives in the same memory each time.
+    """
+    copy = None
+    if not weight.is_cuda and weight.dtype != torch.float32:
+        copy, hidden = torch.empty(v, weight.shape[1]), hidden.float()
+    buffer = hidden.new_empty(len(hidden) * v, dtype=torch.float32)
+    for start in range(0, len(weight), v):
+        tile = weight[start : start + v]
+        columns = slice(start, start + len(tile))
+        if copy is not None:
+            tile = copy[: len(tile)].copy_(tile)
+        logits = buffer[: len(hidden) * len(tile)].view(len(hidden), len(tile))
+        _product(hidden, tile.T, logits, add=False)
+        if bias is not None:
+            logits += bias[columns]
+        yield columns, tile, logits if temperature == 1 else logits.div_(temperature)
+
+
+def _locate(local: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Column of each target clamped into the tile, and whether it lies there; both [n, 1]."""
+    local, width = local[:, None], logits.shape[1]
+    return local.clamp(0, width - 1), (local >= 0) & (local < width)
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
+    """out = a @ b or out += a @ b, in fp32, from fp32 or (CUDA only) half-precision operands."""
+    if a.dtype == torch.float32:
+        out.addmm_(a, b, beta=float(add))
+    elif add:
+        torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
+    else:
+        torch.mm(a, b, out_dtype=torch.float32, out=out)
+
+
+@contextmanager
+def _bf16_products(weight: Tensor) -> Iterator[None]:
+    """Let a CPU multiply the fp32 copies of bf16 values by its bf16 units, which add up in fp32 and lose nothing:
+    three times as fast. The exponentials are rounded to bf16, as on a GPU."""
+    settings: Any = getattr(torch.backends.mkldnn, "matmul")  # noqa: B009  (its type stub lacks it)
+    before = settings.fp32_precision
+    if weight.dtype == torch.bfloat16 and not weight.is_cuda:
+        settings.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before

@@ -1,0 +1,113 @@
+"""S2T, silencing spurious tokens: the keep-mask that is STAPO's one difference from DAPO.
+
+    I = 0  if  A > 0  and  pi < tau_p  and  H < tau_h        (strict inequalities)
+    I = 1  otherwise
+
+tau_p is an absolute probability; tau_h is a quantile of the entropy, taken anew over each whole
+optimisation mini-batch, across micro-batches and processes. Nothing here depends on how the tokens are
+laid out: the functions are elementwise, but for the one quantile.
+"""
+
+import array
+import math
+import zlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def candidate_mask(logprobs: Tensor, advantages: Tensor, tau_p: float) -> Tensor:
+    """Tokens with A > 0 and pi < tau_p.
+
+    Args:
+        logprobs: log pi(y_t), fp32, any shape.
+        advantages: of each token's completion, broadcastable to `logprobs`.
+        tau_p: probability in (0, 1].
+
+    Returns:
+        bool, the shape of `logprobs`.
+    """
+    return (advantages > 0) & (logprobs < math.log(tau_p))
+
+
+def linear_quantile(values: Tensor, quantile: float) -> float | None:
+    """The quantile of the values, linear between order statistics; tau_h where they are entropies.
+
+    The same as `torch.quantile`, which refuses more than 2**24 elements.
+
+    Args:
+        values: [M] fp32.
+        quantile: in [0, 1].
+
+    Returns:
+        None where there are no values.
+    """
+    return linear_quantiles(values, [quantile])[0]
+
+
+def linear_quantiles(values: Tensor, quantiles: Sequence[float]) -> list[float | None]:
+    """`linear_quantile` for several quantiles, with one sort."""
+    if values.numel() == 0:
+        return [None] * len(quantiles)
+    ordered = values.double().sort().values
+    result: list[float | None] = []
+    for quantile in quantiles:
+        position = quantile * (len(ordered) - 1)
+        low = ordered[math.floor(position)].item()
+        high = ordered[math.ceil(position)].item()
+        result.append(low + (high - low) * (position - math.floor(position)))
+    return result
+
+
+def spurious_mask(candidates: Tensor, score: Tensor, threshold: float | None) -> Tensor:
+    """Candidates whose score is below the threshold: the tokens to silence, where I = 0.
+
+    Args:
+        candidates: bool, from `candidate_mask`.
+        score: fp32, the same shape: the entropy, or for the paper's ablations its negative
+            (`high-entropy`) or `random_scores`.
+        threshold: quantile of the score from `linear_quantile`: tau_h where the score is the entropy.
+            None silences nothing.
+
+    Returns:
+        bool, the same shape.
+    """
+    # In float64, as the threshold is: rounded to float32 it could rise above a score it equals.
+    return candidates & (score.double() < (-math.inf if threshold is None else threshold))
+
+
+def top_entropy_mask(entropy: Tensor, threshold: float | None) -> Tensor:
+    """20-Entropy's keep-mask (arXiv 2506.01939, eq. 5): tokens with H >= the threshold.
+
+    Args:
+        entropy: fp32 nats, any shape.
+        threshold: the 1 - rho quantile of the mini-batch's entropies. None keeps everything.
+
+    Returns:
+        bool, the same shape.
+    """
+    return entropy.double() >= (-math.inf if threshold is None else threshold)
+
+
+def random_scores(token_ids: Sequence[int], salt: int) -> Tensor:
+    """Uniform in [0, 1), [len(token_ids)] fp32: a function of the tokens and the salt alone, so that the
+    `random` ablation depends neither on the order of completions nor on the process that holds them."""
+    generator = torch.Generator().manual_seed(zlib.crc32(array.array("q", [salt, *token_ids]).tobytes()))
+    return torch.rand(len(token_ids), generator=generator)
+
+
+def next_tau_p(tau_p: float, silenced_share: float, target: float, given: float) -> float:
+    """Adaptive tau_p (experimental; the paper names adaptive thresholds as future work).
+
+    Integral control of log tau_p: a step that silences nothing raises tau_p by a tenth, one at the target
+    leaves it, and one far above lowers it by at most a factor of e. Linear in the share, so that the mean
+    share comes to the target even where single steps silence either nothing or too much.
+
+    Args:
+        silenced_share: of the step's completion tokens.
+        target: the share to stay near.
+        given: tau_p of the config; a tenth and ten times of it are the bounds.
+    """
+    change = 0.1 * max(-10.0, 1 - silenced_share / target)
+    return min(10 * given, max(given / 10, tau_p * math.exp(change)))

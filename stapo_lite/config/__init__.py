@@ -1,0 +1,21 @@
+"""What the user asked for: one typed tree, read from YAML and `key.sub=value` overrides."""
+
+from stapo_lite.config.launch import batch_arithmetic, check_processes, check_sharded
+from stapo_lite.config.loading import flatten, load_config, load_eval_config, to_yaml
+from stapo_lite.config.schema import (
+    BENCHMARK_NAMES,
+    PROJECTIONS,
+    S2T,
+    Config,
+    Data,
+    Engine,
+    EvalConfig,
+    Log,
+    Lora,
+    Objective,
+    Prompting,
+    Reward,
+    Rollout,
+    Symptom,
+    Train,
+)

@@ -1,0 +1,37 @@
+"""What a config asks for, held against the processes that were launched."""
+
+from stapo_lite.config.schema import Config
+from stapo_lite.errors import InputError
+
+
+def check_processes(config: Config, num_processes: int) -> None:
+    """Raises InputError where some processes would have no prompt."""
+    if config.train.batch_size < num_processes:
+        raise InputError(
+            f"train.batch_size={config.train.batch_size} is less than the {num_processes} processes launched: raise it"
+        )
+
+
+def check_sharded(config: Config, engine: str) -> None:
+    """Raises InputError where config or engine ask for what a base that is spread over processes cannot do."""
+    for key, value in {
+        "quantization": config.quantization,
+        "train.park_trainer": config.train.park_trainer,
+        "train.compile": config.train.compile,
+        "rollout.engine": engine if engine == "transformers" else None,
+    }.items():
+        if value:
+            raise InputError(f"{key}={value}: not with a base that FSDP shards over the processes")
+
+
+def batch_arithmetic(config: Config, num_processes: int) -> str:
+    """One line that says how a step is made up."""
+    train, generations = config.train, config.rollout.num_generations
+    rounds = config.rollout.max_sampling_rounds
+    unit = f"round, at most {rounds} rounds a step" if config.rollout.dynamic_sampling else "step"
+    return (
+        f"{train.batch_size} prompts x {generations} completions = {train.batch_size * generations} "
+        f"rollouts a {unit}, {train.batch_size // train.mini_batch_size} update(s) of "
+        f"{train.mini_batch_size * generations} completions, on {num_processes} process(es) with "
+        f"micro-batches of at most {train.max_tokens_per_microbatch} tokens; {train.max_steps} steps"
+    )

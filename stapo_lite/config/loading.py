@@ -1,0 +1,144 @@
+"""Configs read from YAML and `key.sub=value` overrides, with errors of one line that name key and fix."""
+
+import copy
+import difflib
+import reprlib
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from stapo_lite.config.presets import EVAL_PRESETS, PRESETS, Presets, fill, lookup
+from stapo_lite.config.schema import Config, EvalConfig, Section
+from stapo_lite.errors import InputError, one_line
+
+S = TypeVar("S", bound=Section)
+
+
+def load_config(source: str | Path | dict[str, Any], overrides: list[str] | None = None) -> Config:
+    """Read a YAML config and apply `key.sub=value` overrides (values are YAML too).
+
+    Args:
+        source: the file, or what it would hold as nested dictionaries.
+
+    Raises:
+        InputError: the file is missing or not a mapping; a key is unknown (with the nearest match);
+            a value has the wrong type or range; the batch sizes do not fit together.
+    """
+    return _load(Config, PRESETS, source, overrides)
+
+
+def load_eval_config(source: str | Path | dict[str, Any], overrides: list[str] | None = None) -> EvalConfig:
+    """The same for an evaluation."""
+    return _load(EvalConfig, EVAL_PRESETS, source, overrides)
+
+
+def _load(schema: type[S], presets: Presets, source: str | Path | dict, overrides: list[str] | None) -> S:
+    if isinstance(source, dict):
+        path, tree = "config", copy.deepcopy(source)
+    else:
+        path, tree = str(source), _read_yaml(Path(source))
+    _drop_what_presets_set(schema, tree, presets)
+    for override in overrides or []:
+        _apply_override(tree, override)
+    try:
+        return schema.model_validate(tree)
+    except ValidationError as error:
+        raise InputError(f"{path}: {_explain(schema, error.errors()[0])}") from None
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's own loader would take the last of two equal keys in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        twice = [key for key in keys if keys.count(key) > 1]
+        if twice:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"the key {twice[0]!r} stands there twice", node.start_mark
+            )
+        return super().construct_mapping(node, deep)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such config file") from None
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # a ValueError: bad UTF-8, huge numbers
+        raise InputError(f"{path}: cannot be read as YAML: {one_line(error)}") from None
+    if not isinstance(tree, dict):
+        raise InputError(f"{path}: must be a YAML mapping of keys, as in configs/quickstart.yaml")
+    return tree
+
+
+def to_yaml(config: Section) -> str:
+    """The resolved config as YAML that `load_config` reads back."""
+    return yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
+
+
+def _apply_override(tree: dict, override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise InputError(f"override {override!r}: write it as key.sub=value")
+    try:
+        value = yaml.load(text, _Loader)
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        raise InputError(f"override {override[:80]!r}: the value is not YAML: {one_line(error)}") from None
+    *parents, last = key.split(".")
+    node = tree
+    for parent in parents:
+        if node.get(parent) is None:
+            node[parent] = {}
+        node = node[parent]
+        if not isinstance(node, dict):
+            raise InputError(f"override {override!r}: {parent} is a value, not a section")
+    node[last] = value
+
+
+def _drop_what_presets_set(schema: type[Section], tree: dict, presets: Presets) -> None:
+    """Take out the fields that only repeat the file's own presets, so that an override of a preset can set them: the
+    config of a run folder spells them all out."""
+    own: dict = {"model": "any", "output_dir": "any"}
+    for key in presets:
+        if (name := lookup(tree, key)) is not None:
+            fill(own, key, name)
+    try:
+        own = schema.model_validate(own).model_dump()
+    except ValidationError:  # the file's own validation will say
+        return
+    for key in {key for table in presets.values() for fields in table.values() for key in fields}:
+        parents, _, last = key.rpartition(".")
+        if lookup(tree, key) == lookup(own, key):
+            del lookup(tree, parents)[last]
+
+
+def _explain(schema: type[BaseModel], error: Any) -> str:
+    """One of pydantic's errors as one line: key, what is wrong, what is allowed."""
+    key = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        *parents, last = error["loc"]
+        allowed = list(_section(schema, parents).model_fields)
+        near = difflib.get_close_matches(str(last), allowed, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"allowed are {', '.join(allowed)}"
+        return f"unknown key {key!r}: {hint}"
+    if error["type"] == "missing":
+        return f"key {key!r} is required: add it"
+    if error["type"] == "value_error":  # our own validators, which name their keys
+        return str(error["ctx"]["error"])
+    return f"key {key!r}: {error['msg'][0].lower()}{error['msg'][1:]}, got {reprlib.repr(error['input'])}"
+
+
+def _section(section: type[BaseModel], path: list) -> type[BaseModel]:
+    for part in path:
+        section = section.model_fields[part].annotation  # type: ignore[assignment]
+    return section
+
+
+def flatten(tree: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}"""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat

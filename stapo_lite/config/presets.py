@@ -1,0 +1,69 @@
+"""Presets: the algorithms that the paper compares, ablations of S2T, decodings. Each is a set of other keys' values,
+which count where the user leaves those open; docs/deviations.md has the sources."""
+
+import copy
+from typing import Any
+
+Presets = dict[str, dict[str, dict[str, Any]]]
+"""Key of the preset -> its value -> the keys that it sets, and what to; of several keys the first one comes first."""
+
+_NO_S2T = {"objective.s2t.enabled": False, "objective.entropy_coef": 0.0}
+_ALGORITHMS: dict[str, dict[str, Any]] = {
+    "stapo": {},  # the defaults
+    "justrl": _NO_S2T,
+    "20-entropy": _NO_S2T | {"objective.top_entropy_quantile": 0.2, "objective.renormalize": False},
+    "dapo": _NO_S2T | {"rollout.dynamic_sampling": True, "reward.overlong_penalty": 1.0},
+    "grpo": _NO_S2T | {"objective.aggregation": "sequence-mean", "objective.epsilon_high": 0.2, "objective.beta": 0.04},
+    "dr-grpo": _NO_S2T
+    | {"objective.aggregation": "constant", "objective.epsilon_high": 0.2, "objective.scale_rewards": "none"},
+}
+_S2T_PRESETS: dict[str, dict[str, Any]] = {
+    "paper": {},  # the defaults
+    "paper-v1": {"objective.s2t.quantile": 0.8, "objective.s2t.population": "all"},
+    "article": {
+        "objective.s2t.tau_p": 0.01,
+        "objective.s2t.quantile": 0.05,
+        "objective.s2t.population": "all",
+        "objective.entropy_coef": 0.001,
+    },
+    "full": {"objective.s2t.silence": "all"},
+    "high-entropy": {"objective.s2t.silence": "high-entropy"},
+    "random": {"objective.s2t.silence": "random"},
+}
+PRESETS: Presets = {"algorithm": _ALGORITHMS, "objective.s2t.preset": _S2T_PRESETS}
+
+EVAL_PRESETS: Presets = {
+    "decoding": {
+        "training-aligned": {},  # the defaults
+        "justrl": {"rollout.temperature": 0.7, "rollout.top_p": 0.9},
+    }
+}
+"""The two decodings of the paper's tables."""
+
+
+def fill_presets(tree: Any, presets: Presets) -> Any:
+    """The tree with the fields set that its presets set and it leaves open."""
+    resolved = copy.deepcopy(tree)
+    for key, table in presets.items():
+        name = lookup(resolved, key)
+        for path, value in (table.get(name, {}) if isinstance(name, str) else {}).items():
+            fill(resolved, path, value)
+    return resolved
+
+
+def lookup(tree: Any, key: str) -> Any:
+    """The value at a dotted key; None where there is none."""
+    for part in key.split("."):
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree
+
+
+def fill(tree: Any, key: str, value: Any) -> None:
+    """Set a value of the tree unless it has one; leave what is no tree to the validation."""
+    *parents, last = key.split(".")
+    for parent in parents:
+        if not isinstance(tree, dict):
+            return
+        tree = tree.setdefault(parent, {})
+    if isinstance(tree, dict):
+        tree.setdefault(last, value)

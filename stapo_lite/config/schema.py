@@ -1,0 +1,448 @@
+"""The sections of a run's config and of an evaluation's.
+
+Every field carries its own docstring; `docs/config.md` is generated from them (`make docs`). Names are TRL's and PEFT's
+where they have one.
+"""
+
+import os
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from stapo_lite.config.presets import EVAL_PRESETS, PRESETS, fill_presets
+
+Symptom = Literal[
+    "entropy_collapse", "entropy_explosion", "no_signal", "reward_stuck", "silenced_share", "sampler_gap", "ratio"
+]
+Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def _path(text: str) -> str:
+    """A path that the system accepts, or a name on the Hub."""
+    if "\0" in text or any(len(part.encode(errors="replace")) > 255 for part in text.split("/")):
+        raise PydanticCustomError("path", "no file can be called so")
+    return os.path.expanduser(text)
+
+
+UserPath = Annotated[str, Field(min_length=1), AfterValidator(_path)]
+BENCHMARK_NAMES = ["aime24", "aime25", "amc23", "math500", "minerva", "olympiadbench"]
+_OFF = BeforeValidator(lambda value: "off" if value is False else value)  # as YAML reads it
+OptionalPath = Annotated[str | None, AfterValidator(lambda path: path and _path(path))]
+PROJECTIONS: list[Projection] = list(get_args(Projection))
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys are errors, fields are documented by their docstrings."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+def _refuse(problem: object, message: str) -> None:
+    """Raise ValueError where there is a problem."""
+    if problem:
+        raise ValueError(message)
+
+
+class Lora(Section):
+    """The adapter (PEFT `LoraConfig` names)."""
+
+    r: int = Field(16, ge=1, le=512)
+    """Rank. vLLM serves ranks up to 512."""
+    lora_alpha: int = Field(32, gt=0)
+    """Scale of the adapter's output: `lora_alpha / r`."""
+    target_modules: list[Projection] = Field(PROJECTIONS, min_length=1)
+    """Linear layers that get an adapter. The LM head stays frozen: `lm_head.py` relies on it."""
+
+
+class Prompting(Section):
+    """How a problem becomes a prompt."""
+
+    system_prompt: str | None = None
+    """System message put before each prompt (with the chat template only)."""
+    prompt_suffix: str = ""
+    """Text appended to the last user message."""
+    apply_chat_template: bool = True
+    """Render prompts with the tokenizer's chat template. A prompt that ends in an assistant message
+    is continued, as in TRL."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Extra arguments of the chat template, such as `enable_thinking`."""
+    max_prompt_length: int = Field(1024, ge=1)
+    """Longest prompt, in tokens."""
+
+    @model_validator(mode="after")
+    def _system_prompts_need_the_template(self):
+        message = "data.system_prompt needs data.apply_chat_template=true: put it into the prompts instead"
+        _refuse(self.system_prompt is not None and not self.apply_chat_template, message)
+        return self
+
+
+class Data(Prompting):
+    """Prompts."""
+
+    source: UserPath = "arithmetic"
+    """`arithmetic` (generated sums), a `.jsonl` or `.parquet` file, or a dataset name on the Hub."""
+    subset: str | None = None
+    """Configuration name of a Hub dataset."""
+    split: str = "train"
+    """Split of a Hub dataset."""
+    prompt_column: str = "prompt"
+    """Column with the prompt: a string, or a list of `{role, content}` messages."""
+    answer_column: str = "answer"
+    """Column with the reference answer, which the built-in rewards need."""
+    drop_contaminated: list[str] | Literal[False] = False
+    """Benchmarks, `[all]` for the six or as in an evaluation (below): rows that hold 60 % or more of the 8-grams of one
+    of their problems are left out."""
+    filter_overlong_prompts: bool = False
+    """Drop prompts longer than `max_prompt_length` instead of stopping with an error."""
+    arithmetic_max_operand: int = Field(50, ge=1)
+    """`arithmetic` only: operands are drawn from 1 to this number."""
+
+
+class Reward(Section):
+    """Scoring of completions."""
+
+    functions: list[str] = Field(["math"], min_length=1)
+    """`math` (the final answer, docs/grading.md), `arithmetic` (the last integer must equal the
+    answer), or `package.module:function` with TRL's signature, in a notebook `__main__:function`."""
+    weights: list[float] | None = None
+    """Weight of each function; all 1 by default."""
+    correct: float = 1.0
+    """Value the built-in rewards give a right answer."""
+    incorrect: float = -1.0
+    """Value the built-in rewards give a wrong one: -1 as in DAPO, or 0."""
+    truncated_is_incorrect: bool = True
+    """`math`: a completion that was cut off at `max_completion_length` is wrong, whatever box it has; else an early box
+    would earn all that follows it."""
+    overlong_penalty: float = Field(0.0, ge=0)
+    """Soft overlong punishment (DAPO): taken off the reward of a completion of full length; 0 for none."""
+    overlong_buffer: float = Field(0.2, gt=0, le=1)
+    """The penalty grows linearly over this last share of `max_completion_length` (DAPO: 4,096 of 20,480)."""
+    function_timeout: float = Field(300.0, gt=0, le=1e6)
+    """Seconds that one call of your own function may take. It runs in a process of its own, which is then killed."""
+
+    @model_validator(mode="after")
+    def _one_weight_per_function(self):
+        wanted = len(self.functions)
+        given = wanted if self.weights is None else len(self.weights)
+        message = f"reward.weights has {given} entries for {wanted} reward.functions: give one weight per function"
+        _refuse(given != wanted, message)
+        return self
+
+
+class Engine(Section):
+    """The engine that samples completions."""
+
+    engine: Literal["auto", "vllm", "transformers"] = "auto"
+    """`auto` takes vLLM where it is installed, else transformers' `generate`."""
+    max_completion_length: int = Field(2048, ge=1)
+    """Longest completion, in tokens."""
+    gpu_memory_utilization: float = Field(0.45, gt=0, lt=1)
+    """vLLM on a GPU: share of the card's memory it may take."""
+    max_num_seqs: int = Field(128, ge=1)
+    """Completions sampled at the same time."""
+    quantization: str | None = None
+    """vLLM's `quantization` of what it serves: `bitsandbytes` for the 4-bit weights of an `nf4` trainer, `fp8`, ...;
+    a quantised checkpoint needs none."""
+    vllm: dict[str, Any] = {}
+    """Any further engine argument of vLLM by its own name, such as `kv_cache_dtype` or `speculative_config`; those that
+    the run itself decides are refused. On a CPU `kv_cache_memory_bytes` is 1 GiB."""
+
+
+class Rollout(Engine):
+    """Sampling of completion groups."""
+
+    num_generations: int = Field(8, ge=2)
+    """Completions per prompt (the group size G)."""
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature; training uses the distribution at this temperature too. There is no
+    top-p, top-k or repetition penalty: each would bias the sampled log-probabilities."""
+    dynamic_sampling: bool = False
+    """Drop groups whose rewards are all equal and draw further prompts until the batch is full (DAPO)."""
+    max_sampling_rounds: int = Field(10, ge=1)
+    """`dynamic_sampling` only: after this many rounds the step goes on with the groups it has."""
+    engine: Literal["auto", "vllm", "server", "transformers"] = "auto"  # type: ignore[assignment]
+    """`auto` takes vLLM in the trainer's process where it is installed, else transformers' `generate`; `server` is a
+    vLLM of its own, on another card or machine (docs/scaling.md)."""
+    servers: list[str] = Field(["http://127.0.0.1:8000"], min_length=1)
+    """`server` only: addresses of servers that `python -m stapo_lite.rollout.serve` started; they share the work."""
+    max_lag: int = Field(0, ge=0)
+    """`server` only: how many steps ahead of the trainer completions may be sampled, by an adapter that is as much
+    older; 0 is synchronous. `objective.sampler_correction` accounts for it."""
+    model: OptionalPath = None
+    """vLLM: serve this checkpoint of the same model, quantised to fp8, AWQ or GPTQ, in place of `model`. How far
+    that is from the trainer's policy is logged as `sampler_gap_*`, and corrected by `objective.sampler_correction`."""
+    sleep_level: Literal[0, 1, 2] = 1
+    """vLLM on a GPU, while the trainer updates: 0 keeps its memory, 1 moves its weights to the host, 2 drops them and
+    reads them from the disk again (vLLM 0.28 or newer, not with `bitsandbytes`). The adapter outlives both."""
+
+    @model_validator(mode="after")
+    def _engine_can_do_it(self):
+        spread = self.vllm.keys() & {"tensor_parallel_size", "data_parallel_size"}
+        for key in [*(f"vllm.{name}" for name in spread), *(["max_lag"] if self.max_lag else [])]:
+            _refuse(self.engine != "server", f"rollout.{key} needs rollout.engine=server (docs/scaling.md)")
+        message = "rollout.sleep_level=2: vLLM cannot read bitsandbytes weights again; set rollout.sleep_level=1"
+        _refuse(self.sleep_level == 2 and self.quantization == "bitsandbytes", message)
+        return self
+
+
+class S2T(Section):
+    """Silencing Spurious Tokens, the keep-mask of STAPO."""
+
+    preset: Literal["paper", "paper-v1", "article", "full", "high-entropy", "random"] = "paper"
+    """Sets the fields below: the revised paper, its first version, the authors' article (which also sets
+    `objective.entropy_coef`), or an ablation: silence all candidates, the high-entropy ones, a random share."""
+    enabled: bool = True
+    """Off: no token is silenced. The share of spurious tokens and of their gradient is still logged."""
+    tau_p: float = Field(0.002, gt=0, le=1)
+    """Candidates are tokens of positive advantage with a probability below this."""
+    quantile: float = Field(0.75, ge=0, le=1)
+    """tau_h is this quantile of the entropy over `population`."""
+    population: Literal["candidates", "all"] = "candidates"
+    """Tokens whose entropies the quantile is taken of: the candidates (revised paper) or all
+    completion tokens of the mini-batch (first version)."""
+    silence: Literal["low-entropy", "high-entropy", "random", "all"] = "low-entropy"
+    """Candidates to silence: those below tau_h; the same share from the top of the entropies; the same
+    share at random; all."""
+    statistics: Literal["current", "old"] = "old"
+    """Policy that supplies probability and entropy to the keep-mask: the one before the first update of the
+    step, or the current one (Algorithm 1 of the paper) at the price of a pass; see docs/results.md."""
+    target_share: float | None = Field(None, gt=0, lt=1)
+    """Experimental: move `tau_p` after each step, to a tenth or ten times of what is given here at most, so that
+    silenced tokens stay near this share of all completion tokens."""
+
+    @model_validator(mode="after")
+    def _only_what_is_silenced_has_a_share(self):
+        message = "objective.s2t.target_share needs objective.s2t.enabled=true: switch one"
+        _refuse(self.target_share is not None and not self.enabled, message)
+        return self
+
+
+class Objective(Section):
+    """Advantages, token loss and which tokens it is summed over."""
+
+    scale_rewards: Literal["group", "none"] = "group"
+    """Divide advantages by the group's standard deviation, or not (Dr. GRPO)."""
+    aggregation: Literal["token-mean", "sequence-mean", "constant"] = "token-mean"
+    """Mean over the tokens of the mini-batch (DAPO); mean over each sequence, then over sequences
+    (GRPO); sum over completions x `max_completion_length` (Dr. GRPO)."""
+    epsilon: float = Field(0.2, ge=0, lt=1)
+    """Lower clip: the ratio is not rewarded for falling below 1 - epsilon."""
+    epsilon_high: float = Field(0.28, ge=0)
+    """Upper clip: the ratio is not rewarded for rising above 1 + epsilon_high."""
+    beta: float = Field(0.0, ge=0)
+    """Coefficient of the KL divergence (k3 estimator) from the reference: the base without the adapter."""
+    entropy_coef: float = Field(0.0, ge=0)
+    """Coefficient of the entropy bonus. Its gradient takes the slower, recomputing LM head."""
+    top_entropy_quantile: float = Field(1.0, gt=0, le=1)
+    """Train on this share of the mini-batch's tokens, those of highest entropy (20-Entropy: 0.2)."""
+    renormalize: bool = True
+    """Divide by the tokens that the masks keep (STAPO), or by all (20-Entropy: arXiv 2506.01939, eq. 5)."""
+    old_logprobs: Literal["trainer", "rollout"] = "trainer"
+    """Denominator of the ratio: the trainer's log-probabilities before the step's first update, or the
+    engine's, which need no pass over the later mini-batches (the keep-mask may need one of its own)."""
+    sampler_correction: Annotated[Literal["token-truncate", "sequence-mask", "off"], _OFF] = "token-truncate"
+    """For the difference between trainer and engine, with `old_logprobs=trainer`: weight each token by
+    min(old / rollout, `sampler_cap`); or each sequence by its product of old / rollout, and by 0 where
+    that is above the cap; or nothing."""
+    sampler_cap: float = Field(2.0, gt=0)
+    """Largest weight of `sampler_correction`."""
+    s2t: S2T = S2T()
+
+
+class Train(Section):
+    """Optimisation."""
+
+    max_steps: int = Field(200, ge=1)
+    """Steps; one step is one batch of rollouts and its updates."""
+    batch_size: int = Field(64, ge=1)
+    """Prompts per step, over all processes."""
+    mini_batch_size: int = Field(16, ge=1)
+    """Prompts per optimiser update, over all processes; must divide `batch_size`."""
+    max_tokens_per_microbatch: int = Field(16384, ge=1)
+    """Tokens, padding included, in one forward and backward pass on one process; halved for the rest of the run where
+    they do not fit into memory."""
+    learning_rate: float = Field(1e-5, gt=0)
+    """The rate that the warm-up ends with."""
+    warmup_steps: int = Field(10, ge=0)
+    """Steps of linear warm-up; all updates of a step have one rate."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up: as it is, or falling towards 0 at `max_steps`, in a line or as half a wave."""
+    weight_decay: float = Field(0.01, ge=0)
+    """AdamW's decoupled weight decay."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Gradient clipping by global norm."""
+    optim: Literal["adamw", "paged_adamw_8bit"] = "adamw"
+    """`paged_adamw_8bit` comes from bitsandbytes."""
+    park_trainer: bool = False
+    """Keep the trainer's frozen base in pinned host memory during vLLM's rollouts (on a GPU)."""
+    gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass (non-reentrant)."""
+    offload_activations: bool = False
+    """Keep what gradient checkpointing saves, one hidden state per layer and token, in host memory."""
+    compile: bool = False
+    """Compile the decoder layers with `torch.compile`."""
+    lm_head_memory_gb: float = Field(0.25, gt=0)
+    """Workspace of the chunked LM head, in GiB."""
+
+
+class Log(Section):
+    """Logging and checkpoints."""
+
+    report_to: list[Literal["tensorboard", "wandb", "trackio"]] = []
+    """Accelerate trackers, besides the metrics file of the run folder."""
+    project: str = Field("stapo_lite", pattern=r"^\w[\w .-]*$")
+    """Project name shown by the trackers; TensorBoard makes a folder of it."""
+    log_completions_steps: int = Field(10, ge=0)
+    """Print sample completions every so many steps; 0 for never."""
+    save_steps: int = Field(50, ge=0)
+    """Checkpoint every so many steps, and at the end; 0 for only at the end."""
+    save_total_limit: int = Field(2, ge=1)
+    """Checkpoints kept, newest first."""
+    audit_tokens: int = Field(0, ge=0)
+    """The token log, for `python -m stapo_lite.audit`: the most candidates of S2T, in context and with alternatives,
+    and the most points of the probability-entropy plane that a step writes, 0.7 kB for each of both; 0 for none."""
+
+
+class Evaluation(Section):
+    """Benchmarks during training, of completions of at most `rollout.max_completion_length` tokens."""
+
+    steps: int = Field(0, ge=0)
+    """Evaluate before the first step, every so many steps and at the end; 0 for never."""
+    benchmarks: list[str] = Field(["aime24", "aime25", "amc23"], min_length=1)
+    """As in an evaluation (below)."""
+    num_samples: int | None = Field(None, ge=1)
+    """Samples per problem; by default what each benchmark asks for."""
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling: the smallest set of tokens with this probability."""
+
+
+class Config(Section):
+    """A whole run."""
+
+    algorithm: Literal["stapo", "grpo", "dr-grpo", "dapo", "justrl", "20-entropy"] = "stapo"
+    """Sets fields of `objective`, `rollout` and `reward`; a field that is given explicitly stays as given."""
+    model: UserPath
+    """Base model: a folder, or a name on the Hub."""
+    output_dir: UserPath
+    """Run folder: resolved config, metrics, checkpoints, adapter."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Data type of the base weights and of the forward pass; `float16` for cards without bfloat16 (T4, RTX 20)."""
+    quantization: Literal["nf4"] | None = None
+    """`nf4` trains on a 4-bit base (QLoRA, bitsandbytes)."""
+    seed: int = Field(0, ge=0, lt=2**31)
+    """Every random draw of the run follows from this seed and the step."""
+    stop_on: list[Symptom] = []
+    """Warnings of docs/faults.md that end the run, with adapter and checkpoint, where the others are only printed."""
+    lora: Lora = Lora()
+    data: Data = Data()
+    reward: Reward = Reward()
+    rollout: Rollout = Rollout()
+    objective: Objective = Objective()
+    train: Train = Train()
+    evaluation: Evaluation = Evaluation()
+    log: Log = Log()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _presets_fill_what_is_left_open(cls, tree: Any) -> Any:
+        return fill_presets(tree, PRESETS)
+
+    @model_validator(mode="after")
+    def _values_fit_together(self):
+        train, rollout, objective = self.train, self.rollout, self.objective
+        longest = self.data.max_prompt_length + rollout.max_completion_length
+        uncorrected = objective.old_logprobs == "trainer" and objective.sampler_correction == "off"
+        _refuse(
+            train.batch_size % train.mini_batch_size,
+            f"train.batch_size={train.batch_size} is not divisible by train.mini_batch_size={train.mini_batch_size}: "
+            "choose a divisor",
+        )
+        _refuse(
+            rollout.max_num_seqs < rollout.num_generations,
+            f"rollout.max_num_seqs={rollout.max_num_seqs} is less than one group, "
+            f"rollout.num_generations={rollout.num_generations}: raise it",
+        )
+        _refuse(
+            rollout.max_lag and uncorrected,
+            f"rollout.max_lag={rollout.max_lag} needs a correction for older adapters: set "
+            "objective.sampler_correction=token-truncate, or objective.old_logprobs=rollout",
+        )
+        message = "train.park_trainer=true needs vLLM in the process: rollout.engine=server has its own card"
+        _refuse(rollout.engine == "server" and train.park_trainer, message)
+        message = "train.offload_activations needs train.gradient_checkpointing=true: switch one"
+        _refuse(train.offload_activations and not train.gradient_checkpointing, message)
+        _refuse(
+            train.max_tokens_per_microbatch < longest,
+            f"train.max_tokens_per_microbatch={train.max_tokens_per_microbatch} is less than one sequence, "
+            f"data.max_prompt_length + rollout.max_completion_length = {longest}: raise it or shorten the sequences",
+        )
+        return self
+
+
+class EvalEngine(Engine):
+    """Sampling."""
+
+    max_completion_length: int = Field(20480, ge=1)
+    """Longest completion, in tokens."""
+    gpu_memory_utilization: float = Field(0.9, gt=0, lt=1)
+    """vLLM on a GPU: share of the card's memory it may take."""
+    num_samples: int | None = Field(None, ge=1)
+    """Samples per problem; by default 32 for AIME24, AIME25 and AMC23, 4 for the others, 1 for a file."""
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling: the smallest set of tokens with this probability."""
+
+
+class EvalPrompting(Prompting):
+    """How a problem becomes a prompt."""
+
+    prompt_suffix: str = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+    """Text appended to the last user message."""
+    max_prompt_length: int = Field(2048, ge=1)
+    """Longest prompt, in tokens."""
+
+
+class Verifier(Section):
+    """A second judge: a language model that is asked only about answers that the rules reject."""
+
+    model: OptionalPath = None
+    """Folder or Hub name; none is asked by default."""
+    max_prompt_length: int = Field(4096, ge=64)
+    """Tokens of problem, gold and the end of the response that it sees."""
+    batch_size: int = Field(8, ge=1)
+    """Answers judged at the same time."""
+
+
+class EvalConfig(Section):
+    """An evaluation: `python -m stapo_lite.evaluate`."""
+
+    model: UserPath
+    """A folder, or a name on the Hub: the adapter's base, or a merged model."""
+    adapter: OptionalPath = None
+    """Folder with an adapter in PEFT's format."""
+    output_dir: UserPath
+    """Samples, verdicts and results; an interrupted evaluation goes on there."""
+    benchmarks: list[str] = Field(BENCHMARK_NAMES, min_length=1)
+    """Names of these six, or `.jsonl` files with `problem` and `answer`. A file whose name begins with one of the six
+    is taken for that benchmark."""
+    limit: int | None = Field(None, ge=1)
+    """Only the first so many problems of each benchmark."""
+    decoding: Literal["training-aligned", "justrl"] = "training-aligned"
+    """Sets temperature and top-p: 1.0 / 1.0, as rollouts in training have them, or 0.7 / 0.9, the default of the
+    paper's revision."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Data type of the weights."""
+    seed: int = Field(0, ge=0, lt=2**31)
+    """Each sample has a seed of its own that follows from this, the problem and its number."""
+    data: EvalPrompting = EvalPrompting()
+    rollout: EvalEngine = EvalEngine()
+    verifier: Verifier = Verifier()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _decoding_fills_what_is_left_open(cls, tree: Any) -> Any:
+        return fill_presets(tree, EVAL_PRESETS)

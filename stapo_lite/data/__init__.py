@@ -1,0 +1,1 @@
+"""From rows to prompts; the benchmarks; contamination."""

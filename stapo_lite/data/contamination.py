@@ -1,0 +1,67 @@
+"""Rows of a training set that hold a benchmark's problem, or most of it."""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from stapo_lite.config import BENCHMARK_NAMES
+from stapo_lite.data.benchmarks import Problem, load_benchmark
+
+
+def load_problems(benchmarks: Sequence[str]) -> list[Problem]:
+    """The problems of benchmarks, `all` for the six.
+
+    Raises:
+        InputError: one of them cannot be read.
+    """
+    names = BENCHMARK_NAMES if list(benchmarks) == ["all"] else benchmarks
+    return [problem for name in names for problem in load_benchmark(name)[1]]
+
+
+class Overlap(NamedTuple):
+    """A row that holds a problem, or most of it."""
+
+    row: int
+    problem: Problem
+    share: float
+    """Of the problem's n-grams."""
+
+
+def find_overlaps(texts: Sequence[str], problems: Sequence[Problem], n: int = 8, share: float = 0.6) -> list[Overlap]:
+    """The pairs of a text and a problem of whose `n`-grams of words it holds `share` or more.
+
+    Words are runs of letters and digits, in small letters. A problem of fewer than `n` words counts as one gram.
+    """
+    grams = [_grams(problem.text, n) for problem in problems]
+    holders = defaultdict(list)
+    for number, own in enumerate(grams):
+        for gram in own:
+            holders[gram].append(number)
+    lengths = {len(gram) for gram in holders}
+    overlaps = []
+    for row, text in enumerate(texts):
+        held = holders.keys() & {gram for length in lengths for gram in _grams(text, length)}
+        hits = Counter(number for gram in held for number in holders[gram])
+        pairs = [Overlap(row, problems[number], count / len(grams[number])) for number, count in sorted(hits.items())]
+        overlaps += [overlap for overlap in pairs if overlap.share >= share]
+    return overlaps
+
+
+def _grams(text: str, n: int) -> set[tuple[str, ...]]:
+    words = re.findall(r"[^\W_]+", text.lower())
+    return {tuple(words[i : i + n]) for i in range(max(1, len(words) - n + 1))}
+
+
+def contamination_report(overlaps: Sequence[Overlap], texts: Sequence[str], problems: Sequence[Problem]) -> str:
+    """The share of each benchmark's problems that some row holds, and every pair."""
+    lines = []
+    found = Counter(problem.benchmark for problem in {overlap.problem for overlap in overlaps})
+    for name, total in Counter(problem.benchmark for problem in problems).items():
+        share = 100 * found[name] / total
+        lines.append(f"{name:<14} {found[name]:>4} of {total:>4} problems ({share:.1f} %)")
+    for row, problem, share in overlaps:
+        start = " ".join(texts[row].split())[:80]
+        lines.append(f"  {problem.benchmark} {problem.id}: {100 * share:.0f} % in row {row + 1}: {start}")
+    lines.append(f"{len({o.row for o in overlaps})} of {len(texts)} rows overlap a benchmark")
+    return "\n".join(lines)

@@ -1,0 +1,182 @@
+"""Prompts: read, rendered with the chat template, and checked."""
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from stapo_lite.config import Data, Prompting
+from stapo_lite.errors import InputError, one_line
+from stapo_lite.files import read_jsonl
+from stapo_lite.types import Prompt
+
+
+def load_rows(data: Data) -> list[dict[str, Any]]:
+    """Rows of the data set.
+
+    Raises:
+        InputError: no such file or Hub dataset, no rows, or an id twice.
+    """
+    source, suffix = data.source, Path(data.source).suffix.lower()
+    if source == "arithmetic":
+        return arithmetic(data.arithmetic_max_operand)
+    is_file = suffix in (".jsonl", ".parquet")
+    if is_file and not Path(source).is_file():
+        raise InputError(f"data.source={source}: no such file")
+    try:
+        rows = read_jsonl(Path(source)) if suffix == ".jsonl" else _read_dataset(data)
+    except InputError:
+        raise
+    except Exception as error:  # the readers and the Hub raise a dozen kinds
+        reason = one_line(error.__cause__ or error) or type(error).__name__
+        raise InputError(
+            f"data.source={source}: neither `arithmetic` nor a readable .jsonl or .parquet file or dataset on the Hub "
+            f"({reason})"
+        ) from None
+    if not rows:
+        raise InputError(f"data.source={source}: no rows")
+    ids = Counter(str(row["id"]) for row in rows if is_file and "id" in row)
+    twice = [name for name, count in ids.items() if count > 1]
+    if twice:
+        raise InputError(f"data.source={source}: {len(twice)} ids occur more than once, as {twice[0][:80]}; drop rows")
+    return rows
+
+
+def _read_dataset(data: Data) -> list[dict[str, Any]]:
+    """Rows of a Parquet file, or of a dataset on the Hub."""
+    import datasets
+    from pyarrow import parquet
+
+    if data.source.lower().endswith(".parquet"):
+        return parquet.read_table(data.source).to_pylist()
+    return list(datasets.load_dataset(data.source, data.subset, split=data.split))
+
+
+def arithmetic(max_operand: int) -> list[dict[str, Any]]:
+    """Every sum a + b with operands from 1 to `max_operand`, its answer begun for the model to finish."""
+    rows = []
+    for a, b in itertools.product(range(1, max_operand + 1), repeat=2):
+        question = {"role": "user", "content": f"What is {a} + {b}?"}
+        begun = {"role": "assistant", "content": f"{a} + {b} ="}
+        rows.append({"prompt": [question, begun], "answer": str(a + b)})
+    return rows
+
+
+def prompt_text(prompt: Any) -> str:
+    """The text of a prompt that is text or messages; empty for anything else."""
+    if _is_messages(prompt):
+        return "\n".join(message["content"] for message in prompt)
+    return prompt if isinstance(prompt, str) else ""
+
+
+def render_prompts(
+    rows: Sequence[dict[str, Any]],
+    tokenizer: Any,
+    prompting: Prompting,
+    source: str,
+    prompt_column: str,
+    answer_column: str | None,
+    filter_overlong: bool,
+) -> list[Prompt]:
+    """Render each row's prompt and cut it into tokens.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        source: named in errors.
+        filter_overlong: leave out prompts that are too long.
+
+    Raises:
+        InputError: a prompt is of the wrong type, empty, refused by the chat template, or longer than
+            `max_prompt_length` tokens (unless those are filtered); an answer is missing; nothing is left;
+            the tokenizer has no chat template.
+    """
+    templated, longest = prompting.apply_chat_template, prompting.max_prompt_length
+    if templated and not tokenizer.chat_template:
+        raise InputError(
+            "data.apply_chat_template: the model's tokenizer has no chat template; set it to false to give the model "
+            "the prompt as it is, or choose an instruction-tuned model"
+        )
+    # This much of a text has too many tokens for sure, and more would take long to cut; 4: what NFC may shorten.
+    enough = 4 * (longest + 1) * max(map(len, tokenizer.get_vocab()))
+    prompts = []
+    for number, row in enumerate(rows, start=1):
+        where = f"data.source={source}, row {number}"
+        prompt: Any = row.get(prompt_column)
+        answer = _read_answer(row, answer_column, where) if answer_column else None
+        text = _render(prompt, tokenizer, prompting, where)
+        token_ids = tokenizer(text[:enough], add_special_tokens=not templated).input_ids
+        if not token_ids:
+            raise InputError(f"{where}: the prompt is empty")
+        if len(token_ids) <= longest:
+            columns = {name: value for name, value in row.items() if name != prompt_column}
+            prompts.append(Prompt(prompt, token_ids, answer, columns))
+        elif not filter_overlong:
+            more = " or more" if len(text) > enough else ""
+            raise InputError(
+                f"{where}: the prompt has {len(token_ids)} tokens{more}, data.max_prompt_length is {longest}; "
+                "raise it, or drop such rows (in training: data.filter_overlong_prompts=true)"
+            )
+    if not prompts:
+        raise InputError(f"data.source={source}: every prompt is longer than data.max_prompt_length={longest}")
+    return prompts
+
+
+def _read_answer(row: dict[str, Any], column: str, where: str) -> Any:
+    answer = row.get(column)
+    if answer is None or not str(answer).strip():
+        raise InputError(f"{where}: data.answer_column={column} is empty; drop the row or give its answer")
+    if not isinstance(answer, str | int | float) or isinstance(answer, bool):
+        raise InputError(f"{where}: data.answer_column={column} must be text or a number, got {type(answer).__name__}")
+    return answer
+
+
+def _render(prompt: Any, tokenizer: Any, prompting: Prompting, where: str) -> str:
+    """The text that the model reads: by the chat template, with system prompt and suffix."""
+    templated = prompting.apply_chat_template
+    if isinstance(prompt, str):
+        messages = [{"role": "user", "content": prompt}]
+    elif _is_messages(prompt) and templated:
+        messages = [{"role": m["role"], "content": m["content"]} for m in prompt]
+    else:
+        expected = "text or a list of {role, content} messages" if templated else "text"
+        raise InputError(f"{where}: the prompt must be {expected}, got {type(prompt).__name__}")
+    if prompting.system_prompt is not None and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": prompting.system_prompt})
+    of_user = [message for message in messages if message["role"] == "user"]
+    if of_user:
+        of_user[-1]["content"] += prompting.prompt_suffix
+    text = messages[-1]["content"]
+    if templated:
+        continues = messages[-1]["role"] == "assistant"
+        end = {"add_generation_prompt": not continues, "continue_final_message": continues}
+        try:
+            text = tokenizer.apply_chat_template(messages, tokenize=False, **end, **prompting.chat_template_kwargs)
+        except Exception as error:  # templates raise what they like
+            raise InputError(f"{where}: the model's chat template refuses the prompt ({one_line(error)})") from None
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{where}: the prompt is not valid Unicode (half of a surrogate pair)") from None
+    return text
+
+
+def stop_token_ids(tokenizer: Any, model_eos: int | list[int] | None, apply_chat_template: bool) -> tuple[int, ...]:
+    """Tokens that end a completion: the tokenizer's and the model's end of text, and the chat template's
+    end of an assistant turn, which base models with a chat template do not declare."""
+    ids = {tokenizer.eos_token_id}
+    ids.update([model_eos] if isinstance(model_eos, int) else model_eos or [])
+    if apply_chat_template:
+        turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+        after = tokenizer(text.rpartition("answer")[2].lstrip(), add_special_tokens=False).input_ids
+        if after and after[0] in tokenizer.all_special_ids + list(tokenizer.added_tokens_decoder):
+            ids.add(after[0])
+    return tuple(sorted(ids - {None}))
+
+
+def _is_messages(prompt: Any) -> bool:
+    if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
+        return False
+    fields = [message.get(name) for message in prompt for name in ("role", "content")]
+    return bool(fields) and all(isinstance(field, str) for field in fields)

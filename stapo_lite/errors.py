@@ -1,0 +1,41 @@
+"""The two errors that a user sees, each of one line, and how a message becomes one."""
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class InputError(Exception):
+    """A mistake in the user's input. Its message is one line naming the key or file and the fix;
+    the command-line programs print it and exit with status 2."""
+
+
+class RunError(Exception):
+    """A run that cannot go on through no mistake in its input. Its message is one line; the programs print it and exit
+    with status 1."""
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Print an InputError or RunError as one line and exit with its status."""
+    logging.basicConfig(format="%(levelname)s: %(message)s")  # of the warnings
+    try:
+        yield
+    except (InputError, RunError) as error:
+        rank = int(os.environ.get("RANK", "0"))
+        print(f"error{f' (process {rank})' if rank else ''}: {error}", file=sys.stderr)
+        raise SystemExit(2 if isinstance(error, InputError) else 1) from None
+
+
+def one_line(error: BaseException) -> str:
+    """An error's text, or its beginning, for an InputError to quote."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= 300 else f"{text[:300]} ..."
+
+
+def out_of_memory(error: RuntimeError) -> bool:
+    """Whether the device's or the host's memory ran out, by the words of torch, CUDA, cuBLAS and vLLM."""
+    kinds = ("out of memory", "can't allocate memory", "cublas_status_alloc_failed", "cudnn_status_not_supported.")
+    return any(kind in str(error).lower() for kind in kinds)

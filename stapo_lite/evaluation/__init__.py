@@ -1,0 +1,1 @@
+"""From benchmarks to scores."""

@@ -1,0 +1,246 @@
+"""Evaluation on math benchmarks: N samples of each problem, graded by rules, with confidence intervals.
+
+An interrupted evaluation goes on where it was: finished samples are in `output_dir` and each follows from a seed of its
+own. The folder ends with `samples*.jsonl`, `verdicts.jsonl`, `results.json` and `results.md`.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from tqdm.auto import tqdm
+
+from stapo_lite.config import EvalConfig, Lora, flatten, to_yaml
+from stapo_lite.data.prompts import stop_token_ids
+from stapo_lite.errors import InputError, RunError
+from stapo_lite.evaluation.exam import Task, draw, judge, make_tasks, sample_key, summarise
+from stapo_lite.evaluation.results import pass_table, results_table
+from stapo_lite.evaluation.scores import Sample
+from stapo_lite.evaluation.verifier import Verifier
+from stapo_lite.files import Journal, read_lines, read_object, write_lines, write_text
+from stapo_lite.model.loading import load_model_config, load_tokenizer, load_weights
+from stapo_lite.model.processes import check_launched, warn_of_unused_card
+from stapo_lite.rewards.grading import MathGrader
+from stapo_lite.rollout import Decoding, RolloutEngine, Sampling, resolve_engine
+from stapo_lite.rollout.vllm_options import check_vllm, vllm_version
+
+# These decide which samples are drawn, or where, but not what is in one.
+FREE_KEYS = (
+    "output_dir", "adapter", "benchmarks", "limit", "decoding", "verifier.", "rollout.num_samples",
+    "rollout.max_num_seqs", "rollout.gpu_memory_utilization", "rollout.vllm",
+)  # fmt: skip
+SPECIAL_ADAPTERS = (
+    "use_dora", "use_rslora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern", "target_parameters",
+    "trainable_token_indices",
+)  # fmt: skip
+
+
+def evaluate(config: EvalConfig) -> dict[str, Any] | None:
+    """Run an evaluation, or what is left of it; returns the results, on the main process only.
+
+    Raises:
+        InputError: something in the config, the benchmarks, the model or the adapter cannot be used, or `output_dir`
+            holds samples that were drawn in another way.
+        RunError: the disk is full.
+    """
+    # Processes may finish sampling hours apart.
+    state = PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=7))
+    check_launched(state.num_processes)
+    if state.is_main_process:
+        warn_of_unused_card()
+    r, v = config.rollout, config.verifier
+    engine_name = resolve_engine(r.engine)
+    if engine_name == "vllm":
+        check_vllm(r)
+    elif r.quantization:
+        raise InputError(f"rollout.quantization={r.quantization} needs vLLM")
+    if v.model:
+        load_model_config(v.model)
+    adapter = read_adapter(config.adapter)
+    longest = config.data.max_prompt_length + r.max_completion_length
+    tokenizer, model_eos = load_tokenizer(config.model, longest, list(adapter["target_modules"]) if adapter else [])
+    tasks = make_tasks(config.benchmarks, r.num_samples, config.limit, tokenizer, config.data)
+    folder = open_folder(config, engine_name, state)
+    done = read_samples(folder)
+    left = [task for task in tasks if task.key not in done]
+    state.wait_for_everyone()  # before anyone appends
+    if left:  # the same for every process: vLLM starts in all
+        stop_tokens = stop_token_ids(tokenizer, model_eos, config.data.apply_chat_template)
+        engine = make_engine(engine_name, config, adapter, stop_tokens, state.device)
+        draw_missing(config, engine, left, len(tasks), tokenizer, state)
+        engine.sleep()  # leaves its memory to the verifier
+        state.wait_for_everyone()  # before vLLM may end the process group
+        engine.close()
+        del engine
+    if not state.is_main_process:
+        return None
+    lines = read_samples(folder)
+    verifier = Verifier(v.model, config.dtype, state.device, v.max_prompt_length, v.batch_size) if v.model else None
+    grader = MathGrader()
+    samples = judge(tasks, [lines[task.key] for task in tasks], grader, verifier)
+    grader.close()
+    versions = {name: version(name) for name in ("stapo-lite", "math-verify", "transformers", "torch")}
+    if engine_name == "vllm":
+        versions["vllm"] = str(vllm_version())
+    results = config.model_dump(include={"model", "adapter", "decoding", "seed"})
+    results |= r.model_dump(include={"temperature", "top_p", "max_completion_length"})
+    results |= {"engine": engine_name, "verifier": v.model, "versions": versions} | summarise(tasks, samples)
+    write_results(folder, tasks, samples, results)
+    return results
+
+
+def draw_missing(
+    config: EvalConfig, engine: RolloutEngine, tasks: Sequence[Task], total: int, tokenizer: Any, state: PartialState
+) -> None:
+    """Draw this process's share of the samples that are missing, and append them to its file.
+
+    Args:
+        total: samples of the evaluation, of which all but `tasks` are there.
+
+    Raises:
+        RunError: the disk is full.
+    """
+    folder = Path(config.output_dir)
+    (folder / "results.json").unlink(missing_ok=True)  # of fewer samples
+    path = folder / f"samples-{state.process_index}.jsonl"
+    write_lines(path, read_lines(path))  # without a line that was cut off
+    samples = Journal(path)
+    r, quiet = config.rollout, None if state.is_main_process else True
+    decoding = Decoding(r.max_completion_length, r.temperature, r.top_p)
+    mine, begun = tasks[state.process_index :: state.num_processes], total - len(tasks)
+    with tqdm(total=total, initial=begun, desc="sample", unit="sample", disable=quiet, smoothing=0) as bar:
+        for line in draw(engine, mine, decoding, config.seed, tokenizer):
+            samples.add([line])
+            bar.update(state.num_processes)
+    try:
+        samples.flush()
+    except OSError as error:
+        raise RunError(f"{path}: cannot be written ({error.strerror}); make room and start again") from None
+
+
+def read_adapter(folder: str | None) -> dict[str, Any] | None:
+    """PEFT's config of an adapter; None without a folder.
+
+    Raises:
+        InputError: there is no adapter, or not one that both engines apply as it was trained.
+    """
+    if folder is None:
+        return None
+    try:
+        adapter = read_object(Path(folder) / "adapter_config.json")
+    except InputError as error:
+        raise InputError(f"adapter={folder}: no adapter in PEFT's format ({error})") from None
+    special = [key for key in SPECIAL_ADAPTERS if adapter.get(key)]
+    if adapter.get("peft_type") != "LORA" or special:
+        kind = ", ".join(special) or adapter.get("peft_type")
+        raise InputError(f"adapter={folder}: not a plain LoRA adapter ({kind})")
+    modules = adapter.get("target_modules")
+    if not isinstance(modules, list) or any("." in name for name in modules):
+        raise InputError(f"adapter={folder}: its target_modules must be a list of layer names, got {modules}")
+    if not isinstance(adapter.get("r"), int) or not 1 <= adapter["r"] <= 512:
+        raise InputError(f"adapter={folder}: its rank must be at most 512, got {adapter.get('r')!r}")
+    return adapter
+
+
+def open_folder(config: EvalConfig, engine: str, state: PartialState) -> Path:
+    """Make the folder and note how samples are drawn.
+
+    Raises:
+        InputError: it holds samples that were drawn in another way, or cannot be written.
+    """
+    folder = Path(config.output_dir)
+    settings = {k: v for k, v in flatten(config.model_dump(mode="json")).items() if not k.startswith(FREE_KEYS)}
+    settings["rollout.engine"] = engine
+    if config.adapter:
+        names = ("adapter_config.json", "adapter_model.safetensors")
+        try:
+            contents = b"".join(Path(config.adapter, name).read_bytes() for name in names)
+        except OSError as error:
+            raise InputError(f"adapter={config.adapter}: {error.filename} cannot be read ({error.strerror})") from None
+        settings["adapter (its files)"] = hashlib.sha256(contents).hexdigest()
+    path = folder / "settings.json"
+    before = read_object(path) if path.exists() else settings
+    for key in sorted(before.keys() | settings.keys()):
+        if before.get(key) != settings.get(key):
+            raise InputError(
+                f"output_dir={folder} holds samples drawn with {key}={before.get(key)}, not {settings.get(key)}: "
+                "choose another folder, or delete it"
+            )
+    state.wait_for_everyone()
+    if state.is_main_process:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_text(path, json.dumps(settings, indent=1))
+            write_text(folder / "config.yaml", to_yaml(config))
+        except OSError as error:
+            raise InputError(f"output_dir={folder}: cannot be written ({error.strerror})") from None
+    return folder
+
+
+def read_samples(folder: Path) -> dict[tuple[str, str, int, str], dict[str, Any]]:
+    """The finished samples by `Task.key`."""
+    lines = [line for path in sorted(folder.glob("samples-*.jsonl")) for line in read_lines(path)]
+    return {sample_key(line): line for line in lines}
+
+
+def make_engine(
+    name: str, config: EvalConfig, adapter: dict[str, Any] | None, stop_tokens: tuple[int, ...], device: torch.device
+) -> RolloutEngine:
+    """An engine that serves the model, with the adapter if there is one.
+
+    Raises:
+        InputError: the engine does not start, or the adapter has values for other layers, or none for some.
+    """
+    r = config.rollout
+    sampling = Sampling(1, config.data.max_prompt_length, r.max_completion_length, r.temperature, stop_tokens)
+    if name == "vllm":
+        from stapo_lite.rollout.vllm_engine import VLLMEngine
+
+        # Unchecked: it may have layers that training here does not offer.
+        lora = Lora.model_construct(r=adapter["r"], target_modules=adapter["target_modules"]) if adapter else None
+        sleep_level = 2 if config.verifier.model else 0  # never woken
+        vllm = VLLMEngine(config.model, config.dtype, sampling, r, lora, sleep_level)
+        if config.adapter:
+            vllm.load_adapter(Path(config.adapter), version=0)
+        return vllm
+    from stapo_lite.rollout.transformers_engine import TransformersEngine
+
+    engine = TransformersEngine(sampling, r.max_num_seqs)
+    model = load_weights(config.model, config.dtype, device)
+    if config.adapter:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig.from_pretrained(config.adapter))
+        loaded = model.load_adapter(config.adapter, "default")
+        if wrong := [*loaded.unexpected_keys, *loaded.missing_keys]:
+            name = f"adapter={config.adapter}"
+            raise InputError(f"{name}: the adapter does not fit the model, {wrong[0]} is on one side only")
+    served: Any = SimpleNamespace(model=model)  # all of a policy that this engine looks at
+    engine.publish(served, version=0)
+    return engine
+
+
+def write_results(folder: Path, tasks: Sequence[Task], samples: Sequence[Sample], results: dict[str, Any]) -> None:
+    """`verdicts.jsonl`, `results.json` and `results.md`."""
+    write_lines(
+        folder / "verdicts.jsonl",
+        (
+            {"benchmark": task.key[0], "id": task.key[1], "sample": task.key[2], "gold": task.problem.gold}
+            | {"answer": sample.answer, "correct": sample.correct}
+            | ({} if sample.accepted is None else {"accepted_by_verifier": sample.accepted})
+            for task, sample in zip(tasks, samples, strict=True)
+        ),
+    )
+    write_text(folder / "results.json", json.dumps(results, indent=1))
+    adapter = f" with {results['adapter']}" if results["adapter"] else ""
+    decoding = f"temperature {results['temperature']}, top-p {results['top_p']}"
+    head = f"In per cent, at {decoding}, at most {results['max_completion_length']} tokens; intervals by bootstrap."
+    document = f"# {results['model']}{adapter}\n\n{head}\n\n{results_table(results)}\n\n{pass_table(results)}\n"
+    write_text(folder / "results.md", document)

@@ -1,0 +1,150 @@
+"""Benchmarks with an engine at hand: draw the samples, grade them, sum up. `evaluate.py` and the training share it."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import fmean
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from tqdm.auto import tqdm
+
+from stapo_lite.config import Config, Prompting
+from stapo_lite.data.benchmarks import Problem, load_benchmark
+from stapo_lite.data.prompts import render_prompts
+from stapo_lite.errors import InputError
+from stapo_lite.evaluation.scores import Sample, average_scores, benchmark_scores
+from stapo_lite.evaluation.verifier import Case, Verifier
+from stapo_lite.rewards.grading import MathGrader, Question
+from stapo_lite.rollout import Decoding, RolloutEngine
+from stapo_lite.types import Prompt
+
+
+@dataclass(frozen=True)
+class Task:
+    """One sample to draw."""
+
+    problem: Problem
+    number: int
+    """Of the sample, from 0."""
+    prompt: Prompt
+
+    @cached_property
+    def key(self) -> tuple[str, str, int, str]:
+        """Its identity, with a digest of the prompt: another text under the same id is another problem."""
+        digest = hashlib.sha256(str(self.prompt.token_ids).encode()).hexdigest()[:12]
+        return self.problem.benchmark, self.problem.id, self.number, digest
+
+
+def sample_key(line: dict[str, Any]) -> tuple[str, str, int, str]:
+    """`Task.key` of a line of `samples.jsonl`."""
+    return line["benchmark"], line["id"], line["sample"], line["prompt"]
+
+
+def make_tasks(
+    benchmarks: Sequence[str], num_samples: int | None, limit: int | None, tokenizer: Any, prompting: Prompting
+) -> list[Task]:
+    """Every sample of every benchmark, those of a problem together.
+
+    Args:
+        num_samples: per problem; None for what each benchmark asks for.
+        limit: only the first so many problems of each.
+
+    Raises:
+        InputError: a benchmark is unknown, given twice, or cannot be read or rendered.
+    """
+    tasks: list[Task] = []
+    for name in benchmarks:
+        short, problems, usual = load_benchmark(name, limit)
+        if any(task.problem.benchmark == short for task in tasks):
+            raise InputError(f"benchmarks: {short} is given twice")
+        rows = [{"problem": problem.text} for problem in problems]
+        prompts = render_prompts(rows, tokenizer, prompting, name, "problem", None, filter_overlong=False)
+        for problem, prompt in zip(problems, prompts, strict=True):
+            tasks += [Task(problem, number, prompt) for number in range(num_samples or usual)]
+    return tasks
+
+
+def draw(
+    engine: RolloutEngine, tasks: Sequence[Task], decoding: Decoding, seed: int, tokenizer: Any
+) -> Iterator[dict[str, Any]]:
+    """The samples as they finish, each as a line of `samples.jsonl`."""
+    prompts, seeds = [task.prompt for task in tasks], [task.problem.seed(seed, task.number) for task in tasks]
+    for index, completion in engine.stream(prompts, seeds, decoding):
+        yield {
+            **dict(zip(("benchmark", "id", "sample", "prompt"), tasks[index].key, strict=True)),
+            "seed": seeds[index],
+            "tokens": len(completion.token_ids),
+            "truncated": completion.truncated,
+            "response": tokenizer.decode(completion.token_ids, skip_special_tokens=True),
+        }
+
+
+def judge(
+    tasks: Sequence[Task], lines: Sequence[dict[str, Any]], grader: MathGrader, verifier: Verifier | None = None
+) -> list[Sample]:
+    """Grade the line of each task, by rules and then, where they reject an answer, by the verifier."""
+    questions = [
+        Question(p.gold, line["response"], not line["truncated"], p.ordered, p.tolerance)
+        for p, line in zip((task.problem for task in tasks), lines, strict=True)
+    ]
+    verdicts = grader.grade(questions, progress=True)
+    accepted: dict[int, bool] = {}
+    if verifier is not None:
+        asked = [i for i, verdict in enumerate(verdicts) if not verdict.correct and verdict.answer is not None]
+        cases = [Case(tasks[i].problem.text, tasks[i].problem.gold, lines[i]["response"]) for i in asked]
+        with tqdm(total=len(cases), desc="verify", unit="answer", leave=False, disable=None) as bar:
+            accepted = dict(zip(asked, verifier.accepts(cases, on_case=bar.update), strict=True))
+    return [
+        Sample(verdict.correct, verdict.answer, line["tokens"], line["truncated"], accepted.get(i))
+        for i, (verdict, line) in enumerate(zip(verdicts, lines, strict=True))
+    ]
+
+
+def summarise(tasks: Sequence[Task], samples: Sequence[Sample]) -> dict[str, Any]:
+    """The scores of each benchmark, their average, and the share of right samples of each problem (`rates`)."""
+    grouped: dict[str, dict[str, list[Sample]]] = {}
+    for task, sample in zip(tasks, samples, strict=True):
+        grouped.setdefault(task.problem.benchmark, {}).setdefault(task.problem.id, []).append(sample)
+    benchmarks = {name: benchmark_scores(list(problems.values())) for name, problems in grouped.items()}
+    rates = {
+        name: {problem: sum(s.correct for s in group) / len(group) for problem, group in problems.items()}
+        for name, problems in grouped.items()
+    }
+    average = average_scores([list(problems.values()) for problems in rates.values()])
+    if any("verified" in scores for scores in benchmarks.values()):
+        average["verified"] = fmean(scores.get("verified", scores["avg"]) for scores in benchmarks.values())
+    return {"benchmarks": benchmarks, "average": average, "rates": rates}
+
+
+Exam = Callable[[RolloutEngine, Accelerator], dict[str, Any] | None]
+"""The benchmarks during training: gives the results on the main process."""
+
+
+def make_exam(config: Config, tokenizer: Any) -> Exam | None:
+    """The benchmarks during training: a function of the engine, which gives the results on the main process.
+
+    None where `evaluation.steps` is 0.
+    """
+    e, d = config.evaluation, config.data
+    if not e.steps:
+        return None
+    tasks = make_tasks(e.benchmarks, e.num_samples, None, tokenizer, d)
+    decoding = Decoding(config.rollout.max_completion_length, e.temperature, e.top_p)
+
+    def exam(engine: RolloutEngine, accelerator: Accelerator) -> dict[str, Any] | None:
+        mine = tasks[accelerator.process_index :: accelerator.num_processes]
+        quiet = None if accelerator.is_main_process else True
+        samples = draw(engine, mine, decoding, config.seed, tokenizer)
+        bar = tqdm(samples, "evaluate", len(mine), leave=False, disable=quiet)
+        lines = {sample_key(line): line for line in gather_object(list(bar))}
+        if not accelerator.is_main_process:
+            return None
+        grader = MathGrader()
+        judged = judge(tasks, [lines[task.key] for task in tasks], grader)
+        grader.close()
+        return {"temperature": e.temperature, "top_p": e.top_p, **summarise(tasks, judged)}
+
+    return exam

@@ -1,0 +1,84 @@
+"""Results of evaluations as tables in Markdown, which read well on a terminal too."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from stapo_lite.errors import InputError
+from stapo_lite.evaluation.scores import paired_difference
+from stapo_lite.files import read_object
+
+
+def results_table(results: dict[str, Any]) -> str:
+    """Scores in per cent."""
+    head = ["benchmark", "problems", "N", "avg@N", "95 % interval", "maj@N", "tokens", "cut off", "no answer"]
+    rows = [head]
+    for name, s in results["benchmarks"].items():
+        shares = [_percent(s[key]) for key in ("truncated", "no_answer")]
+        count = [str(s["problems"]), str(s["samples"])]
+        rows.append([name, *count, _percent(s["avg"]), _range(s), _percent(s["maj"]), f"{s['length']:.0f}", *shares])
+    average = results["average"]
+    rows.append(["average", "", "", _percent(average["avg"]), _range(average), "", "", "", ""])
+    if "verified" in average:
+        head += ["with verifier", "asked"]
+        for row, s in zip(rows[1:-1], results["benchmarks"].values(), strict=True):
+            row += [_percent(s["verified"]), str(s["asked"])] if "verified" in s else [_percent(s["avg"]), "0"]
+        rows[-1] += [_percent(average["verified"]), ""]
+    return markdown(rows)
+
+
+def pass_table(results: dict[str, Any]) -> str:
+    """pass@k in per cent."""
+    benchmarks = results["benchmarks"]
+    powers = sorted({int(k) for s in benchmarks.values() for k in s["pass"]})
+    rows = [["benchmark", *(f"pass@{k}" for k in powers)]]
+    for name, s in benchmarks.items():
+        rows.append([name, *(_percent(s["pass"][str(k)]) if str(k) in s["pass"] else "" for k in powers)])
+    return markdown(rows)
+
+
+def compare(folders: Sequence[Path]) -> str:
+    """avg@N of evaluations side by side, and how each differs from the first.
+
+    Raises:
+        InputError: there are fewer than two folders; one holds no results; no benchmark is common to all with
+            the same problems.
+    """
+    if len(set(folders)) < 2:
+        raise InputError("compare: give the output_dir of two evaluations or more")
+    runs = {}
+    for folder in folders:
+        try:
+            runs[str(folder)] = read_object(folder / "results.json")["rates"]
+        except InputError as error:
+            raise InputError(f"{folder}: no results of an evaluation ({error})") from None
+    first, *others = runs.values()
+    names = [name for name in first if all(first[name].keys() == rates.get(name, {}).keys() for rates in others)]
+    if not names:
+        raise InputError("the runs have no benchmark with the same problems in common")
+    base = [list(first[name].values()) for name in names]
+    rows = [["run", *names, "average", f"less {folders[0]}", "95 % interval"]]
+    for label, run in runs.items():
+        rates = [[run[name][problem] for problem in first[name]] for name in names]
+        difference = paired_difference(base, rates)
+        against = ["", ""] if run is first else [f"{100 * difference['avg']:+.1f}", _range(difference)]
+        means = [fmean(values) for values in rates]
+        rows.append([label, *map(_percent, means), _percent(fmean(means)), *against])
+    return markdown(rows)
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """A table whose first row is its head, its columns aligned."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in rows]
+    lines.insert(1, "|" + "|".join("-" * (w + 2) for w in widths) + "|")
+    return "\n".join(lines)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}"
+
+
+def _range(scores: dict[str, float]) -> str:
+    return f"{100 * scores['low']:.1f} to {100 * scores['high']:.1f}"

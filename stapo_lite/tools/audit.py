@@ -1,0 +1,226 @@
+"""The tokens of a run and what became of them, as one page to look at, and runs over each other.
+
+The pages hold everything they show and ask no network. A run with `log.audit_tokens` shows its tokens, any other its
+curves alone.
+"""
+
+import base64
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader
+
+from stapo_lite import __version__
+from stapo_lite.config import Config, flatten, load_config
+from stapo_lite.errors import InputError
+from stapo_lite.files import read_lines, write_text
+from stapo_lite.training.charts import QUADRANT_COLOURS, Curve, bars, lines, plane, png
+from stapo_lite.training.report import mean
+from stapo_lite.training.token_log import QUADRANTS, thin
+from stapo_lite.training.tracking import QUADRANTS_FILE, TOKENS_FILE, run_metrics, show
+
+MOST_TOKENS = 4000
+"""In the table of a page."""
+MOST_POINTS = 2000
+"""Of each kind in the plane."""
+MOST_FREQUENT = 15
+MARKS = str.maketrans({" ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍"})
+"""White space to be seen."""
+COMPARED = (
+    # file, metric, axis, logarithmic, caption
+    ("reward", "reward", "mean reward", False, "Reward."),
+    ("entropy", "entropy", "entropy [nats]", False, "Entropy: collapse and explosion show here first."),
+    ("spurious", "spurious_share", "spurious share", True, "Tokens that STAPO silences, or would silence."),
+    ("spurious_gradient", "spurious_gradient_share", "their gradient share", True, "Their gradient, silenced or not."),
+    ("grad_norm", "grad_norm", "gradient norm", False, "Norm of the adapter's gradient before clipping."),
+    ("length", "completion_length", "tokens", False, "Mean length of a completion."),
+)
+
+Metrics = list[dict[str, Any]]
+Charts = dict[str, tuple[str, bytes]]
+"""Caption and PNG by file name."""
+
+
+def audit(run_folder: str | Path, out: str | Path | None = None) -> Path:
+    """Write a run's page and pictures into `out`, by default `audit` in the run folder; return the page.
+
+    Raises:
+        InputError: the folder holds no run; `out` cannot be written.
+    """
+    folder = Path(run_folder)
+    metrics, config = run_metrics(folder), load_config(folder / "config.yaml")
+    tokens, quadrants = read_lines(folder / TOKENS_FILE), read_lines(folder / QUADRANTS_FILE)
+    silences = config.objective.s2t.enabled
+    kinds = ("silenced", "kept") if silences else ("STAPO would silence", "other candidates")
+    groups: dict[str, Metrics] = {kind: [] for kind in kinds}
+    for token in tokens:
+        token["kind"] = kinds[token["kept"] if silences else not token["spurious"]]
+        groups[token["kind"]].append(token)
+    charts = run_charts(metrics) | (token_charts(groups, quadrants) if quadrants else {})
+    facts = {
+        "algorithm": config.algorithm,
+        "model": config.model,
+        "steps": len(metrics),
+        "reward, first and last step": " → ".join(show(metrics[i]["reward"], ".3g") for i in (0, -1)),
+        "tau_p": metrics[-1]["tau_p"],
+    }
+    if quadrants:
+        counts = token_counts(quadrants)
+        facts["candidates"] = f"{sum(counts[:2]):,}, {counts[0]:,} of them spurious; {len(tokens):,} in the token log"
+    return write_page(
+        Path(out) if out else folder / "audit",
+        charts,
+        title=f"Token audit of {folder.resolve().name}",
+        facts=facts,
+        tokens=thin(tokens, MOST_TOKENS),
+        frequencies={kind: frequent(group) for kind, group in groups.items()} if quadrants else {},
+    )
+
+
+def compare(run_folders: Sequence[str | Path], out: str | Path) -> Path:
+    """Runs over each other; those that differ in their seed alone are one curve, the mean, in a band of one standard
+    deviation to either side. Returns the page.
+
+    Raises:
+        InputError: there are fewer than two folders, or one holds no run; `out` cannot be written.
+    """
+    folders = list(dict.fromkeys(Path(folder).resolve() for folder in run_folders))
+    if len(folders) < 2:
+        raise InputError("compare: give two run folders or more")
+    runs = [run_metrics(folder) for folder in folders]
+    labels = run_labels([load_config(folder / "config.yaml") for folder in folders])
+    groups: dict[str, list[Metrics]] = defaultdict(list)
+    for label, metrics in zip(labels, runs, strict=True):
+        groups[label].append(metrics)
+    charts = {}
+    for name, metric, axis, log, caption in COMPARED:
+        curves = [seed_curve(label, group, metric) for label, group in groups.items()]
+        charts[name] = (caption, png(lines, curves, axis, log))
+    table = [["", "seeds", "steps", *(axis for _, _, axis, _, _ in COMPARED)]]
+    for label, group in groups.items():
+        steps = min(map(len, group))
+        cells = [last_mean([run[:steps] for run in group], metric) for _, metric, _, _, _ in COMPARED]
+        table.append([label, str(len(group)), str(steps), *cells])
+    return write_page(Path(out), charts, title="Runs compared", table=table)
+
+
+def run_labels(configs: Sequence[Config]) -> list[str]:
+    """The algorithm of each run, with the fields that differ where runs of one algorithm differ in more than seed and
+    length."""
+    free: Any = {"seed": True, "output_dir": True, "log": True, "evaluation": True, "train": {"max_steps"}}
+    fields, labels = [flatten(config.model_dump(exclude=free)) for config in configs], []
+    for mine in fields:
+        others = [other for other in fields if other["algorithm"] == mine["algorithm"]]
+        keys = dict.fromkeys(key for other in others for key in other)
+        differing = [key for key in keys if any(other.get(key) != mine.get(key) for other in others)]
+        labels.append(", ".join([mine["algorithm"], *(f"{key}={mine.get(key)!s:.30}" for key in differing)]))
+    return labels
+
+
+def seed_curve(label: str, runs: Sequence[Metrics], metric: str) -> Curve:
+    """Mean of a metric over runs, and a band of a standard deviation; over the steps that all have."""
+    bands = []
+    for step in zip(*runs, strict=False):
+        values = [line[metric] for line in step if line[metric] is not None]
+        middle, spread = mean(step, metric), statistics.stdev(values) if len(values) > 1 else 0.0
+        bands.append((None, None, None) if middle is None else (middle - spread, middle, middle + spread))
+    low, means, high = map(list, zip(*bands, strict=True))
+    steps = range(1, len(bands) + 1)
+    if len(runs) == 1:
+        return Curve(label, steps, means)
+    return Curve(f"{label} ({len(runs)} seeds)", steps, means, low, high)
+
+
+def last_mean(runs: Sequence[Metrics], metric: str, window: int = 5) -> str:
+    """Mean over the last steps of each run, and the standard deviation over runs."""
+    values = [last for run in runs if (last := mean(run[-window:], metric)) is not None]
+    if not values:
+        return "-"
+    spread = f" ± {statistics.stdev(values):.3g}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.3g}{spread}"
+
+
+def run_charts(metrics: Metrics) -> Charts:
+    """Charts of what every run logs."""
+
+    def curve(metric: str, label: str, *band: str) -> Curve:
+        steps = [line["step"] for line in metrics]
+        return Curve(label, steps, *([line[name] for line in metrics] for name in (metric, *band)))
+
+    entropies = [curve("entropy", "mean", "entropy_p10", "entropy_p90"), curve("entropy_p50", "median")]
+    shares = [curve(f"{name}_share", name) for name in ("candidate", "spurious", "silenced")]
+    return {
+        "reward": ("Mean reward of the sampled completions.", png(lines, [curve("reward", "reward")], "mean reward")),
+        "entropy": (
+            "Entropy of the next-token distribution: mean, median, and the band from its 10 % to its 90 % quantile.",
+            png(lines, entropies, "nats"),
+        ),
+        "silenced": (
+            "Share of all tokens that are candidates (A > 0, pi < tau_p), spurious (also H < tau_h), and silenced.",
+            png(lines, shares, "share", True),
+        ),
+        "tau_h": ("Entropy threshold, anew in each mini-batch.", png(lines, [curve("tau_h", "tau_h")], "tau_h [nats]")),
+    }
+
+
+def token_charts(groups: dict[str, Metrics], quadrants: Metrics) -> Charts:
+    """Charts of what the token log notes.
+
+    Args:
+        groups: the candidates, silenced and kept.
+    """
+    points = [(probability, entropy) for line in quadrants for probability, entropy, _ in line["points"]]
+    places = {"tokens with A > 0": thin(points, MOST_POINTS)}
+    for kind, group in groups.items():
+        places[kind] = [(token["probability"], token["entropy"]) for token in thin(group, MOST_POINTS)]
+    counts = token_counts(quadrants)
+    sums = [sum(line["tokens"][i] * (line["gradient_norm"][i] or 0.0) for line in quadrants) for i in range(4)]
+    means = [total / count if count else 0.0 for total, count in zip(sums, counts, strict=True)]
+    names = [f"{name}\n{count:,}" for name, count in zip(QUADRANTS, counts, strict=True)]
+    return {
+        "plane": (
+            "Tokens of rewarded completions. STAPO silences the lower left: improbable, though the model was sure.",
+            png(plane, places, mean(quadrants, "tau_p"), mean(quadrants, "tau_h")),
+        ),
+        "gradient": (
+            "Mean norm of a token's gradient with respect to its logits, exact, and the number of tokens: rare is "
+            "pi < tau_p, sure is H < tau_h.",
+            png(bars, names, means, QUADRANT_COLOURS, "mean gradient norm"),
+        ),
+    }
+
+
+def token_counts(quadrants: Metrics) -> list[int]:
+    """Tokens in each quadrant, over all steps."""
+    return [sum(counts) for counts in zip(*(line["tokens"] for line in quadrants), strict=True)]
+
+
+def frequent(tokens: Iterable[dict[str, Any]]) -> list[tuple[str, int]]:
+    """The most frequent tokens, with white space to be seen; parts of a character are told apart by their id."""
+    counts = Counter((token["token"], token["token_id"]) for token in tokens)
+    return [
+        (text.translate(MARKS) + (f" #{token_id}" if "\ufffd" in text else ""), count)
+        for (text, token_id), count in counts.most_common(MOST_FREQUENT)
+    ]
+
+
+def write_page(folder: Path, charts: Charts, **values: Any) -> Path:
+    """Write the charts, and `index.html` with them in it.
+
+    Raises:
+        InputError: the folder cannot be written.
+    """
+    environment = Environment(loader=PackageLoader("stapo_lite"), autoescape=True, trim_blocks=True)
+    pictures = {name: (caption, base64.b64encode(image).decode()) for name, (caption, image) in charts.items()}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, (_, image) in charts.items():
+            (folder / f"{name}.png").write_bytes(image)
+        page = environment.get_template("audit.html").render(pictures=pictures, version=__version__, **values)
+        write_text(folder / "index.html", page)
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be written ({error.strerror})") from None
+    return folder / "index.html"

@@ -1,0 +1,198 @@
+"""A run's adapter as something to publish: as it is, or merged into its base, with a model card.
+
+The adapter is merged into the base in full precision, also where training ran on 4-bit weights. What is written is
+loaded again and must give the log-probabilities of base + adapter before the folder gets its name; an interrupted
+export leaves `.DIR.partial`, which the next one replaces.
+"""
+
+import gc
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoTokenizer, GenerationConfig
+
+from stapo_lite.data.prompts import stop_token_ids
+from stapo_lite.errors import InputError, one_line
+from stapo_lite.files import read_object
+from stapo_lite.model.loading import load_model_config, load_tokenizer, load_weights
+from stapo_lite.training.card import FinishedRun, model_card, read_run
+from stapo_lite.training.push import prepare_repository, push
+
+SHARD_SIZE = "5GB"
+HELD_OUT = (
+    "What is 17 times 23? Let us think step by step: 17 times 20 is 340, and 17 times 3 is 51, so",
+    "def fibonacci(n: int) -> int:\n    if n < 2:\n        return n\n    return",
+    "The train left the station at noon, and when it arrived in the capital three hours later",
+    "Solve for x: \\frac{x}{3} + 7 = 12. Subtracting 7 from both sides gives",
+)
+"""Texts whose log-probabilities must come out the same; no training set holds them."""
+LARGEST_IN_FLOAT32, MEAN_IN_HALF = 1e-4, 0.1
+"""Deviations in nats above which nothing is exported: the largest, or in half precision, which rounds weights and
+activations, the mean."""
+
+
+def export(
+    run_folder: str | Path,
+    out: str | Path,
+    *,
+    merge: bool = False,
+    dtype: str = "bfloat16",
+    base_model: str | None = None,
+    evaluation: str | Path | None = None,
+    push_to_hub: str | None = None,
+    private: bool = False,
+) -> Path:
+    """Write the adapter of a run, or the merged model, and push it to the Hub if asked; return the folder.
+
+    Args:
+        merge: merge the adapter into the base.
+        dtype: of what is written: float32, bfloat16 or float16.
+        base_model: folder or Hub name of the base, by default the run's `model`; needed where that is quantised.
+        evaluation: folder of an evaluation, for the card; by default the benchmarks of the run itself.
+        push_to_hub: repository on the Hub; made if there is none.
+        private: whether it is made private.
+
+    Raises:
+        InputError: the folder holds no adapter; the base is missing or quantised; `out` exists or cannot be written;
+            the token cannot write; the exported model gives other log-probabilities.
+    """
+    run, final = read_run(Path(run_folder), evaluation), Path(out)
+    partial = final.with_name(f".{final.name}.partial")
+    base = base_model or run.config.model
+    if getattr(load_model_config(base), "quantization_config", None) is not None:
+        raise InputError(f"model={base} is quantised: name the base in full precision with --base-model")
+    if push_to_hub and not merge and Path(base).exists():
+        raise InputError(f"--push-to-hub: {base} is a local folder, of no use to others: --merge, or --base-model")
+    tokenizer, model_eos = load_tokenizer(base, 1, [])
+    stops = stop_token_ids(tokenizer, model_eos, run.config.data.apply_chat_template)
+    if final.exists():
+        raise InputError(f"--out={final} exists: delete it, or choose another folder")
+    repository = prepare_repository(push_to_hub, private) if push_to_hub else None
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        write(run, base, partial, merge, dtype, tokenizer, stops)
+        card = model_card(repository or final.name, run, base, merge, stops)
+        (partial / "README.md").write_text(card, encoding="utf-8")
+        partial.rename(final)
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"--out={final}: cannot be written ({one_line(error)})") from None
+    if repository:
+        print(f"pushed: {push(final, repository)}")
+    return final
+
+
+def write(
+    run: FinishedRun, base: str, folder: Path, merge: bool, dtype: str, tokenizer: Any, stops: tuple[int, ...]
+) -> None:
+    """Write the adapter in PEFT's format, or base + adapter as one model with everything that serves it; with the
+    tokenizer and its chat template.
+
+    Args:
+        stops: tokens that ended a completion in training.
+
+    Raises:
+        InputError: what was written is not base + adapter.
+    """
+    model = load_adapted(base, run.adapter, dtype)
+    together, sums = log_probabilities(model, tokenizer), {}
+    with model.disable_adapter():
+        alone = log_probabilities(model, tokenizer)
+    if merge:
+        sums = first_layer_sums(model, dtype)
+        save_merged(model.merge_and_unload().to(getattr(torch, dtype)), folder, stops, run.config.rollout.temperature)
+    else:
+        model.peft_config["default"].base_model_name_or_path = base
+        model.to(getattr(torch, dtype)).save_pretrained(folder, save_embedding_layers=False)
+    tokenizer.save_pretrained(folder)
+    del model
+    gc.collect()  # one model in memory at a time
+    written = load_weights(str(folder), dtype) if merge else load_adapted(base, folder, dtype)
+    check_sums(written, sums, dtype)
+    difference = (log_probabilities(written, AutoTokenizer.from_pretrained(folder)) - together).abs()
+    mean, largest = difference.mean().item(), difference.max().item()
+    report = (
+        f"log-probabilities in {dtype}: {mean:.1e} from base + adapter on average, at most {largest:.1e}; the adapter "
+        f"moves them by {(together - alone).abs().mean().item():.1e}"
+    )
+    if not (largest <= LARGEST_IN_FLOAT32 if dtype == "float32" else mean <= MEAN_IN_HALF):  # or not a number
+        raise InputError(f"{folder} is not the model that was trained and was not exported. {report}")
+    print(report)
+
+
+def save_merged(merged: Any, folder: Path, stops: tuple[int, ...], temperature: float) -> None:
+    """Write a merged model, to be sampled as in training."""
+    merged.generation_config = GenerationConfig(  # the base's own may limit the length
+        eos_token_id=list(stops),
+        pad_token_id=merged.config.pad_token_id,
+        bos_token_id=merged.config.bos_token_id,
+        do_sample=True,
+        temperature=temperature,
+        top_k=0,
+        top_p=1.0,
+    )
+    merged.save_pretrained(folder, max_shard_size=SHARD_SIZE)
+
+
+@torch.no_grad()
+def first_layer_sums(model: Any, dtype: str) -> dict[str, Tensor]:
+    """{name: W + scale B A} of the first layer's weights with an adapter, as the merged model must have them: an
+    adapter may move log-probabilities by less than half precision does."""
+    sums = {}
+    for name, module in model.named_modules():
+        if ".layers.0." in name and hasattr(module, "lora_A"):
+            weight = module.base_layer.weight.double() + module.get_delta_weight("default")
+            sums[f"{name.removeprefix('base_model.model.')}.weight"] = weight.to(getattr(torch, dtype))
+    return sums
+
+
+def check_sums(written: Any, sums: dict[str, Tensor], dtype: str) -> None:
+    """Raises InputError where a weight is not the sum of base and adapter."""
+    weights = written.state_dict()
+    for name, weight in sums.items():
+        # In half precision a lost adapter shows in a few per cent of the weights, another order of sums in one of 1e4.
+        differing = (weights[name] != weight).float().mean()
+        if not (torch.allclose(weights[name], weight, 1e-5, 1e-6) if dtype == "float32" else differing < 1e-3):
+            raise InputError(f"{written.name_or_path}: {name} is not the sum of base and adapter; nothing was exported")
+
+
+def load_adapted(base: str, adapter: Path, dtype: str) -> Any:
+    """Base + adapter on the CPU in float32, unless the base's weights are in `dtype` already: what is added to them is
+    then rounded once."""
+    kept = load_model_config(base).dtype == getattr(torch, dtype)
+    return PeftModel.from_pretrained(load_weights(base, dtype if kept else "float32"), str(adapter))
+
+
+@torch.no_grad()
+def log_probabilities(model: Any, tokenizer: Any) -> Tensor:
+    """Log-probabilities of each token of the held-out texts but the first, [n] fp32."""
+    model.eval()
+    found = []
+    rows = [torch.tensor(ids) for ids in tokenizer(list(HELD_OUT)).input_ids]
+    # The model is causal: padding behind a text changes nothing.
+    logits = model(input_ids=pad_sequence(rows, batch_first=True)).logits.float()
+    for ids, scores in zip(rows, logits, strict=True):
+        found.append(scores[: len(ids) - 1].log_softmax(-1).gather(1, ids[1:, None])[:, 0])
+    return torch.cat(found)
+
+
+def gguf_command(folder: Path, dtype: str) -> str:
+    """The command that makes a GGUF file of an export by llama.cpp's converter; with a word on where to find that."""
+    adapter = folder / "adapter_config.json"
+    script = "convert_lora_to_gguf.py" if adapter.exists() else "convert_hf_to_gguf.py"
+    found = shutil.which(script)
+    outtype = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[dtype]
+    command = [found] if found else ["python", f"llama.cpp/{script}"]
+    command += [str(folder), "--outfile", f"{folder}.gguf", "--outtype", outtype]
+    if adapter.exists():
+        base = read_object(adapter)["base_model_name_or_path"]
+        command += ["--base" if Path(base).exists() else "--base-model-id", base]
+    where = "" if found else f"{script} is not on the PATH; from a checkout of llama.cpp:\n"
+    return where + shlex.join(command)

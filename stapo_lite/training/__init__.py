@@ -1,0 +1,1 @@
+"""The run: loop, update, metrics, checkpoints, the run folder, and what is published of it."""

@@ -1,0 +1,226 @@
+"""Checkpoints: everything a run needs to continue to the same bytes; nothing in them can run code when loaded.
+
+    checkpoint-20/
+        adapter_model.safetensors, adapter_config.json   the adapter in PEFT's format
+        optimizer.pt                                     the optimiser's state
+        state.json                                       progress, config, environment
+        checksums.json                                   SHA-256 of each file
+
+There is no generator state to keep: every draw follows from the config's seed and `Progress`, which gives the position
+in the prompt order, the seed of the next rollout, the adapter's version, the learning rate, and where the metrics
+continue. What is saved is a `Snapshot`, taken at the end of each step, so that a run that is interrupted within a step
+(SIGTERM, an error, a device that fails) still has the step before to save.
+"""
+
+import copy
+import hashlib
+import json
+import logging
+import re
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.utils import send_to_device
+from pydantic import ConfigDict, NonNegativeInt
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from stapo_lite.config import flatten
+from stapo_lite.errors import InputError, one_line
+from stapo_lite.files import read_object, sync
+from stapo_lite.model.policy import Policy
+
+logger = logging.getLogger(__name__)
+
+FOLDER = re.compile(r"checkpoint-\d{1,9}")
+FILES = ("adapter_model.safetensors", "adapter_config.json", "optimizer.pt", "state.json")
+CHECKSUMS_FILE = "checksums.json"
+FREE = (
+    "output_dir", "train.max_steps", "reward.function_timeout", "rollout.servers", "stop_on", "log.", "evaluation.",
+)  # fmt: skip
+"""Keys, and sections, that may change when a run is resumed: they decide nothing that a sound run computes."""
+FIXED = ("lora.", "train.optim")
+"""Those that no force can change: adapter and optimiser would not fit."""
+
+
+@dataclass(config=ConfigDict(extra="forbid"))
+class Progress:
+    """The point that a run has come to after a step."""
+
+    tau_p: float
+    """S2T's probability threshold, which `target_share` moves."""
+    step: NonNegativeInt = 0
+    """Steps done, which is the number of lines in the metrics file and the adapter's last version in the engine; the
+    learning rate follows from it."""
+    prompts_drawn: NonNegativeInt = 0
+    """Position in the prompt order; the rollouts' seeds follow from it."""
+    halvings: NonNegativeInt = 0
+    """How often the token budget of a micro-batch was halved because memory ran out."""
+    skipped_in_a_row: NonNegativeInt = 0
+    """Updates skipped since the last one that was made."""
+
+
+class Snapshot(NamedTuple):
+    """A run after a step, in host memory."""
+
+    progress: Progress
+    adapter: dict[str, Tensor]
+    optimizer: dict[str, Any]
+    """Its state; tensors are copies."""
+
+
+def take_snapshot(progress: Progress, policy: Policy, optimizer: torch.optim.Optimizer) -> Snapshot:
+    """Copy what a checkpoint holds to host memory."""
+    adapter = {name: p.detach().to("cpu", copy=True) for name, p in policy.parameters.items()}
+    state = copy.deepcopy(send_to_device(optimizer.state_dict(), "cpu"))
+    return Snapshot(replace(progress), adapter, state)
+
+
+def save_checkpoint(
+    run_folder: Path, snapshot: Snapshot, policy: Policy, config: dict, environment: dict[str, str], limit: int
+) -> None:
+    """Write `checkpoint-<step>` under a temporary name, to the disk, rename it; then drop all but the newest `limit`.
+
+    Raises:
+        Exception: it could not be written (OSError, or one of torch's or safetensors'); what was there is as it was.
+    """
+    for left in run_folder.glob(".checkpoint-*"):
+        shutil.rmtree(left)
+    final = run_folder / f"checkpoint-{snapshot.progress.step}"
+    if final.exists():
+        if find_damage(final) is None:
+            return
+        shutil.rmtree(final)
+    partial = run_folder / f".{final.name}"
+    try:
+        policy.save_adapter(partial, snapshot.adapter)
+        torch.save(snapshot.optimizer, partial / "optimizer.pt")
+        document = {"progress": asdict(snapshot.progress), "config": config, "environment": environment}
+        (partial / "state.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
+        sums = json.dumps({name: _digest(partial / name) for name in FILES}, indent=1)
+        (partial / CHECKSUMS_FILE).write_text(sums, encoding="utf-8")
+        for path in (*partial.iterdir(), partial):
+            sync(path)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    partial.rename(final)
+    sync(run_folder)
+    written = list_checkpoints(run_folder)
+    for old in written[: written.index(final) + 1][:-limit]:  # a newer one is damaged, or it would have been resumed
+        shutil.rmtree(old)
+
+
+def load_checkpoint(folder: Path, policy: Policy, optimizer: torch.optim.Optimizer, tau_p: float) -> Progress:
+    """Restore adapter and optimiser; return where the run stood.
+
+    Args:
+        tau_p: of the config, which counts where it is not that of the run so far.
+
+    Raises:
+        InputError: they do not fit the model or the optimiser.
+    """
+    try:
+        state = read_state(folder)
+        policy.load_adapter(folder)
+        decays = [group["weight_decay"] for group in optimizer.param_groups]  # those of the config count, too
+        optimizer.load_state_dict(torch.load(folder / "optimizer.pt", "cpu", weights_only=True))  # runs no code
+        for parameter, moments in optimizer.state.items():
+            for name in {"exp_avg", "exp_avg_sq", "state1", "state2"} & moments.keys():
+                if moments[name].shape != parameter.shape:
+                    raise ValueError(f"{name} is {tuple(moments[name].shape)}, not {tuple(parameter.shape)}")
+        for group, decay in zip(optimizer.param_groups, decays, strict=True):
+            group["weight_decay"] = decay
+        progress = Progress(**state["progress"])
+        if flatten(state["config"]).get("objective.s2t.tau_p") != tau_p:
+            progress.tau_p = tau_p
+        return progress
+    except InputError:
+        raise
+    except Exception as error:  # what has intact checksums and is wrong all the same
+        raise InputError(f"{folder}: does not fit this run ({type(error).__name__}: {one_line(error)})") from None
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The checkpoint's `state.json`.
+
+    Raises:
+        InputError: it lacks a part.
+    """
+    state = read_object(folder / "state.json")
+    try:
+        if not all(isinstance(state.get(part), dict) for part in ("progress", "config", "environment")):
+            raise TypeError("a part is missing")
+        Progress(**state["progress"])
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{folder}: state.json is not that of a checkpoint ({one_line(error)})") from None
+    return state
+
+
+def check_resume(folder: Path, config: dict[str, Any], environment: dict[str, str], force: bool) -> list[str]:
+    """The changes since the checkpoint was written, as lines for a person.
+
+    Raises:
+        InputError: a key differs that decides what the run computes, and `force` does not let it pass.
+    """
+    state = read_state(folder)
+    before, now = flatten(state["config"]), flatten(config)
+    keys = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
+    changes = ", ".join(f"{key} {before.get(key)} -> {now.get(key)}" for key in keys)
+    fixed = [key for key in keys if key.startswith(FIXED)]
+    if fixed:
+        raise InputError(f"--resume: {fixed[0]} cannot change in a run ({changes}): set it back")
+    falling = now["train.lr_scheduler_type"] != "constant"  # towards max_steps, which then decides every rate
+    if not force and not all(key.startswith(FREE) and not (falling and key == "train.max_steps") for key in keys):
+        raise InputError(
+            f"--resume: the run would not be the one that {folder} began ({changes}): set the keys back, start a new "
+            "run in another output_dir, or go on all the same with --force"
+        )
+    was = state["environment"]
+    moves = ", ".join(f"{key} {was.get(key)} -> {value}" for key, value in environment.items() if was.get(key) != value)
+    notes = [f"resuming {folder}"]
+    notes += [f"with another config: {changes}"] if changes else []
+    notes += [f"in another environment, so that rounding and draws may differ: {moves}"] if moves else []
+    return notes
+
+
+def list_checkpoints(run_folder: Path) -> list[Path]:
+    """Those that were written to the end, oldest first."""
+    folders = [path for path in run_folder.glob("checkpoint-*") if FOLDER.fullmatch(path.name) and path.is_dir()]
+    return sorted(folders, key=lambda path: int(path.name.removeprefix("checkpoint-")))
+
+
+def newest_checkpoint(run_folder: Path) -> Path | None:
+    """The newest intact checkpoint of a run, None where it has none yet; a warning for each one that is damaged.
+
+    Raises:
+        InputError: all are.
+    """
+    damaged = []
+    for folder in reversed(list_checkpoints(run_folder)):
+        damage = find_damage(folder)
+        if damage is None:
+            return folder
+        damaged.append(f"{folder.name}: {damage}")
+        logger.warning("%s is damaged (%s): taking the one before", folder, damage)
+    if damaged:
+        raise InputError(f"{run_folder} holds only damaged checkpoints ({'; '.join(damaged)}): start a new run")
+    return None
+
+
+def find_damage(folder: Path) -> str | None:
+    """The first fault of a checkpoint's files; None where they are as they were written."""
+    try:
+        sums = read_object(folder / CHECKSUMS_FILE)
+        wrong = [name for name in FILES if _digest(folder / name) != sums.get(name)]
+    except (OSError, InputError) as error:
+        return one_line(error)
+    return f"the checksum of {wrong[0]} is wrong" if wrong else None
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

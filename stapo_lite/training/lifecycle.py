@@ -1,0 +1,152 @@
+"""The edges of a run: its processes and hardware, who may write to its folder, what of it must be written, what ends it
+from outside."""
+
+import ctypes
+import hashlib
+import importlib.util
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError
+
+from stapo_lite import __version__
+from stapo_lite.config import Log
+from stapo_lite.errors import InputError, RunError, one_line
+from stapo_lite.model.processes import check_launched, warn_of_unused_card
+from stapo_lite.rollout.vllm_options import vllm_version
+from stapo_lite.training.checkpoint import list_checkpoints
+from stapo_lite.training.tracking import read_metrics
+from stapo_lite.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+
+def make_accelerator(log: Log, folder: Path) -> Accelerator:
+    """Accelerate's view of the processes, and its trackers.
+
+    Args:
+        folder: for the trackers' files.
+
+    Raises:
+        InputError: a tracker is not installed, or accelerate runs fewer processes than were launched;
+            it would pass over either in silence.
+    """
+    for name in log.report_to:
+        if importlib.util.find_spec(name) is None:
+            raise InputError(f"log.report_to: {name} is not installed; pip install {name}")
+    # Micro-batches of many shapes would leave holes that no other shape fits. Read once, before CUDA starts. vLLM up to
+    # 0.30 looks at the old name only, and must know what torch is told.
+    if "PYTORCH_ALLOC_CONF" in os.environ:
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = os.environ["PYTORCH_ALLOC_CONF"]
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    on_cpu = not torch.accelerator.is_available()  # several processes on a CPU need to be told so
+    patience = InitProcessGroupKwargs(timeout=timedelta(days=7))  # processes may finish sampling hours apart
+    accelerator = Accelerator(
+        cpu=on_cpu, log_with=list(log.report_to) or None, project_dir=folder, kwargs_handlers=[patience]
+    )
+    cores = os.cpu_count() or 1
+    if on_cpu and accelerator.num_processes == 1 and torch.get_num_threads() == 1 < cores:
+        print(f"running on 1 of {cores} cores: accelerate launch --num_cpu_threads_per_process {cores} uses all")
+    check_launched(accelerator.num_processes)
+    if accelerator.is_main_process:
+        warn_of_unused_card()
+    return accelerator
+
+
+def card_memory() -> float | None:
+    """GiB of the card in use, CUDA's own and other processes' included; None without one.
+
+    Torch's allocator keeps what an update has taken, so that this is the update's peak until the cache is emptied; its
+    own count includes what a sleeping vLLM has given back.
+    """
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 2**30
+
+
+def environment(engine: str, processes: int, prompts: Sequence[Prompt]) -> dict[str, str]:
+    """Hardware, versions and data of a run, for its model card and to compare when it is resumed."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU with {os.cpu_count()} cores"
+    return {
+        "hardware": f"{processes} x {device}" if torch.cuda.is_available() else device,
+        "processes": str(processes),
+        "engine": f"vllm {vllm_version()}" if engine == "vllm" else engine,
+        "prompts": hashlib.sha256(repr([(p.token_ids, p.answer) for p in prompts]).encode()).hexdigest()[:16],
+        "stapo_lite": __version__,
+        **{name: version(name) for name in ("torch", "transformers", "peft", "accelerate")},
+    }
+
+
+def check_no_run(folder: Path) -> None:
+    """Raises InputError where the folder holds a run, which a new one would overwrite."""
+    if read_metrics(folder) or list_checkpoints(folder) or (folder / "adapter").exists():
+        raise InputError(f"output_dir={folder} holds a run: continue it with --resume, or choose another folder")
+
+
+def lock(folder: Path) -> AbstractContextManager:
+    """Make the run folder and keep other runs out of it; a lock ends with its process, whatever ends that.
+
+    Raises:
+        InputError: another run is there, or the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return FileLock(folder / ".lock").acquire(blocking=False)
+    except Timeout:
+        raise InputError(f"output_dir={folder}: another run writes to it at this moment") from None
+    except OSError as error:
+        raise InputError(f"output_dir={folder}: cannot be written ({error.strerror})") from None
+    except NotImplementedError as error:  # a file system without locks
+        logger.warning("output_dir=%s: not locked against other runs (%s)", folder, error)
+        return nullcontext()
+
+
+@contextmanager
+def full_disk_is_a_run_error(folder: Path) -> Iterator[None]:
+    """For the beginning and the end of a run, where what is not written would be missing."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise RunError(
+            f"{folder}: cannot be written ({one_line(error)}); make room, and continue with --resume"
+        ) from None
+
+
+def end_on_sigterm() -> None:
+    """Have SIGTERM, by which schedulers announce that they will kill, end the run like an error, with status 143."""
+
+    def end(*_: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough
+        sys.exit(128 + signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, end)
+    if "ACCELERATE_MIXED_PRECISION" in os.environ and sys.platform == "linux":
+        # `accelerate launch` dies of a SIGTERM without passing it on; the kernel does it for us then.
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Ignore signals that would end the process, in the main thread: `accelerate launch` passes Ctrl-C on twice."""
+    in_charge = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM) if in_charge else ()
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler or signal.SIG_DFL)  # None: one that Python did not set

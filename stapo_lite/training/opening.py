@@ -1,0 +1,174 @@
+"""A run is opened here: what its config asks for, checked and put together, cheapest first."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from stapo_lite.algorithm.microbatches import TokenBudget
+from stapo_lite.config import Config, Data, batch_arithmetic, check_processes, check_sharded, flatten, to_yaml
+from stapo_lite.data.contamination import find_overlaps, load_problems
+from stapo_lite.data.prompts import load_rows, prompt_text, render_prompts, stop_token_ids
+from stapo_lite.errors import InputError
+from stapo_lite.evaluation.exam import make_exam
+from stapo_lite.files import write_text
+from stapo_lite.model.loading import load_tokenizer
+from stapo_lite.model.policy import load_policy, make_optimizer
+from stapo_lite.model.sharding import make_sharding
+from stapo_lite.rewards.functions import BUILT_IN, RewardModel
+from stapo_lite.rollout import check_engine, make_engine, resolve_engine
+from stapo_lite.training import checkpoint
+from stapo_lite.training.checkpoint import Progress
+from stapo_lite.training.lifecycle import (
+    check_no_run,
+    environment,
+    full_disk_is_a_run_error,
+    lock,
+    make_accelerator,
+    undisturbed,
+)
+from stapo_lite.training.run import Run
+from stapo_lite.training.token_log import TokenLog
+from stapo_lite.training.tracking import ENVIRONMENT_FILE, RunLog, read_metrics
+from stapo_lite.training.update import Learner
+from stapo_lite.types import Prompt
+
+
+@contextmanager
+def open_run(config: Config, resume: bool = False, force: bool = False) -> Iterator[Run]:
+    """Open a run, new or resumed; close it, or where something interrupts it keep what was learned.
+
+    Raises:
+        InputError: something in the config, the data or the model cannot be used.
+        RunError: the disk is full at the end.
+    """
+    with ExitStack() as closing:  # all of it, whatever one does
+        run = begin(config, resume, force, closing)
+        try:
+            yield run
+        except BaseException as interruption:
+            with undisturbed():
+                run.save_checkpoint()
+            if not isinstance(interruption, GeneratorExit):  # the caller has seen enough
+                raise
+        run.finish()
+
+
+def begin(config: Config, resume: bool, force: bool, closing: ExitStack) -> Run:
+    """Assemble a run: what is cheap and can fail first, weights last."""
+    folder = Path(config.output_dir)
+    accelerator = make_accelerator(config.log, folder / "logs")
+    processes = accelerator.num_processes
+    check_processes(config, processes)
+    engine_name = resolve_engine(config.rollout.engine)
+    shard = make_sharding(accelerator.device)
+    if shard is not None:
+        check_sharded(config, engine_name)
+    check_engine(engine_name, config)
+    if not resume:
+        check_no_run(folder)
+    prompts, tokenizer, stop_tokens = load_prompts(config, accelerator.print)
+    exam = make_exam(config, tokenizer)
+    accelerator.print(batch_arithmetic(config, processes))
+    if accelerator.is_main_process:
+        closing.enter_context(lock(folder))
+    accelerator.wait_for_everyone()
+    newest = checkpoint.newest_checkpoint(folder) if resume else None
+    surroundings = environment(engine_name, processes, prompts)
+    if newest is not None:
+        for note in checkpoint.check_resume(newest, config.model_dump(), surroundings, force):
+            accelerator.print(note)
+    rewards = RewardModel(config.reward)
+    closing.callback(rewards.close)
+    learner = make_learner(config, accelerator, shard, newest)
+    engine = make_engine(engine_name, config, stop_tokens, accelerator)
+    closing.callback(engine.close)
+    log = open_folder(config, accelerator, surroundings, learner.progress.step)
+    closing.callback(log.close)
+    settings = {k: str(v) for k, v in flatten(config.model_dump()).items()}
+    log.start_trackers(config.log.project, settings)
+    if config.log.audit_tokens:
+        learner.token_log = TokenLog(folder, config.log.audit_tokens, learner.policy, tokenizer, accelerator)
+    return Run(
+        config, accelerator, prompts, tokenizer, surroundings, rewards, learner, engine, log, exam,
+        snapshot=checkpoint.take_snapshot(learner.progress, learner.policy, learner.optimizer),
+        history=read_metrics(folder),
+    )  # fmt: skip
+
+
+def make_learner(
+    config: Config,
+    accelerator: Accelerator,
+    shard: Callable[[Any], None] | None,
+    newest: Path | None,
+) -> Learner:
+    """Policy and optimiser, new or as a checkpoint has them."""
+    policy = load_policy(config, accelerator.device, shard)
+    optimizer = make_optimizer(policy, config.train)
+    progress = Progress(tau_p=config.objective.s2t.tau_p)
+    if newest is not None:
+        progress = checkpoint.load_checkpoint(newest, policy, optimizer, config.objective.s2t.tau_p)
+    in_step = (lambda count: max(gather_object([count]))) if policy.sharded else None
+    budget = TokenBudget(config.train.max_tokens_per_microbatch, progress.halvings, in_step)
+    if config.train.park_trainer:
+        policy.park()
+    return Learner(config, policy, optimizer, budget, accelerator, progress)
+
+
+def open_folder(config: Config, accelerator: Accelerator, surroundings: dict[str, str], step: int) -> RunLog:
+    """Note in the run folder what begins, and drop what was written after the step that it continues from."""
+    folder = Path(config.output_dir)
+    with full_disk_is_a_run_error(folder):
+        log = RunLog(folder, config.train.max_steps, step, accelerator)
+        if accelerator.is_main_process:
+            write_text(folder / "config.yaml", to_yaml(config))
+            write_text(folder / ENVIRONMENT_FILE, json.dumps(surroundings, indent=1))
+            if step < config.train.max_steps:
+                shutil.rmtree(folder / "adapter", ignore_errors=True)  # of the end before
+    return log
+
+
+def load_prompts(config: Config, show: Callable[[str], None]) -> tuple[list[Prompt], Any, tuple[int, ...]]:
+    """The rendered prompts, the tokenizer and the tokens that end a completion."""
+    d = config.data
+    answer_column = d.answer_column if set(config.reward.functions) & set(BUILT_IN) else None
+    rows = load_rows(d)
+    for key, column in (("prompt_column", d.prompt_column), ("answer_column", answer_column)):
+        if column is not None and column not in rows[0]:
+            raise InputError(f"data.{key}={column}: {d.source} has only the columns {', '.join(rows[0])}")
+    if d.drop_contaminated:
+        rows = drop_contaminated(rows, d, show)
+    longest = d.max_prompt_length + config.rollout.max_completion_length
+    tokenizer, model_eos = load_tokenizer(config.model, longest, list(config.lora.target_modules))
+    prompts = render_prompts(
+        rows, tokenizer, d, d.source, d.prompt_column, answer_column, filter_overlong=d.filter_overlong_prompts
+    )
+    dropped = len(rows) - len(prompts)
+    note = f"; {dropped} longer than {d.max_prompt_length} tokens left out" if dropped else ""
+    show(f"{len(prompts)} prompts from {d.source}{note}")
+    return prompts, tokenizer, stop_token_ids(tokenizer, model_eos, d.apply_chat_template)
+
+
+def drop_contaminated(rows: list[Any], d: Data, show: Callable[[str], None]) -> list[Any]:
+    """Leave out the rows that hold a benchmark's problem.
+
+    Raises:
+        InputError: a benchmark cannot be read, or no row is left.
+    """
+    try:
+        problems = load_problems(d.drop_contaminated or [])
+    except InputError as error:
+        raise InputError(f"data.drop_contaminated: {error}; or set data.drop_contaminated=false") from None
+    overlaps = find_overlaps([prompt_text(row.get(d.prompt_column)) for row in rows], problems)
+    contaminated = {overlap.row for overlap in overlaps}
+    left = [row for number, row in enumerate(rows) if number not in contaminated]
+    if not left:
+        raise InputError(f"data.drop_contaminated: every row of {d.source} overlaps a benchmark")
+    held = len({overlap.problem for overlap in overlaps})
+    show(f"{len(contaminated)} rows of {d.source} that hold {held} benchmark problems left out")
+    return left

@@ -1,0 +1,37 @@
+import math
+
+import pytest
+import torch
+
+from stapo_lite.algorithm.advantages import group_advantages
+
+NAN, HALF = math.nan, math.sqrt(0.5)
+
+
+@pytest.mark.parametrize(
+    ("scale", "rewards", "expected"),
+    [
+        # mean 1/4, sample standard deviation sqrt((0.75^2 + 3 * 0.25^2) / 3) = 1/2
+        (True, [[1.0, 0.0, 0.0, 0.0]], [[1.5, -0.5, -0.5, -0.5]]),
+        # groups do not see each other
+        (True, [[1.0, -1.0], [5.0, 9.0]], [[HALF, -HALF], [-HALF, HALF]]),
+        # a completion without a verdict counts for nobody
+        (True, [[1.0, NAN, 0.0, 0.0, 0.0]], [[1.5, 0.0, -0.5, -0.5, -0.5]]),
+        (True, [[NAN, NAN], [2.0, NAN]], [[0.0, 0.0], [0.0, 0.0]]),
+        # without scaling only the mean is taken off
+        (False, [[1.0, 0.0, 0.0, NAN], [2.0] * 4], [[2 / 3, -1 / 3, -1 / 3, 0.0], [0.0] * 4]),
+    ],
+)
+def test_groups_by_hand(scale, rewards, expected):
+    actual = group_advantages(torch.tensor(rewards, dtype=torch.float64), scale, eps=0.0)
+    assert actual.tolist() == [pytest.approx(row) for row in expected]
+
+
+@pytest.mark.parametrize("reward", [0.0, 1.0, -1.0, 0.1])
+def test_equal_rewards_give_exactly_zero(reward):
+    assert group_advantages(torch.full((1, 7), reward, dtype=torch.float64)).tolist() == [[0.0] * 7]
+
+
+def test_rounding_noise_is_not_blown_up():
+    rewards = torch.tensor([[0.1 + 0.2, 0.3]], dtype=torch.float64)
+    assert group_advantages(rewards).abs().max() < 1e-9

@@ -1,0 +1,91 @@
+import itertools
+import math
+
+import pytest
+import torch
+from helpers import fake_completions
+
+from stapo_lite.algorithm.microbatches import TokenBudget, pack, sequence_length, split_by_tokens, split_evenly
+from stapo_lite.errors import RunError
+from stapo_lite.types import Completion, Prompt
+
+
+def test_every_sequence_once_within_the_budget_longest_first():
+    lengths = [sequence_length(completion) for completion in fake_completions(0, [1.0] * 200, longest=60)]
+    cut = split_by_tokens(lengths, max_tokens=256)
+    assert sorted(itertools.chain(*cut)) == list(range(200))
+    assert all(len(batch) * max(lengths[row] for row in batch) <= 256 for batch in cut)
+    flat = [lengths[row] for row in itertools.chain(*cut)]
+    assert flat == sorted(flat, reverse=True)
+    assert split_by_tokens([2, 10], max_tokens=4) == [[1], [0]]  # one over the budget stands alone
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_padding_below_a_tenth_on_a_skewed_mix(seed):
+    """Log-normal lengths, a tenth of them cut off; few more micro-batches than the tokens ask for."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = (64 + torch.exp(torch.randn(256, generator=generator) * 0.8 + 6).long().clamp(16, 1200)).tolist()
+    batches = split_by_tokens(lengths, max_tokens=16384)
+    laid_out = sum(len(batch) * lengths[batch[0]] for batch in batches)
+    assert 1 - sum(lengths) / laid_out < 0.1
+    assert len(batches) <= 1.5 * sum(lengths) / 16384 + 1
+
+
+def test_the_cheapest_cut_of_all():
+    """Against every way to cut eight sequences in order of length."""
+    lengths = [47, 40, 33, 31, 22, 14, 9, 3]
+
+    def cost(batches, budget=64):
+        within = all(len(b) == 1 or len(b) * b[0] <= budget for b in batches)
+        return sum(len(b) * b[0] + budget / 16 for b in batches) if within else math.inf
+
+    def split(cut):
+        ends = [0, *(i + 1 for i, here in enumerate(cut) if here), len(lengths)]
+        return [lengths[a:b] for a, b in itertools.pairwise(ends)]
+
+    ours = [[lengths[row] for row in batch] for batch in split_by_tokens(lengths, 64)]
+    assert cost(ours) == min(cost(split(cut)) for cut in itertools.product([False, True], repeat=7)) < math.inf
+
+
+def test_tokens_one_after_the_other_by_hand():
+    prompt = Prompt("", [7], answer="")
+    completions = [Completion(prompt, [9] * n, [0.0] * n, False, 0) for n in (3, 1, 2)]
+    completions[0].advantage, completions[1].advantage = 1.5, -1.0
+    completions[2].loss_mask = [False, True]
+    batch = pack(completions, "cpu")
+    assert batch.starts == [0, 3, 4, 6]
+    assert batch.rows.tolist() == [0, 0, 0, 1, 2, 2]
+    assert batch.advantages.tolist() == [1.5, 1.5, 1.5, -1.0, 0.0, 0.0]
+    assert batch.loss_mask.tolist() == [True, True, True, True, False, True]
+    assert batch.rollout_logprobs.tolist() == [0.0] * 6
+    assert batch.tokens([2, 0]).tolist() == [4, 5, 0, 1, 2]
+    assert batch.tokens([]).tolist() == []
+    assert batch.select([1]) == [batch.completions[1]]
+
+
+def test_no_completions_are_a_mini_batch_too():
+    batch = pack([], "cpu")
+    assert batch.starts == [0]
+    for values in (batch.rows, batch.advantages, batch.loss_mask, batch.rollout_logprobs, batch.random_scores([])):
+        assert values.tolist() == []
+
+
+def test_work_is_dealt_out_evenly():
+    assert split_evenly([5, 1, 1, 1, 2], 2) == [[0], [1, 2, 3, 4]]
+    assert split_evenly([3, 0, 0, 4], 3) == [[3], [0], [1, 2]]
+    assert split_evenly([], 2) == [[], []]
+    lengths = (torch.randn(512, generator=torch.Generator().manual_seed(0)).exp() * 1000).tolist()
+    loads = [sum(lengths[i] for i in share) for share in split_evenly(lengths, 8)]
+    assert max(loads) < 1.001 * sum(loads) / 8
+
+
+def test_who_has_fewer_micro_batches_gets_empty_ones():
+    batch = pack(fake_completions(0, [1.0] * 6), "cpu")
+    budget = TokenBudget(10_000, in_step=lambda count: count + 2)
+    assert budget.fit(batch, range(6), lambda parts: [len(rows) for rows in parts]) == [6, 0, 0]
+
+    def too_much(_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+
+    with pytest.raises(RunError, match="memory ran out: lower train.max_tokens_per_microbatch"):
+        budget.fit(batch, range(6), too_much)

@@ -1,0 +1,90 @@
+"""The paper's theory against autograd: the gradient-norm identity and both bounds."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stapo_lite.algorithm.lm_head import token_statistics
+from stapo_lite.algorithm.objective import clipped_token_loss, logit_gradient_norm
+
+VOCABULARY = 50
+C_V = (VOCABULARY - 1) / (VOCABULARY * math.log(VOCABULARY) ** 2)
+
+
+def two_levels(high, count):
+    """`count` tokens share logit `high`, the others 0."""
+    logits = torch.zeros(VOCABULARY)
+    logits[:count] = high
+    return logits
+
+
+ADVERSARIAL = {
+    "uniform": torch.zeros(VOCABULARY),
+    "one certain token": two_levels(40.0, 1),
+    "one likely token": two_levels(6.0, 1),
+    "two tokens share everything": two_levels(30.0, 2),
+    "half the vocabulary": two_levels(5.0, VOCABULARY // 2),
+    "one impossible token": two_levels(0.0, 1) - 60 * torch.nn.functional.one_hot(torch.tensor(3), VOCABULARY),
+    "far from zero": torch.linspace(-30, 30, VOCABULARY),
+}
+
+
+def token_loss(logprob, old_logprob, advantage):
+    old, advantage = (torch.tensor([value], dtype=logprob.dtype) for value in (old_logprob, advantage))
+    return clipped_token_loss(logprob, old, advantage, 0.2, 0.28)
+
+
+def exact_norm(logits, target, old_logprob, advantage):
+    """||dJ/da|| of one token in float64, by autograd through softmax, ratio and clip."""
+    a = logits.double().requires_grad_()
+    loss = token_loss(torch.log_softmax(a, -1)[target].view(1), old_logprob, advantage).loss
+    return torch.autograd.grad(loss.sum(), a)[0].norm().item()
+
+
+def measured(logits, target, old_logprob, advantage):
+    """(norm by the identity, w, statistics), as training computes them: fp32, from the LM head."""
+    s = token_statistics(logits.float()[None], torch.eye(VOCABULARY), torch.tensor([target]))
+    token = token_loss(s.logprobs, old_logprob, advantage)
+    return logit_gradient_norm(token.gradient, s.logprobs, s.collision).item(), token.gradient.item(), s
+
+
+def check(logits, target, shift, advantage):
+    old = (torch.log_softmax(logits.double(), -1)[target] + shift).item()
+    norm, w, s = measured(logits, target, old, advantage)
+    exact = exact_norm(logits, target, old, advantage)
+    assert norm == pytest.approx(exact, rel=2e-5, abs=2e-5 * abs(w))
+    pi, entropy = s.logprobs.exp().item(), s.entropy.item()
+    slack = 4e-5 * w**2  # w is off by 1e-5 where log pi is -70: fp32 has no more digits
+    assert w**2 * (1 - 2 * pi + math.exp(-entropy)) <= exact**2 + slack
+    assert exact**2 <= w**2 * (2 - 2 * pi - C_V * entropy**2) + slack
+
+
+@pytest.mark.parametrize("name", ADVERSARIAL)
+@pytest.mark.parametrize("target", [0, 3, VOCABULARY - 1])
+@pytest.mark.parametrize(("shift", "advantage"), [(0.0, 1.0), (0.1, -2.0), (-1.0, 1.5), (1.0, -1.5)])
+def test_identity_and_bounds_on_extreme_distributions(name, target, shift, advantage):
+    check(ADVERSARIAL[name].float(), target, shift, advantage)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@given(
+    seed=st.integers(0, 10_000),
+    scale=st.sampled_from([0.1, 1.0, 3.0, 10.0]),
+    target=st.integers(0, VOCABULARY - 1),
+    shift=st.floats(-0.4, 0.4),
+    advantage=st.floats(-3, 3).filter(lambda a: abs(a) > 1e-3),
+)
+def test_identity_and_bounds_on_random_distributions(seed, scale, target, shift, advantage):
+    logits = scale * torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(seed))
+    check(logits, target, shift, advantage)
+
+
+def test_the_bounds_are_met_with_equality_where_the_paper_says():
+    """Collision equals e^-H on a uniform distribution, and 1 - C_V H^2 there and on a certain one."""
+    for logits in (torch.zeros(VOCABULARY), two_levels(40.0, 1)):
+        s = token_statistics(logits[None], torch.eye(VOCABULARY), torch.tensor([0]))
+        assert s.collision.item() == pytest.approx(math.exp(-s.entropy.item()), abs=1e-6)
+        assert s.collision.item() == pytest.approx(1 - C_V * s.entropy.item() ** 2, abs=1e-6)

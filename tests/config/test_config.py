@@ -1,0 +1,150 @@
+import copy
+
+import pytest
+import yaml
+from helpers import ROOT
+from make_config import reference
+
+from stapo_lite.config import Config, check_processes, load_config, load_eval_config, to_yaml
+from stapo_lite.errors import InputError
+
+REQUIRED = {"eval", "quickstart", "qwen1.7b_lora", "qwen8b_lora", "qwen8b_qlora", "qwen14b_qlora"}
+CONFIGS = sorted(REQUIRED | {path.stem for path in (ROOT / "configs").glob("*.yaml")})
+MINIMAL = {"model": "m", "output_dir": "o"}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_config_loads_and_opens_with_its_launch_command(name):
+    load, command = (load_eval_config, "evaluate") if name == "eval" else (load_config, "train")
+    path = ROOT / "configs" / f"{name}.yaml"
+    load(path)
+    first, second, third = path.read_text(encoding="utf-8").splitlines()[:3]
+    assert first.startswith(f"# accelerate launch -m stapo_lite.{command} configs/{name}.yaml")
+    assert second.startswith("# For: ")
+    assert third.startswith("# Expect: ")
+
+
+# What the papers say, per preset; `objective.s2t.enabled` first.
+PAPERS = {
+    "stapo": (True, "token-mean", 0.2, 0.28, 0.0, 1.0, "group", False, 0.0),
+    "grpo": (False, "sequence-mean", 0.2, 0.2, 0.04, 1.0, "group", False, 0.0),
+    "dr-grpo": (False, "constant", 0.2, 0.2, 0.0, 1.0, "none", False, 0.0),
+    "dapo": (False, "token-mean", 0.2, 0.28, 0.0, 1.0, "group", True, 1.0),
+    "justrl": (False, "token-mean", 0.2, 0.28, 0.0, 1.0, "group", False, 0.0),
+    "20-entropy": (False, "token-mean", 0.2, 0.28, 0.0, 0.2, "group", False, 0.0),
+}
+
+
+@pytest.mark.parametrize("algorithm", PAPERS)
+def test_algorithms_are_the_papers(algorithm):
+    config = load_config(MINIMAL, [f"algorithm={algorithm}"])
+    o, rollout = config.objective, config.rollout
+    values = (o.s2t.enabled, o.aggregation, o.epsilon, o.epsilon_high, o.beta, o.top_entropy_quantile, o.scale_rewards)
+    assert (*values, rollout.dynamic_sampling, config.reward.overlong_penalty) == PAPERS[algorithm]
+    assert o.renormalize == (algorithm != "20-entropy")
+    others = (o.entropy_coef, o.old_logprobs, o.sampler_correction, o.sampler_cap)
+    assert others == (0.0, "trainer", "token-truncate", 2.0)
+    assert (rollout.num_generations, rollout.temperature) == (8, 1.0)
+
+
+S2T_PAPERS = {
+    "paper": (0.002, 0.75, "candidates", "low-entropy", 0.0),
+    "paper-v1": (0.002, 0.8, "all", "low-entropy", 0.0),
+    "article": (0.01, 0.05, "all", "low-entropy", 0.001),
+    "full": (0.002, 0.75, "candidates", "all", 0.0),
+    "high-entropy": (0.002, 0.75, "candidates", "high-entropy", 0.0),
+    "random": (0.002, 0.75, "candidates", "random", 0.0),
+}
+
+
+@pytest.mark.parametrize("preset", S2T_PAPERS)
+def test_s2t_presets_are_the_papers(preset):
+    o = load_config(MINIMAL, [f"objective.s2t.preset={preset}"]).objective
+    assert (o.s2t.tau_p, o.s2t.quantile, o.s2t.population, o.s2t.silence, o.entropy_coef) == S2T_PAPERS[preset]
+    assert o.s2t.enabled
+
+
+def test_a_given_field_wins_over_the_preset_wherever_it_stands():
+    tree = MINIMAL | {"objective": {"beta": 0.1}, "algorithm": "grpo", "train": {"batch_size": 32}}
+    given = copy.deepcopy(tree)
+    config = load_config(tree, ["objective.epsilon_high=0.3", "objective.s2t.enabled=true", "train.learning_rate=3e-5"])
+    o = config.objective
+    assert (o.beta, o.epsilon_high, o.s2t.enabled, o.aggregation) == (0.1, 0.3, True, "sequence-mean")
+    assert (config.train.learning_rate, config.train.batch_size) == (3e-5, 32)  # YAML reads 3e-5 as text
+    assert tree == given
+
+
+def test_another_algorithm_replaces_what_the_first_one_set_in_a_resolved_config():
+    resolved = yaml.safe_load(to_yaml(load_config(MINIMAL, ["algorithm=dapo", "objective.beta=0.1"])))
+    assert load_config(resolved, ["algorithm=grpo"]) == load_config(MINIMAL, ["algorithm=grpo", "objective.beta=0.1"])
+
+
+@pytest.mark.parametrize("algorithm", PAPERS)
+def test_a_resolved_preset_reads_back_field_by_field(algorithm, tmp_path):
+    changes = [f"algorithm={algorithm}", "objective.s2t.preset=article", "data.prompt_suffix=' é \\boxed{}'"]
+    config = load_config(MINIMAL, changes)
+    # a baseline has no entropy bonus whatever S2T preset it watches
+    assert (config.objective.entropy_coef, config.objective.s2t.tau_p) == (0.001 * (algorithm == "stapo"), 0.01)
+    (tmp_path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    assert load_config(tmp_path / "config.yaml") == config
+    explicit = yaml.safe_load(to_yaml(config)) | {"algorithm": "stapo"}
+    assert load_config(explicit).objective == config.objective
+
+
+def test_off_needs_no_quotes():
+    """YAML reads it as false."""
+    assert load_config(MINIMAL, ["objective.sampler_correction=off"]).objective.sampler_correction == "off"
+
+
+BAD = [
+    (["train.lerning_rate=1"], "unknown key 'train.lerning_rate': did you mean 'learning_rate'?"),
+    (["objective.s2t.zzz=1"], "unknown key 'objective.s2t.zzz': allowed are preset, enabled, tau_p, quantile"),
+    (["train.learning_rate=fast"], "key 'train.learning_rate': input should be a valid number"),
+    (["train.learning_rate=0"], "key 'train.learning_rate'"),
+    (["rollout.engine=sglang"], "key 'rollout.engine': input should be 'auto', 'vllm', 'server' or 'transformers'"),
+    (["lora.r=513"], "key 'lora.r'"),
+    (["lora.target_modules=[lm_head]"], "key 'lora.target_modules.0'"),
+    (["train=3"], "key 'train'"),
+    (["train.batch_size=10"], "train.batch_size=10 is not divisible by train.mini_batch_size=16: choose a divisor"),
+    (["train.max_tokens_per_microbatch=100"], "rollout.max_completion_length = 3072: raise it or shorten"),
+    (["reward.weights=[1, 2]"], "reward.weights has 2 entries for 1 reward.functions"),
+    (["rollout.max_num_seqs=7"], "rollout.max_num_seqs=7 is less than one group, rollout.num_generations=8"),
+    (["rollout.sleep_level=2", "rollout.quantization=bitsandbytes"], "set rollout.sleep_level=1"),
+    (["rollout.max_lag=1"], "rollout.max_lag needs rollout.engine=server"),
+    (["rollout.vllm.tensor_parallel_size=2"], "rollout.vllm.tensor_parallel_size needs rollout.engine=server"),
+    (["train.offload_activations=true", "train.gradient_checkpointing=false"], "train.gradient_checkpointing=true"),
+    (["objective.s2t={target_share: 0.1, enabled: false}"], "target_share needs objective.s2t.enabled=true"),
+    (["data={system_prompt: a, apply_chat_template: false}"], "needs data.apply_chat_template=true"),
+    (["rollout.engine=server", "train.park_trainer=true"], "train.park_trainer=true needs vLLM in the process"),
+    (["rollout={engine: server, max_lag: 1}", "objective.sampler_correction='off'"], "needs a correction for older"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), BAD)
+def test_bad_values_name_the_key_and_the_fix_in_one_line(overrides, message):
+    with pytest.raises(InputError) as error:
+        load_config(MINIMAL, overrides)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_both_decodings_of_the_paper():
+    both = [load_eval_config(MINIMAL, [f"decoding={name}"]).rollout for name in ("training-aligned", "justrl")]
+    assert [(r.temperature, r.top_p) for r in both] == [(1.0, 1.0), (0.7, 0.9)]
+    rollout = load_eval_config(MINIMAL, ["decoding=justrl", "rollout.top_p=0.8"]).rollout
+    assert (rollout.temperature, rollout.top_p, rollout.max_completion_length) == (0.7, 0.8, 20480)
+    with pytest.raises(InputError, match="unknown key 'rollout.num_generations'"):
+        load_eval_config(MINIMAL, ["rollout.num_generations=4"])
+
+
+def test_every_process_has_a_prompt():
+    config = Config(**MINIMAL)
+    check_processes(config, 7)
+    with pytest.raises(InputError, match="train.batch_size=64 is less than the 65 processes"):
+        check_processes(config, 65)
+
+
+def test_the_reference_is_generated_and_complete():
+    rows = [line for line in reference().splitlines() if line.startswith("| `")]
+    assert not [line for line in rows if line.endswith("|  |")], "a field without docstring"
+    assert (ROOT / "docs" / "config.md").read_text(encoding="utf-8") == reference()

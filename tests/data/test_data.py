@@ -1,0 +1,169 @@
+import datasets
+import pytest
+from helpers import ROOT, command
+from transformers import AutoTokenizer
+
+from stapo_lite.config import Data, Prompting
+from stapo_lite.data.benchmarks import Problem
+from stapo_lite.data.contamination import find_overlaps, load_problems
+from stapo_lite.data.prompts import load_rows, render_prompts, stop_token_ids
+from stapo_lite.errors import InputError
+from stapo_lite.files import read_lines, write_lines
+from stapo_lite.training.run import prompt_order
+
+DATA = ROOT.parent / "shared" / "data"
+CHAT = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "2+2 ="}]
+
+
+@pytest.fixture
+def tokenizer(tiny_model):
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+def render(tokenizer, *prompts, answer_column="answer", filter_overlong=False, **prompting):
+    """Prompts of rows with the answers 0, 1, ..."""
+    rows = [{"prompt": prompt, "answer": str(i), "level": i} for i, prompt in enumerate(prompts)]
+    settings = Prompting(**{"max_prompt_length": 200} | prompting)
+    return render_prompts(rows, tokenizer, settings, "a.jsonl", "prompt", answer_column, filter_overlong)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompting", "text"),
+    [
+        (
+            "2+2?",
+            {"system_prompt": "Short.", "prompt_suffix": " Go."},
+            "<|im_start|>system\nShort.<|im_end|>\n<|im_start|>user\n2+2? Go.<|im_end|>\n<|im_start|>assistant\n",
+        ),
+        (CHAT, {"prompt_suffix": " Go."}, "<|im_start|>user\n2+2? Go.<|im_end|>\n<|im_start|>assistant\n2+2 ="),
+        ("2+2=", {"apply_chat_template": False}, "2+2="),
+    ],
+    ids=["text becomes a user turn", "an assistant message is continued", "without the template"],
+)
+def test_prompts_as_the_model_reads_them(tokenizer, prompt, prompting, text):
+    (rendered,) = render(tokenizer, prompt, **prompting)
+    assert tokenizer.decode(rendered.token_ids) == text
+    assert rendered.prompt == prompt
+    assert rendered.columns == {"answer": "0", "level": 0}
+    assert CHAT[0]["content"] == "2+2?"  # the user's row is as it was
+
+
+def test_overlong_prompts_are_an_error_or_dropped(tokenizer):
+    with pytest.raises(InputError, match=r"a.jsonl, row 2: the prompt has \d+ tokens, data.max_prompt_length is 40"):
+        render(tokenizer, "a", "b" * 60, max_prompt_length=40)
+    kept = render(tokenizer, "a", "b" * 60, "c", max_prompt_length=40, filter_overlong=True)
+    assert [p.answer for p in kept] == ["0", "2"]
+    with pytest.raises(InputError, match="every prompt is longer"):
+        render(tokenizer, "a" * 60, max_prompt_length=40, filter_overlong=True)
+
+
+def test_chat_templates_that_are_missing_or_refuse(tokenizer):
+    tokenizer.chat_template = None
+    with pytest.raises(InputError, match="no chat template; set it to false"):
+        render(tokenizer, "2+2?")
+    assert render(tokenizer, "2+2?", apply_chat_template=False)
+    for prompt, message in [("", "row 1: the prompt is empty"), (3, "row 1: the prompt must be text, got int")]:
+        with pytest.raises(InputError, match=message):
+            render(tokenizer, prompt, apply_chat_template=False)
+    tokenizer.chat_template = "{{ raise_exception('only\\nusers') }}"
+    with pytest.raises(InputError, match="row 1: the model's chat template refuses the prompt .only users."):
+        render(tokenizer, "2+2?")
+
+
+def test_a_missing_answer_names_its_row_where_one_is_needed(tokenizer):
+    with pytest.raises(InputError, match="row 1: data.answer_column=gold is empty"):
+        render(tokenizer, "p", "q", answer_column="gold")
+    assert [p.answer for p in render(tokenizer, "p", "q", answer_column=None)] == [None, None]
+
+
+def test_rows_of_every_kind_of_source(tmp_path):
+    rows = [{"prompt": "when?", "answer": "2024-01-01", "x": 2}, {"prompt": "q", "answer": "3", "x": 4}]
+    write_lines(tmp_path / "a.JSONL", rows)
+    assert load_rows(Data(source=str(tmp_path / "a.JSONL"))) == rows  # what looks like a date stays text
+    parquet = tmp_path / "a.parquet"
+    datasets.Dataset.from_list(rows).to_parquet(parquet)
+    assert load_rows(Data(source=str(parquet))) == rows
+    like_the_hub = tmp_path / "data-set"
+    like_the_hub.mkdir()
+    parquet.rename(like_the_hub / "test.parquet")
+    assert load_rows(Data(source=str(like_the_hub), split="test")) == rows
+    parquet.write_bytes(b"PAR1 not really")
+    for source in (like_the_hub, parquet, "no-user/no-data-set"):
+        with pytest.raises(InputError, match="neither `arithmetic` nor a readable") as error:
+            load_rows(Data(source=str(source)))
+        assert "\n" not in str(error.value)
+    sums = load_rows(Data(source="arithmetic", arithmetic_max_operand=3))
+    assert len(sums) == 9
+    assert (sums[5]["prompt"][-1], sums[5]["answer"]) == ({"role": "assistant", "content": "2 + 3 ="}, "5")
+
+
+def test_order_is_a_permutation_of_each_epoch_and_resumes_anywhere():
+    whole = prompt_order(10, seed=1, position=0, count=35)
+    for epoch in range(3):
+        assert sorted(whole[10 * epoch : 10 * epoch + 10]) == list(range(10))
+    assert whole[:10] != whole[10:20]
+    assert whole[:10] != prompt_order(10, seed=2, position=0, count=10)
+    for position in (0, 7, 10, 19):
+        assert prompt_order(10, seed=1, position=position, count=13) == whole[position : position + 13]
+
+
+def test_stop_tokens_include_the_end_of_an_assistant_turn(tokenizer):
+    end_of_text, end_of_turn = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
+    assert stop_token_ids(tokenizer, 7, apply_chat_template=True) == tuple(sorted((7, end_of_text, end_of_turn)))
+    assert stop_token_ids(tokenizer, [7, 8], apply_chat_template=False) == (end_of_text, 7, 8)
+    assert stop_token_ids(tokenizer, None, apply_chat_template=False) == (end_of_text,)
+
+
+def test_overlaps_by_hand():
+    """A problem of 10 words has three 8-grams."""
+    ten = Problem("b", "0", "One two three, four five six $seven$ eight nine TEN?", "1", False, 0.0)
+    texts = [
+        "zero one two three four five six seven eight nine ten eleven",  # all three
+        "one two three four five six seven eight nine 10",  # two
+        "two three four five six seven eight nine",  # one
+        "ten nine eight seven six five four three two one",
+        "",
+    ]
+    found = find_overlaps(texts, [ten])
+    assert [(o.row, o.problem, round(o.share, 3)) for o in found] == [(0, ten, 1.0), (1, ten, 0.667)]
+    assert [o.row for o in find_overlaps(texts, [ten], share=0.3)] == [0, 1, 2]
+    assert [o.row for o in find_overlaps(texts, [ten], n=3)] == [0, 1, 2]
+    short = Problem("b", "0", "What is 7 + 8?", "1", False, 0.0)
+    assert [o.row for o in find_overlaps(["tell me: what is 7 + 8, please", "what is 7 + 9"], [short])] == [0]
+
+
+def test_the_contamination_report(tmp_path, capsys):
+    words = "the quick brown fox jumps over the lazy dog and runs away from it"
+    write_lines(tmp_path / "amc23.jsonl", [{"problem": words, "answer": 1}, {"problem": words[::-1], "answer": 1}])
+    write_lines(tmp_path / "mine.jsonl", [{"problem": f"{words} again and again", "answer": 1}])
+    messages = [{"role": "user", "content": f"Solve: {words}"}]
+    rows = [{"prompt": "something else", "solution": "é"}, {"prompt": messages, "solution": 2}]
+    write_lines(tmp_path / "train.jsonl", rows)
+    arguments = ["contamination", tmp_path / "train.jsonl", "--out", tmp_path / "clean.jsonl"]
+    arguments += ["--benchmarks", tmp_path / "amc23.jsonl", tmp_path / "mine.jsonl"]
+    assert command(*arguments) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "amc23             1 of    2 problems (50.0 %)",
+        "mine              1 of    1 problems (100.0 %)",
+        f"  amc23 0: 100 % in row 2: Solve: {words}",
+        f"  mine 0: 70 % in row 2: Solve: {words}",
+        "1 of 2 rows overlap a benchmark",
+        f"1 rows: {tmp_path / 'clean.jsonl'}",
+    ]
+    assert read_lines(tmp_path / "clean.jsonl") == rows[:1]
+    write_lines(tmp_path / "train.jsonl", [{"text": words}])
+    assert command(*arguments) == 2
+    assert "--prompt-column:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.slow)])
+def test_the_cleaned_training_set_holds_no_benchmark(every):
+    """Its maker removed overlaps by the same rule."""
+    if not DATA.exists():
+        pytest.skip("the shared benchmark data is not here")
+    names = ("aime24", "aime25", "amc23", "math500", "minerva", "olympiadbench_674")
+    problems = load_problems([str(DATA / f"{name}.jsonl") for name in names])
+    rows = read_lines(DATA / "train_math_clean.jsonl")[::every]
+    assert find_overlaps([row["problem"] for row in rows], problems) == []
+    again = find_overlaps([f"Solve this. {p.text} Think." for p in problems[:100]], problems[:100])
+    assert {o.row for o in again} == set(range(100))

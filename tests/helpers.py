@@ -1,0 +1,332 @@
+"""What tests share that is no fixture: small models, policies and completions, mini-batches, whole runs."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import oracle
+import pytest
+import torch
+from accelerate import Accelerator
+from random_model import VOCABULARY, qwen3
+
+from stapo_lite.algorithm.microbatches import TokenBudget, pack
+from stapo_lite.cli import main as cli
+from stapo_lite.config import Config, Engine, Lora, load_config
+from stapo_lite.model.policy import Policy, load_policy
+from stapo_lite.rollout import Sampling
+from stapo_lite.training.checkpoint import Progress
+from stapo_lite.training.loop import train
+from stapo_lite.training.metrics import VALUES
+from stapo_lite.training.update import Learner, measure, update
+from stapo_lite.types import Completion, Prompt, TokenStatistics
+
+ROOT = Path(__file__).parent.parent
+SAMPLING = Sampling(
+    num_generations=4, max_prompt_length=388, max_completion_length=12, temperature=0.8, stop_token_ids=(1, 2)
+)
+TIMES = {"tokens_per_second", "seconds_rollout", "seconds_reward", "seconds_update", "seconds_step"}
+ADVANTAGES = [1.2, -0.4, 0.0, 0.7, -1.1, 0.0, 0.3, 2.0]
+TAU_P = 0.02  # the tiny model is flat: enough candidates to test with
+LONGEST = 9
+# The package's presets and options, and what the formulas say of them.
+NO_S2T = {"silence": None}
+CASES = {
+    "stapo": ({}, {}),
+    "another quantile": ({"s2t": {"quantile": 0.3}}, {"q": 0.3}),
+    "paper-v1": ({"s2t": {"preset": "paper-v1"}}, {"population": "all", "q": 0.8}),
+    "article": (
+        {"s2t": {"preset": "article", "tau_p": 0.05}},
+        {"population": "all", "q": 0.05, "tau_p": 0.05, "entropy_coef": 0.001},
+    ),
+    "full": ({"s2t": {"preset": "full"}}, {"silence": "all"}),
+    "high-entropy": ({"s2t": {"preset": "high-entropy"}}, {"silence": "high-entropy"}),
+    "random": ({"s2t": {"preset": "random"}}, {"silence": "random"}),
+    "justrl": ({"algorithm": "justrl"}, NO_S2T),
+    "justrl watching paper-v1": (
+        {"algorithm": "justrl", "s2t": {"preset": "paper-v1"}},
+        NO_S2T | {"population": "all", "q": 0.8},
+    ),
+    "dapo": ({"algorithm": "dapo"}, NO_S2T),
+    "20-entropy": ({"algorithm": "20-entropy"}, NO_S2T | {"top": 0.2, "renormalize": False}),
+    "20-entropy renormalized": ({"algorithm": "20-entropy", "renormalize": True}, NO_S2T | {"top": 0.2}),
+    "grpo": (
+        {"algorithm": "grpo"},
+        NO_S2T | {"aggregation": "sequence-mean", "epsilon_high": 0.2, "beta": 0.04},
+    ),
+    "dr-grpo": (
+        {"algorithm": "dr-grpo"},
+        NO_S2T | {"aggregation": "constant", "epsilon_high": 0.2, "max_length": LONGEST},
+    ),
+    "stapo with everything": (
+        {"beta": 0.1, "entropy_coef": 0.05, "aggregation": "sequence-mean", "top_entropy_quantile": 0.7},
+        {"beta": 0.1, "entropy_coef": 0.05, "aggregation": "sequence-mean", "top": 0.7},
+    ),
+    "sequence-mask": (
+        {"sampler_correction": "sequence-mask", "sampler_cap": 3.0},
+        {"correction": "sequence-mask", "cap": 3.0},
+    ),
+    "no correction": ({"sampler_correction": "off"}, {"correction": "off"}),
+    "rollout": ({"old_logprobs": "rollout"}, {"old_is_rollout": True, "correction": "off"}),
+}
+INVARIANT = {
+    name: CASES[name][0]
+    for name in ("stapo", "random", "20-entropy", "grpo", "dr-grpo", "stapo with everything", "sequence-mask")
+} | {"paper-v1 of the current policy": {"s2t": {"preset": "paper-v1", "statistics": "current"}}}
+RARELY_RIGHT = (
+    "def even(completion_ids, **columns): return [float(ids[0] % 4 == ids[-1] % 2 == 0) for ids in completion_ids]"
+)
+PROMPTS = [Prompt("", [10 + (7 * i + 3 * t) % 250 for t in range(5 + 9 * i)], answer="") for i in range(3)]
+LONG = [Prompt("", [10 + (13 * t) % 250 for t in range(300)], answer="")]  # over two blocks of vLLM's prefix cache
+
+
+def tiny_qwen3(tied: bool):
+    """A transformers config."""
+    return qwen3(
+        "1.7B",
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=tied,
+        initializer_range=0.2,  # peaked enough that tokens of low probability and low entropy occur
+    )
+
+
+def adapted_policy(
+    model: Path,
+    dtype: str = "float32",
+    *,
+    adapter_seed: int = 1,
+    scale: float = 0.1,
+    device: str = "cpu",
+    shard=None,
+    **changes,
+) -> Policy:
+    """A policy with an adapter that does something; `changes` are keys of the config, `lora__r=4`."""
+    keys = {
+        "lora__r": 8,
+        "lora__lora_alpha": 16,
+        "rollout__temperature": SAMPLING.temperature,
+        "train__gradient_checkpointing": False,
+        "train__lm_head_memory_gb": 2**-10,
+    }
+    overrides = [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in (keys | changes).items()]
+    config = load_config({"model": str(model), "output_dir": "unused", "dtype": dtype}, overrides)
+    policy = load_policy(config, torch.device(device), shard)
+    randomise_adapter(policy, adapter_seed, scale)
+    return policy
+
+
+def randomise_adapter(policy: Policy, seed: int, scale: float = 0.1, only: str = "") -> None:
+    """Give B (zero at first) random values, in the modules whose name contains `only`; zero elsewhere."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in policy.parameters.items():
+            if "lora_B" in name:
+                parameter.normal_(std=scale, generator=generator)
+                parameter.mul_(float(only in name))
+
+
+def fake_completions(seed: int, advantages: list[float], longest: int = 9, vocabulary: int = 260) -> list[Completion]:
+    """Completions of random tokens and lengths, one for each advantage."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    completions = []
+    for advantage in advantages:
+        prompt = Prompt("", [draw(4, vocabulary) for _ in range(draw(1, 12))], answer="")
+        ids = [draw(4, vocabulary) for _ in range(draw(1, longest + 1))]
+        completions.append(Completion(prompt, ids, [-1.0] * len(ids), True, 0, advantage=advantage))
+    return completions
+
+
+def run(config, resume=False):
+    return list(train(load_config(config), resume))
+
+
+def command(*arguments):
+    """Run a command of `stapo` in this process; its exit status."""
+    argv, sys.argv = sys.argv, ["stapo", *map(str, arguments)]
+    try:
+        cli()
+    except SystemExit as exit_:
+        return exit_.code
+    finally:
+        sys.argv = argv
+    return 0
+
+
+def without_times(metrics):
+    return [{k: v for k, v in line.items() if k not in TIMES} for line in metrics]
+
+
+def same_metrics(metrics, others):
+    """Of two runs, but for times and rounding."""
+    for line, other in zip(without_times(metrics), without_times(others), strict=True):
+        assert line.keys() == other.keys()
+        for name, value in other.items():
+            if value is None:
+                assert line[name] is None
+                continue
+            rounding = 1e-5 if name.startswith("sampler_gap") else 1e-7  # all that the gap is in float32
+            relative = 1e-5 if name == "grad_norm" else 2e-6  # of fp32; test_update: 1e-6 in float64
+            assert line[name] == pytest.approx(value, rel=relative, abs=rounding), name
+
+
+def in_two_processes(config, folder, *options, accelerate=("--multi_gpu",), status=0):
+    """Launch a training, which finds the tests' modules in `folder`; gives what it prints."""
+    done = subprocess.run(
+        [
+            *(str(Path(sys.executable).with_name("accelerate")), "launch", *accelerate, "--num_processes", "2"),
+            *("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"),
+            *("-m", "stapo_lite.train", str(config), *options),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{folder}:{ROOT}"},
+    )
+    errors = done.stderr.partition("torch/distributed/elastic")[0]  # what comes before the launcher's own
+    assert done.returncode == status, errors[-3000:]
+    assert "on 2 process(es)" in done.stdout
+    return done.stdout
+
+
+def objective(algorithm="stapo", s2t=None, **changes):
+    tree = {"s2t": {"tau_p": TAU_P} | (s2t or {})} | changes
+    return Config(model="m", output_dir="o", algorithm=algorithm, objective=tree).objective
+
+
+def run_update(
+    policy, completions, objective, *, old=None, max_tokens=10_000, max_grad_norm=1e9, token_log=None, longest=LONGEST
+):
+    """(gradient of the loss, metrics, result): with SGD at rate 1 the parameters move by minus the gradient."""
+    before = torch.cat([p.detach().flatten() for p in policy.parameters.values()])
+    learner = make_learner(policy, objective, max_tokens, max_grad_norm, longest, token_log)
+    result = update(learner, packed(policy, completions, old))
+    after = torch.cat([p.detach().flatten() for p in policy.parameters.values()])
+    return before - after, learner.tally.reduce(learner.accelerator), result
+
+
+def make_learner(policy, objective, max_tokens, max_grad_norm=1e9, longest=LONGEST, token_log=None):
+    tree = {"model": "m", "output_dir": "o", "rollout": {"max_completion_length": longest}}
+    tree["data"] = {"max_prompt_length": 1}
+    tree["train"] = {"max_grad_norm": max_grad_norm, "learning_rate": 1.0, "max_tokens_per_microbatch": 2 * 10**9}
+    config = Config(**tree).model_copy(update={"objective": objective})
+    budget = max_tokens if isinstance(max_tokens, TokenBudget) else TokenBudget(max_tokens)
+    optimizer = torch.optim.SGD(policy.parameters.values(), lr=1.0)
+    progress = Progress(tau_p=objective.s2t.tau_p)
+    return Learner(config, policy, optimizer, budget, Accelerator(cpu=True), progress, token_log)
+
+
+def measured(policy, completions, max_tokens=10_000):
+    """Statistics of the policy now for each completion."""
+    budget = max_tokens if isinstance(max_tokens, TokenBudget) else TokenBudget(max_tokens)
+    batch = pack(completions, policy.device)
+    return split(batch, *measure(policy, batch, range(len(completions)), budget))
+
+
+def split(batch, *values):
+    """What [N] tensors hold of each completion."""
+    parts = zip(*(value.split([len(c.token_ids) for c in batch.completions]) for value in values), strict=True)
+    return dict(zip(batch.completions, itertools.starmap(TokenStatistics, parts), strict=True))
+
+
+def packed(policy, completions, old=None):
+    """A mini-batch; `old` has statistics of each completion."""
+    batch = pack(completions, policy.device)
+    if old is not None:
+        batch.old = TokenStatistics(*map(torch.cat, zip(*(old[c] for c in completions), strict=True)))
+    return batch
+
+
+def relative(actual, expected):
+    return ((actual - expected).norm() / expected.norm().clamp(min=1e-12)).item()
+
+
+def sampled_by_an_engine(policy, completions, noise=0.5):
+    """Give the completions the log-probabilities of an engine that differs from the trainer a good deal."""
+    exact = oracle.statistics(oracle.double(policy.model), completions, SAMPLING.temperature)
+    generator = torch.Generator().manual_seed(0)
+    for c in completions:
+        c.rollout_logprobs = [x + noise * torch.randn((), generator=generator).item() for x in exact[c][0]]
+    return completions
+
+
+def later_update(policy):
+    """(completions, statistics of the policy before) of an update after which the policy has moved: ratios, clipping
+    and capped weights."""
+    completions = sampled_by_an_engine(policy, fake_completions(3, ADVANTAGES, LONGEST))
+    old = measured(policy, completions)
+    randomise_adapter(policy, seed=2, scale=0.13)
+    return completions, old
+
+
+def assert_same(actual, expected, rel=1e-6):
+    """Gradient, every metric and the result of two runs of `run_update`. The loss is a
+    difference of terms around 1, so it is allowed that much of 1; the gap of single tokens, a tenth of it."""
+    (gradient, metrics, result), (expected_gradient, expected_metrics, expected_result) = actual, expected
+    assert relative(gradient, expected_gradient) < rel
+    for name, value in expected_metrics.items():
+        if name in VALUES:
+            values, expected_values = metrics[name].sort().values, value.sort().values
+            torch.testing.assert_close(values, expected_values, rtol=rel, atol=5 * rel)
+        else:
+            scale = 1.0 if name == "loss" else 0.1
+            assert metrics[name] == (value if value is None else pytest.approx(value, rel=rel, abs=scale * rel)), name
+    assert result.grad_norm == pytest.approx(expected_result.grad_norm, rel=rel)
+    assert (result.tau_h or 0.0) == pytest.approx(expected_result.tau_h or 0.0, rel=rel)
+
+
+def tolerance(case):
+    """The product over a sequence adds up the rounding of its tokens' log-probabilities."""
+    return 3e-6 if case == "sequence-mask" else 1e-6
+
+
+class Letters:
+    """A tokenizer whose text is the token ids."""
+
+    def batch_decode(self, rows):
+        return [" ".join(map(str, row)) for row in rows]
+
+
+def make_vllm(model, dtype, quantization=None, sleep_level=1):
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    from stapo_lite.rollout.vllm_engine import VLLMEngine
+
+    cache = {"kv_cache_memory_bytes": 1 << 27}
+    options = Engine(max_num_seqs=16, gpu_memory_utilization=0.3, quantization=quantization, vllm=cache)
+    return VLLMEngine(str(model), dtype, SAMPLING, options, Lora(r=8), sleep_level)
+
+
+def generate(engine, prompts, seed=0):
+    return engine.generate(prompts, [seed + SAMPLING.num_generations * i for i in range(len(prompts))])
+
+
+def gap(policy, groups):
+    """|rollout_logprobs - the trainer's|, of all tokens."""
+    completions = [c for group in groups for c in group]
+    with torch.no_grad():
+        logprobs = policy.statistics(completions).logprobs
+    return (pack(completions, policy.device).rollout_logprobs - logprobs).abs()
+
+
+def dense(hidden, weight, bias, targets, temperature):
+    logits = hidden.double() @ weight.double().T
+    if bias is not None:
+        logits = logits + bias.double()
+    log_p = torch.log_softmax(logits / temperature, dim=-1)
+    p = log_p.exp()
+    return log_p[torch.arange(len(targets)), targets], -(p * log_p).sum(-1), p.square().sum(-1)

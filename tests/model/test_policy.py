@@ -1,0 +1,195 @@
+import weakref
+
+import bitsandbytes
+import oracle
+import pytest
+import torch
+from helpers import SAMPLING, adapted_policy, fake_completions
+from transformers import AutoConfig, AutoModelForCausalLM, PhiConfig, PhiForCausalLM
+
+from stapo_lite.algorithm.microbatches import sequence_length
+from stapo_lite.config import PROJECTIONS, Train
+from stapo_lite.errors import InputError
+from stapo_lite.model.loading import load_tokenizer
+from stapo_lite.model.policy import make_optimizer, sum_gradients
+
+
+def dense_statistics(policy, completion, temperature=SAMPLING.temperature):
+    """From the model's own full logits, one sequence at a time, without padding."""
+    log_p = oracle.token_logits(policy.model, completion, temperature).double().log_softmax(-1)
+    chosen = log_p.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+    return chosen, -(log_p.exp() * log_p).sum(-1), log_p.exp().square().sum(-1)
+
+
+def with_gradient(policy, completions):
+    """(statistics, the adapter's gradient of the sum of log-probabilities), and no graph."""
+    statistics = policy.statistics(completions)
+    gradient = torch.autograd.grad(statistics.logprobs.sum(), list(policy.parameters.values()))
+    return [values.detach() for values in statistics], torch.cat([g.flatten() for g in gradient])
+
+
+def assert_close(actual, expected):
+    for got, want in zip(actual[0], expected[0], strict=True):
+        assert (got - want).abs().max() < 1e-4
+    assert (actual[1] - expected[1]).norm() < 1e-4 * expected[1].norm()
+
+
+@pytest.fixture
+def model(request, tiny_model, tmp_path):
+    """One of the tiny model's shape, one whose embedding is its head besides, or one whose head has a bias."""
+    torch.manual_seed(0)
+    tied, biased = request.param == "tied", request.param == "biased"
+    made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_model, tie_word_embeddings=tied))
+    if biased:
+        shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+        made = PhiForCausalLM(PhiConfig(vocab_size=260, **shape))
+        torch.nn.init.normal_(made.lm_head.bias)
+    made.save_pretrained(tmp_path)
+    return tmp_path, tied, biased
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("model", ["untied", "tied", "biased"], indirect=True)
+def test_statistics_and_gradient_match_the_full_logits(model, checkpointing):
+    folder, tied, biased = model
+    modules = ["q_proj", "v_proj"] if biased else PROJECTIONS  # Phi calls the others differently
+    policy = adapted_policy(folder, lora__target_modules=modules, train__gradient_checkpointing=checkpointing)
+    embedding, head = policy.model.get_input_embeddings(), policy.model.get_output_embeddings()
+    assert (embedding.weight is head.weight, head.bias is not None) == (tied, biased)
+    completions = fake_completions(0, [1.0] * 5)
+    columns = zip(*(dense_statistics(policy, completion) for completion in completions), strict=True)
+    expected = [torch.cat(column) for column in columns]
+    gradient = torch.autograd.grad(expected[0].sum(), list(policy.parameters.values()))
+    assert_close(with_gradient(policy, completions), (expected, torch.cat([g.flatten() for g in gradient])))
+
+
+def test_only_the_adapter_trains_and_a_new_one_changes_nothing(make_policy):
+    policy = make_policy(scale=0.0)
+    assert all("lora_" in name and p.dtype == torch.float32 for name, p in policy.parameters.items())
+    assert len(policy.parameters) == 2 * 7 * 2  # A and B of seven projections in two layers
+    completions = fake_completions(1, [1.0] * 3)
+    with torch.no_grad():
+        assert torch.equal(policy.statistics(completions).logprobs, policy.reference_logprobs(completions))
+
+
+def test_the_adapter_is_the_same_after_saving_and_loading(make_policy, tmp_path):
+    policy, other = make_policy(), make_policy(adapter_seed=5)
+    policy.save_adapter(tmp_path)
+    other.load_adapter(tmp_path)
+    assert all(torch.equal(p, other.parameters[name]) for name, p in policy.parameters.items())
+
+
+def test_bf16_stays_close(make_policy):
+    completions = fake_completions(0, [1.0] * 4)
+    with torch.no_grad():
+        exact, rounded = (make_policy(dtype).statistics(completions) for dtype in ("float32", "bfloat16"))
+    assert rounded.logprobs.dtype == torch.float32
+    assert (exact.logprobs - rounded.logprobs).abs().mean() < 0.1
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_4_bit_base_computes_with_its_dequantised_weights(make_policy, checkpointing):
+    """Against a plain model whose weights are those that NF4 with double quantisation gives back."""
+    policy = make_policy(quantization="nf4", train__gradient_checkpointing=checkpointing)
+    plain = make_policy(seed=0)
+    quantised = 0
+    for (_, module), (_, other) in zip(policy.model.named_modules(), plain.model.named_modules(), strict=True):
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            state = module.weight.quant_state
+            assert (state.quant_type, state.nested, state.blocksize) == ("nf4", True, 64)
+            other.weight.data = bitsandbytes.functional.dequantize_4bit(module.weight.data, state)
+            quantised += 1
+    assert quantised == 2 * 7
+    completions = fake_completions(0, [1.0] * 4)
+    assert_close(with_gradient(policy, completions), with_gradient(plain, completions))
+
+
+@pytest.mark.parametrize("optim", ["adamw", "paged_adamw_8bit"])
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+def test_qlora_learns_on_an_unchanged_base(make_policy, optim):
+    policy = make_policy("bfloat16", quantization="nf4", train__gradient_checkpointing=True)
+    assert {p.dtype for p in policy.parameters.values()} == {torch.float32}
+    base = {name: p.detach().clone() for name, p in policy.model.named_parameters() if not p.requires_grad}
+    completions = fake_completions(0, [1.0] * 4)
+    optimizer = make_optimizer(policy, Train(optim=optim, learning_rate=0.01, weight_decay=0.0))
+    likelihoods = []
+    for _ in range(10):
+        likelihood = policy.statistics(completions).logprobs.sum()
+        likelihoods.append(likelihood.item())
+        (-likelihood).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert likelihoods[-1] > likelihoods[0] + 20
+    after = dict(policy.model.named_parameters())
+    assert all(torch.equal(after[name], values) for name, values in base.items())
+
+
+@pytest.mark.parametrize("quantization", [None, "nf4"])
+def test_parking_the_base_and_back(make_policy, quantization):
+    policy = make_policy(quantization=quantization)
+    completions = fake_completions(0, [1.0] * 3)
+    before = with_gradient(policy, completions)
+    frozen = [p for p in policy.model.parameters() if not p.requires_grad]
+    on_card = [weakref.ref(p.untyped_storage()) for p in frozen]
+    policy.park()
+    assert not any(storage() for storage in on_card)  # nothing holds the device's copy
+    parked = [p.data_ptr() for p in frozen]
+    policy.unpark()
+    policy.park()
+    assert [p.data_ptr() for p in frozen] == parked  # copied once
+    policy.unpark()
+    after = with_gradient(policy, completions)
+    assert torch.equal(before[0][0], after[0][0])
+    assert torch.equal(before[1], after[1])
+
+
+def test_offloaded_activations_change_nothing(make_policy, monkeypatch):
+    """What goes to the host is the input of each checkpointed layer and the little that follows them: no weights."""
+    completions = fake_completions(0, [1.0] * 3)
+    offloaded = []
+
+    class Noted(torch.autograd.graph.save_on_cpu):
+        def __init__(self, **options):
+            super().__init__(**options)
+            pack = self.pack_hook
+            self.pack_hook = lambda tensor: offloaded.append(tuple(tensor.shape)) or pack(tensor)
+
+    expected = with_gradient(make_policy(train__gradient_checkpointing=True), completions)
+    policy = make_policy(train__gradient_checkpointing=True, train__offload_activations=True)
+    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", Noted)
+    actual = with_gradient(policy, completions)
+    assert torch.equal(actual[0][0], expected[0][0])
+    assert torch.equal(actual[1], expected[1])
+    hidden = (3, max(map(sequence_length, completions)), 64)
+    assert offloaded.count(hidden) >= 2  # of both layers
+    assert set(offloaded) <= {hidden, (*hidden[:2], 1), (64,), (0,)}  # and the final norm
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiled_layers_change_little(make_policy, checkpointing):
+    completions = fake_completions(0, [1.0] * 3)
+    expected = with_gradient(make_policy(), completions)
+    actual = with_gradient(make_policy(train__compile=True, train__gradient_checkpointing=checkpointing), completions)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    assert_close((actual[0][:1], actual[1]), (expected[0][:1], expected[1]))
+
+
+def test_gradients_of_all_processes_in_one_collective(make_policy):
+    policy = make_policy()
+    first, *rest = policy.parameters.values()
+    first.grad = torch.ones_like(first)
+    sizes = []
+    sum_gradients(policy, lambda flat: sizes.append(flat.numel()) or flat * 3)
+    assert sizes == [sum(p.numel() for p in policy.parameters.values())]
+    assert torch.equal(first.grad, torch.full_like(first, 3.0))
+    assert not any(p.grad.any() for p in rest)
+
+
+def test_a_model_is_checked_before_its_weights_are_loaded(tiny_model):
+    tokenizer, model_eos = load_tokenizer(str(tiny_model), 512, PROJECTIONS)
+    assert (len(tokenizer), model_eos) == (260, 1)
+    with pytest.raises(InputError, match="holds 512 tokens"):
+        load_tokenizer(str(tiny_model), 513, PROJECTIONS)
+    with pytest.raises(InputError, match="lora.target_modules: .* has no qkv_proj: leave them out"):
+        load_tokenizer(str(tiny_model), 512, ["q_proj", "qkv_proj"])

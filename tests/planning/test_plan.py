@@ -1,0 +1,254 @@
+"""The planner against counts by hand, real parameters and optimisers, and what torch's profiler sees a CPU allocate."""
+
+import json
+
+import bitsandbytes
+import pytest
+import torch
+from helpers import ROOT, adapted_policy, command, fake_completions
+from random_model import QWEN3, build, qwen3
+from transformers import PhiConfig
+
+from stapo_lite.config import PROJECTIONS, Train, load_config
+from stapo_lite.errors import InputError
+from stapo_lite.model.policy import make_optimizer
+from stapo_lite.planning.plan import GIB, Cards, as_json, make_plan, measure_activations, model_sizes, suggest
+
+PARAMETERS = {"1.7B": 1_720_574_976, "8B": 8_190_735_360, "14B": 14_768_307_200}
+
+
+@pytest.fixture
+def small():
+    """A Qwen3 whose weights are made in no time and whose activations are many times that."""
+    return qwen3(
+        "1.7B", vocab_size=2000, hidden_size=128, intermediate_size=320, num_hidden_layers=5, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32,
+    )  # fmt: skip
+
+
+def config(**changes):
+    """The LM head's workspace is large: a small one takes more passes, which take time here."""
+    tree: dict = {"model": "m", "output_dir": "o", "train": {"lm_head_memory_gb": 4, "max_tokens_per_microbatch": 4096}}
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        (tree.setdefault(section, {}) if name else tree)[name or section] = value
+    return load_config(tree)
+
+
+def test_a_server_has_a_card_of_its_own_and_holds_the_versions_under_way():
+    """At rank 32, over four of the server's cards; each may hold whole adapters, of max_lag + 1 versions."""
+    r = {"engine": "server", "max_lag": 2, "vllm": {"tensor_parallel_size": 4}, "gpu_memory_utilization": 0.5}
+    found = make_plan(config(lora__r=32, rollout=r), qwen3("8B"), Cards(48 * GIB))
+    adapter = 2 * 36 * 32 * ((4096 + 4096) * 2 + (4096 + 1024) * 2 + (4096 + 12288) * 3)
+    assert found.rollout["vLLM: weights"] == 2 * PARAMETERS["8B"] // 4
+    assert found.rollout["vLLM: adapter slots"] == 3 * adapter
+    assert not any("trainer" in name for name in found.rollout)
+    assert not any("vLLM" in name for name in [*found.update, *found.host])
+    assert found.kv_tokens == 4 * found.rollout["vLLM: KV cache"] // (36 * 2 * 8 * 128 * 2)
+    assert found.traffic["adapter to each server, a step"] == adapter
+
+
+def test_a_base_spread_over_four_cards_by_hand():
+    """Of Qwen3-8B embedding, head (151,936 x 4,096) and norms stay whole; the layers are quartered."""
+    c = config(lora__r=32)
+    found = make_plan(c, qwen3("8B"), Cards(48 * GIB, processes=4, sharded=True))
+    layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 12288
+    whole = PARAMETERS["8B"] - 36 * layer
+    assert 0 < whole - 2 * 151_936 * 4096 < 1e6
+    assert found.update["trainer: its shard of the base"] == 2 * 36 * layer // 4 + 2 * whole
+    assert found.update["trainer: two layers put together"] == 2 * 2 * layer
+    assert found.traffic["layers, a micro-batch"] == 2 * 2 * 36 * layer * 3 // 4
+    lora = 36 * 32 * ((4096 + 4096) * 2 + (4096 + 1024) * 2 + (4096 + 12288) * 3)
+    assert found.traffic["gradients, an update"] == 2 * 4 * lora * 3 // 4
+    assert found.traffic["completions, a step, at most"] == 3 * 64 * 8 // 4 * (1024 + 2048) * 14
+    assert make_plan(c, qwen3("8B"), Cards(48 * GIB)).traffic["gradients, an update"] == 0
+    with pytest.raises(InputError, match="quantization=nf4: not with a base that FSDP shards"):
+        make_plan(config(quantization="nf4"), qwen3("8B"), Cards(48 * GIB, processes=4, sharded=True))
+
+
+def test_the_real_models_counted():
+    for size in QWEN3:
+        sizes = model_sizes(as_json(qwen3(size)))
+        assert sum(sizes.matrices) + sum(sizes.others) == PARAMETERS[size]
+        assert set(sizes.linears) == set(PROJECTIONS)
+        assert len(sizes.matrices) == 7 * QWEN3[size][2]
+
+
+def test_the_8b_model_by_hand():
+    """LoRA of rank 32 on all projections; 36 layers of 8 key-value heads x 128, keys and values, two bytes each."""
+    found = make_plan(config(lora__r=32), qwen3("8B"), Cards(48 * GIB))
+    per_layer = 32 * ((4096 + 4096) * 2 + (4096 + 1024) * 2 + (4096 + 12288) * 3)
+    assert found.update["trainer: base weights"] == 2 * PARAMETERS["8B"]
+    assert found.update["trainer: adapter"] == found.update["trainer: gradients"] == 4 * 36 * per_layer
+    assert found.update["trainer: optimiser"] == 2 * 4 * 36 * per_layer
+    assert found.rollout["vLLM: adapter slots"] == 2 * 36 * per_layer
+    share = sum(size for name, size in found.rollout.items() if name.startswith("vLLM"))
+    assert share == int(0.45 * 48 * GIB)
+    assert found.kv_tokens == found.rollout["vLLM: KV cache"] // 147_456
+
+
+def test_4_bit_weights_and_optimiser_as_they_really_are(small, tmp_path):
+    """Bytes of the tensors that bitsandbytes makes, against the plan's."""
+    build(tmp_path, small)
+    policy = adapted_policy(tmp_path, "bfloat16", quantization="nf4", lora__r=64)
+    found = make_plan(
+        config(quantization="nf4", lora__r=64, train__optim="paged_adamw_8bit", rollout__quantization="bitsandbytes"),
+        small,
+        Cards(GIB),
+    )
+    real = 0
+    for module in policy.model.modules():
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            state = module.weight.quant_state
+            real += sum(t.nbytes for t in (module.weight, state.absmax, state.state2.absmax))
+    real += sum(p.nbytes for n, p in policy.model.named_parameters() if not p.requires_grad and p.dtype != torch.uint8)
+    assert found.update["trainer: base weights"] == pytest.approx(real, rel=0.01)
+    assert found.update["trainer: adapter"] == sum(p.nbytes for p in policy.parameters.values())
+    optimizer = make_optimizer(policy, Train(optim="paged_adamw_8bit"))
+    for parameter in policy.parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+    tables = 2 * 256 * 4 * len(policy.parameters)  # qmap, the same one for all
+    assert found.update["trainer: optimiser"] == pytest.approx(sum(t.nbytes for t in states) - tables, rel=0.05)
+
+
+@pytest.mark.parametrize(("dtype", "checkpointing"), [("float32", True), ("bfloat16", True), ("bfloat16", False)])
+def test_activations_as_the_profiler_sees_them(small, tmp_path, checkpointing, dtype):
+    """The most that a forward and backward pass of the trainer allocates on a CPU, within a tenth."""
+    build(tmp_path, small)
+    changes = {"train__gradient_checkpointing": checkpointing, "train__lm_head_memory_gb": 2 / 1024}
+    policy = adapted_policy(tmp_path, dtype, **changes)
+    completions = fake_completions(0, [1.0] * 8, longest=1)
+    for completion in completions:
+        completion.prompt.token_ids[:] = [5] * 64
+        completion.token_ids[:] = [5] * 64
+    found = config(
+        **changes, dtype=dtype, lora__r=8, train__max_tokens_per_microbatch=1024, data__max_prompt_length=64,
+        rollout__max_completion_length=64,
+    )  # fmt: skip
+    kept, decoder, head = measure_activations(found, small)
+    assert kept < decoder
+    gradients = sum(p.nbytes for p in policy.parameters.values())  # which the plan counts apart
+    for _ in range(2):  # the first pass warms caches up
+        policy.model.zero_grad()
+        real = allocated(lambda: policy.statistics(completions).logprobs.sum().backward(), tmp_path / "trace.json")
+    assert decoder + head == pytest.approx(real - gradients, rel=0.1)
+
+
+def allocated(run, trace):
+    """Most bytes allocated at one time, beyond those before, from the allocator's events."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    profiler.export_chrome_trace(str(trace))
+    events = [e["args"] for e in json.loads(trace.read_text())["traceEvents"] if e["name"] == "[memory]"]
+    before = events[0]["Total Allocated"] - events[0]["Bytes"]
+    return max(event["Total Allocated"] for event in events) - before
+
+
+def test_parking_sleeping_and_offloading_move_memory():
+    model, cards = qwen3("1.7B"), Cards(24 * GIB)
+    plain, awake = make_plan(config(), model, cards), make_plan(config(rollout__sleep_level=0), model, cards)
+    changes = {"train__park_trainer": True, "train__offload_activations": True, "rollout__sleep_level": 2}
+    moved = make_plan(config(**changes), model, cards)
+    weights = plain.update["trainer: base weights"]
+    assert sum(plain.rollout.values()) - sum(moved.rollout.values()) == weights
+    inputs = 27 * 4096 * 2048 * 2  # bfloat16 inputs of 28 layers; the last ones are in use at the peak
+    assert sum(plain.update.values()) - sum(moved.update.values()) == pytest.approx(inputs, rel=0.1)
+    assert sum(awake.update.values()) - sum(plain.update.values()) == pytest.approx(0.45 * 24 * GIB, rel=0.1)
+    assert "vLLM: weights" in plain.host
+    assert "vLLM: weights" not in moved.host
+    assert moved.host["trainer: base weights"] >= weights
+
+
+LADDER = [  # the gentler ways first: fewer tokens at a time, then other weights
+    ("8B", 24, None, {"rollout__max_completion_length": 4096}, {"train.park_trainer=true"}),
+    ("8B", 18, None, {"rollout__engine": "server"}, {"train.offload_activations=true"}),
+    ("14B", 24, None, {}, {"quantization=nf4", "rollout.quantization=bitsandbytes"}),
+    ("1.7B", 24, 8 * GIB, {}, {"rollout.sleep_level=2"}),
+]
+
+
+@pytest.mark.parametrize(("size", "gib", "host_memory", "changes", "needed"), LADDER)
+def test_a_suggestion_fits_and_no_part_of_it_can_be_given_back(size, gib, host_memory, changes, needed):
+    changes |= {"train__lm_head_memory_gb": 0.25, "train__max_tokens_per_microbatch": 16384}
+    given, model, cards = config(**changes), qwen3(size, vocab_size=8000), Cards(gib * GIB, host_memory)
+
+    def fits(overrides):
+        found = make_plan(load_config(given.model_dump(), overrides), model, cards)
+        return not found.problems and found.kv_tokens >= 4 * found.longest
+
+    assert not fits([])
+    found = suggest(given, model, cards)
+    assert found is not None
+    assert fits(found[0])
+    *parts, _ = found[0]
+    weights = {part for part in parts if "quantization" in part}
+    assert needed <= set(parts)
+    assert weights == {part for part in needed if "quantization" in part}
+    for part in {*parts} - weights - {"rollout.sleep_level=1"} | {tuple(weights)} - {()}:
+        fewer = [other for other in parts if other not in part]
+        shares = [f"rollout.gpu_memory_utilization={percent / 100}" for percent in range(5, 96, 2)]
+        assert not any(fits([*fewer, share]) for share in shares), part
+
+
+@pytest.fixture
+def planned(tmp_path, capsys):
+    """Run the command for Qwen3 of a size; (exit status, output)."""
+
+    def run(size, *arguments):
+        qwen3(size, vocab_size=8000).save_pretrained(tmp_path / size)
+        (tmp_path / "config.yaml").write_text(f"model: {tmp_path / size}\noutput_dir: o\n", encoding="utf-8")
+        return command("plan", tmp_path / "config.yaml", "--gpu-memory", *arguments), capsys.readouterr()
+
+    return run
+
+
+def test_the_command_suggests_overrides_that_it_takes(planned):
+    arguments = ("8B", "24", "rollout.max_completion_length=4096")
+    status, output = planned(*arguments)
+    assert status == 1
+    assert "It does not fit.\n  rollouts: " in output.out
+    status, output = planned(*arguments, *output.out.partition("It would with\n  ")[2].partition("\n")[0].split())
+    assert status == 0
+    assert output.out.endswith("It fits.\n")
+    assert " sequences of the longest length (5,120) at a time" in output.out
+    status, output = planned("14B", "4")
+    assert status == 1
+    assert output.out.endswith("take a smaller model or a larger card.\n")
+
+
+def test_some_runs_cannot_be_planned(planned):
+    status, output = planned("1.7B", "24", "rollout.engine=transformers")
+    assert (status, output.err.count("\n")) == (2, 1)
+    with pytest.raises(InputError, match="rollout.quantization=strange"):
+        make_plan(config(rollout__quantization="strange"), qwen3("1.7B"), Cards(GIB))
+    other = PhiConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
+    with pytest.raises(InputError, match="the model has no down_proj, .* leave them out"):
+        make_plan(config(), other, Cards(GIB))
+
+
+def test_a_quantised_checkpoint_next_to_the_trainer(tmp_path):
+    """AWQ of group size 128: half a byte, a 16-bit scale and a 4-bit zero point per group."""
+    served = qwen3("1.7B")
+    served.quantization_config = {"quant_method": "awq", "bits": 4, "group_size": 128}
+    served.save_pretrained(tmp_path)
+    found = make_plan(config(rollout__model=str(tmp_path)), qwen3("1.7B"), Cards(24 * GIB))
+    linears = PARAMETERS["1.7B"] - 151_936 * 2048  # the norms hardly count
+    assert found.rollout["vLLM: weights"] == pytest.approx(linears * (0.5 + 2.5 / 128) + 2 * 151_936 * 2048, rel=1e-3)
+    assert found.rollout["trainer: base weights"] == 2 * PARAMETERS["1.7B"]
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        *(pytest.param(*which, marks=pytest.mark.slow) for which in (("qwen1.7b_lora", "1.7B"), ("qwen8b_lora", "8B"))),
+        pytest.param("qwen8b_qlora", "8B", marks=pytest.mark.slow),
+        ("qwen14b_qlora", "14B"),
+    ],
+)
+def test_the_shipped_configs_fit_24_gib(name, size):
+    shipped = load_config(ROOT / f"configs/{name}.yaml")
+    found = make_plan(shipped, qwen3(size), Cards(24 * GIB))
+    assert found.problems == []
+    assert found.kv_tokens >= 4 * found.longest

@@ -1,0 +1,287 @@
+import json
+import re
+import time
+
+import pytest
+from helpers import ROOT
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from stapo_lite.rewards.__main__ import grade_file
+from stapo_lite.rewards.answers import canonical, equivalent, final_answer, grade
+
+DATA = ROOT.parent / "shared" / "data"
+BENCHMARKS = ("aime24", "aime25", "amc23", "math500", "minerva", "olympiadbench_674")
+
+
+def read(name):
+    path = DATA / f"{name}.jsonl"
+    if not path.exists():
+        pytest.skip(f"{path.name} of the shared benchmark data is not here")
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("answer", "responses"),
+    [
+        (r"\frac{1}{2}", [r"a \boxed{1} b \boxed{\frac{1}{2}}"]),
+        (r"\frac{1}{2}", [r"The final answer is $\frac{1}{2}$. I hope it is correct."]),
+        ("3", [r"\boxed {3}", r"\fbox{3}"]),
+        ("1", [r"\boxed{1} then \boxed{2"]),
+        ("42", [r"it is \boxed{41}. No, \boxed{42}"]),
+        ("4", [r"first \boxed{5}, no: \boxed{4}", "The answer is that x is even and it is 4."]),
+        ("4", [r"<think>\boxed{3}, or</think> it is \boxed{4}", "reasoning </think> the answer is 4"]),
+        ("7", [r"\boxed{\boxed{7}}", r"\boxed{7}, so \boxed{7}"]),
+        (r"\frac12, 0.5", [r"\boxed{\frac12} or \boxed{0.5}"]),
+        ("5", [r"\boxed{5} \boxed{}", r"\\boxed{5}", r"Put it in \boxed{}. The answer is 5."]),
+        (r"\begin{pmatrix}1\\2\end{pmatrix}", [r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}"]),
+        (r"\{1,2\}", [r"\boxed{\{1,2\}}"]),
+        (r"f(x)=\left\{x\right.", [r"\boxed{f(x)=\left\{x\right.}"]),
+        (r"\frac34", ["the answer is\n$$\n\\frac34\n$$"]),
+        ("(1, 2)", ["The answer is (1, 2)."]),
+        ("B", ["Answer: B"]),
+        ("4.5e3", ["the answer is 4.5e3"]),
+        ("-2, 1", [r"$\boxed{-2}$ and $\boxed{1}$."]),
+        ("3, 4", [r"\(x_1 = \boxed{3}\), \quad \(x_2 = \boxed{4}\)", r"\boxed{3} \text{ or } \boxed{4}"]),
+        ("12", ["The total is 15 and the final answer is 12."]),
+        ("1000.99", ["So the cost is $1,000.99 in all, done."]),
+        ("7425", ["#### 7,425"]),
+        ("x = 5", ["**Answer:** $x = 5$"]),
+        ("99", ["总共有99颗弹珠"]),
+        ("3/4", ["3/4"]),
+        (None, [r"<think>\boxed{4}</think>", r"<think> so \boxed{4}, and now I check", "I do not know", r"\boxed{}"]),
+        (None, [""]),
+    ],
+)
+def test_the_final_answer(answer, responses):
+    assert {response: final_answer(response) for response in responses} == dict.fromkeys(responses, answer)
+
+
+GSM8K = "48 / 2 = <<48/2=24>>24 clips in May,\n48 + 24 = 72 in all.\n#### 72"
+ERGS = r"4.5\cdot10^{33} \mathrm{~erg} / \mathrm{s}"
+FIELD = r"\frac{1}{3} E_{1}+\frac{2}{3} E_{2}"
+MOTION = r"m \frac{d v}{d t}+b v=f"
+RESPONSE = r"\frac{2-\omega^{2}-\omega i / 4}{\omega^{4}-\frac{63}{16} \omega^{2}+4}"
+# pairs of a gold and an answer
+EQUAL = {
+    "ends of solutions": [(GSM8K, "72"), ("#### 1,000", "1000")],
+    "e-notation": [("4.5e33", r"4.5 \times 10^{33}"), ("1e-5", "0.00001"), ("2.7778e-6", "2.7778*10^-6")],
+    "e-notation by x": [("1.04e-3", "1.04 x 10^-3")],
+    "e-notation with units": [("4.5e33", ERGS), ("4.5e33", "4.5e33 erg/s")],
+    "powers with units": [("3.3e12", r"3.3 \times 10^{12} \mathrm{erg\ s^{-1}}")],
+    "fractions": [("-3./2", r"-\frac{3}{2}"), (r"\frac 59", r"\dfrac{5}{9}"), (r"\frac{1}{2}", r"\dfrac{1}{2}")],
+    "decimals of fractions": [(r"\frac{1}{12}", "0.0833333333333333"), (r"\frac{1}{2}", "0.5")],
+    "mixed numbers": [(r"1\frac{4}{5}", "1.8"), (r"137 \frac12", "137 1/2")],
+    "thousands": [(r"\$32,\!348", "32348"), (r"10,\!080", "10{,}080"), ("1 000 000", "1,000,000")],
+    "per cent and degrees": [(r"28\%", "28"), (r"28\%", "0.28"), (r"90^\circ", "90")],
+    "units in text": [(r"864 \mbox{ inches}^2", "864"), ("5.4", r"5.4 \text{ cents}")],
+    "units in words": [("45", "45 minutes"), ("125", "125 miles"), ("125 miles", "125"), ("1.6", "1.6cm")],
+    "units of physics": [("9.81", r"9.81 \, \mathrm{m/s^{2}}"), ("5", r"5 \mathrm{~W~m^{-2}}")],
+    "plain units": [("310", "310 K"), ("10", "10 m/s^2")],
+    "words and choices": [(r"\text{Evelyn}", "evelyn."), (r"\text{(C)}", "C")],
+    "labels": [("x=5", "5"), ("(p,q)=(3,2)", "(3,2)"), ("f(x)=2x", "2x")],
+    "approximations": [("1/3", r"x = \frac{1}{3} \approx 0.33"), ("5", r"\approx 5")],
+    "domains": [("f(n)=n", r"f(n)=n \text{ for all } n \in \mathbb{N}"), ("f(n)=n", r"f(n)=n, \forall n")],
+    "integers": [(r"2\pi k", r"2k\pi, k \in \mathbb{Z}")],
+    "intervals": [(r"x \in [-2,7]", "[-2,7]"), (r"x \in [-2,7]", r"-2\le x\le7"), ("-2 < x < 7", "(-2,7)")],
+    "half lines": [(r"(5,\infty)", "x>5"), (r"(-\infty,0]", r"x\le0"), (r"k \geqslant 2", r"2 \le k")],
+    "lists": [("1 or 2", "2 and 1"), ("(1,1), (3,2)", "(3,2),(1,1)"), ("a=1, b=2", "b=2, a=1")],
+    "sets": [(r"\{1,2,3\}", r"\{3,1,2\}"), (r"1 \pm \sqrt{19}", r"1-\sqrt{19}, 1+\sqrt{19}")],
+    "vectors": [(r"\begin{pmatrix} -1/3 \\ 2/3 \end{pmatrix}", r"\begin{bmatrix} -\frac13 \\ \frac23 \end{bmatrix}")],
+    "heights of rows": [(r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\[4pt]2\end{pmatrix}")],
+    "points": [(r"\left( 3, \frac{\pi}{2} \right)", r"(3, \frac{\pi}{2})")],
+    "bases, roots, pi": [("52_8", "52_{8}"), (r"11\sqrt2", r"11 \sqrt{2}"), (r"\frac{2\pi}{3}", r"2/3 \pi")],
+    "functions of numpy": [("np.arcsin(10/13)", r"\arcsin\left(\frac{10}{13}\right)")],
+    "complex numbers": [(r"-8-8 \sqrt{3} i", r"-8-8i\sqrt3"), (r"1+\sqrt{3} i", r"1+i\sqrt{3}"), ("2+3i", "3i+2")],
+    "complex logarithms": [(r"\ln 2 + i\pi / 3", r"\ln 2+\frac{i\pi}{3}")],
+    "complex functions": [
+        (r"\frac{e^{2 i t}}{(2+2 i)}", answer) for answer in (r"\frac{e^{2it}}{2+2i}", r"\frac{1-i}{4}e^{2it}")
+    ],
+    "responses": [(RESPONSE, r"\frac{2-\omega^2-\frac{i\omega}{4}}{4-\frac{63}{16}\omega^2+\omega^4}")],
+    "orders of terms": [("a + b + c", "c+b+a"), ("1 - t", "-t+1"), ("2x+4y-3=0", r"y=-\frac{1}{2}x+\frac{3}{4}")],
+    "fractions of letters": [
+        (r"\frac{K-1}{L}", "(K-1)/L"),
+        (r"\frac1m t", r"\frac tm"),
+        (r"\frac1{\sqrt2}c", r"\frac c{\sqrt2}"),
+    ],
+    "subscripts": [(FIELD, r"\frac{E_1+2E_2}{3}")],
+    "derivatives": [(MOTION, r"b v + m\frac{dv}{dt} = f"), (r"y^{\prime}+r y-r x(t)=0", "y' + ry - r x(t) = 0")],
+    "powers of letters": [(r"\frac{a M^{1 / 3}}{G M^{2 / 3}+b}", r"\frac{aM^{1/3}}{GM^{2/3}+b}")],
+    "constants": [(r"\hbar \omega(v+1 / 2)", r"\hbar\omega(v+\frac12)")],
+}
+TINY = ("0", "x = 0", "3e-7", "0.0000001", r"\lambda \approx 4 \times 10^{-9} \text{ m}")
+DIFFERENT = {
+    "ends of solutions": [(GSM8K, "24")],
+    "e-notation": [("4.5e33", "4.6e33"), ("4.5e33", "4.5e32"), ("1e-8", "2e-8"), ("0.0000001", "0.0000002")],
+    "small numbers": [(tiny, answer) for tiny in ("2.88e-19", "1e-8") for answer in TINY],
+    "digits": [("3986729", "3986730"), ("16386.20", "16386.21"), ("1.6", "1.64"), ("2^{1009}", "2^{1009}+1")],
+    "decimals": [(r"\frac{1}{3}", "0.33"), (r"\frac{1}{3}", "0.333"), (r"\frac12", "0.5000001"), (r"\sqrt{2}", "1.5")],
+    "rounded integers": [("142857", "1000000/7"), ("333333", r"\frac{1000000}3"), ("16", "32/3")],
+    "decimals of powers": [("10^{7}", "10000001.0"), ("2^{20}", "1048577.0")],
+    "signs": [("-5", "5"), (r"\frac{1}{2}", r"-\frac{1}{2}"), (r"\pm 2021", "2021")],
+    "per cent": [("28/100", "28"), (r"28\%", r"0.28\%")],
+    "spaces": [("32349", "32, 349"), ("11/2", "1 1/2"), ("56", "5 6"), ("12", r"1\,2"), ("8/9", "4 4/9")],
+    "counts": [("1,1,2", "1,2"), ("7", "7, 7"), ("42", "41 or 42"), ("42", ""), ("C", "(C) (D)")],
+    "brackets": [("(1,2)", "(2,1)"), ("(3,4]", "(3,4)"), ("1,2", "(1,2]"), (r"x\in[-2,7]", "-2,7")],
+    "commas": [("(2,251,252)", "2251252"), ("(1,234)", "1234"), ("(1,5)", "1.5")],
+    "infinity": [(r"(-\infty, 0]", r"(\infty, 0]"), ("D = (0, 1)", "D = (0, 1.5)")],
+    "bases and times": [("52_8", "52_9"), ("52_8", "52"), ("12:00", "1:00")],
+    "labels": [("x=5", "6"), ("a=1, b=2", "a=2, b=1"), ("N=n", "N=n+1"), ("a^2 + b = 0", "0")],
+    "words and choices": [(r"\text{even}", r"\text{odd}"), ("C", "(B) 12"), ("E", r"\mathrm{E}*2")],
+    "functions": [("np.arcsin(10/13)", r"\arcsin(11/13)")],
+    "capitals": [
+        ("kT", "kt"),
+        ("mR^2", "mr^2"),
+        (r"\frac{25}{2}R", r"\frac{25}{2}r"),
+        (r"\frac{E_1}{2}", r"\frac{e_1}{2}"),
+    ],
+    "subscripts": [(FIELD, r"\frac{1}{4} E_{1}+\frac{2}{3} E_{2}"), ("c_1+c_2 t", "c_1+c_2")],
+    "powers": [(r"m_{p} c^{2}\left(\gamma^{2}-1\right)", r"m_{p} c^{2}\gamma^{2}")],
+    "derivatives": [(MOTION, r"m \frac{d w}{d t}+b v=f"), ("f'", "f"), ("y'+ry=0", "y+ry=0")],
+    "letters that are no units": [
+        ("$6m$", "6"),
+        ("5m", "5"),
+        (r"\frac{37}{4} m", r"\frac{37}{4}"),
+        ("x + 5", "x + 5 m"),
+    ],
+    "factors": [("2ab", "2"), ("2 xyz", "2"), (r"\frac12 abc", r"\frac12"), ("4h^2", "4"), (r"2\pi r h", r"2\pi r")],
+    "terms and factors": [
+        ("2a+3h", "2a+3"),
+        (r"\frac{1}{\sqrt2}c", r"\frac1{\sqrt2}"),
+        (r"\frac1m t", r"\frac1m"),
+        ("2", "2x"),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", EQUAL)
+def test_equal(kind):
+    for gold, answer in EQUAL[kind]:
+        assert equivalent(gold, answer), (gold, answer)
+        assert equivalent(gold, f"${answer}$."), (gold, answer)
+
+
+@pytest.mark.parametrize("kind", DIFFERENT)
+def test_different(kind):
+    assert [pair for pair in DIFFERENT[kind] if equivalent(*pair)] == []
+
+
+def test_the_order_of_a_list_counts_where_the_benchmark_says_so():
+    assert equivalent("1,3,5", "5, 1, 3", ordered=False)
+    assert not equivalent("16,3,1,1", "16,3,1", ordered=False)
+    assert not equivalent("1,1,2", "1,2,2", ordered=False)
+    assert not equivalent("(1,2)", "(2,1)", ordered=False)
+    assert equivalent("10, 4, -2", "4, 10, -2")
+    assert not equivalent("10, 4, -2", "4, 10, -2", ordered=True)
+    assert not equivalent("(1,2), 5, 3", "(1,2), 3, 5", ordered=True)
+
+
+def test_the_tolerance_is_absolute():
+    assert equivalent("4.2", "4.15", tolerance=0.1)
+    assert not equivalent("4.2", "4.35", tolerance=0.1)
+    assert equivalent("1.68,0.45", "0.46, 1.7", ordered=False, tolerance=0.02)
+    assert equivalent("3.1", r"\pi", tolerance=0.05)
+    assert not equivalent("3.1", r"\pi", tolerance=0.04)
+
+
+def test_one_spelling_for_votes():
+    assert {canonical(text) for text in (r"\dfrac12", "1/2", "0.5", r"$\frac{1}{2}$.", ".50")} == {"1/2"}
+    assert canonical(r"x^{2} + 1") == canonical("x^2+1") != canonical("x^2+2")
+
+
+def test_cases_of_other_projects_own_suites(tmp_path):
+    """The labels that begin with `policy` are choices (docs/grading.md), and so is the order of a plain list."""
+    read("verify_cases")
+    grade_file(DATA / "verify_cases.jsonl", tmp_path / "verdicts.jsonl", timeout=20.0, num_workers=2)
+    lines = [json.loads(line) for line in (tmp_path / "verdicts.jsonl").read_text(encoding="utf-8").splitlines()]
+    cases = [case for case in lines if not case.get("note", "").startswith("policy")]
+    assert sum(case["correct"] == case["equal"] for case in cases) >= 0.985 * len(cases)
+    order = "order-sensitive list semantics"
+    assert [c for c in cases if c["correct"] and not c["equal"] and c.get("note") != order] == []
+
+
+COMMANDS = r"\lor \cup \to \in \le \quad \pm \cdot \sim \equiv \neq \Rightarrow \ldots \simeq \pmod"
+SIGNS = r"\approx ≈ = / < + & | : ... - ~ ^ _ \; \% )( }{ }\boxed{ ,\! {,} \, ^\circ \times10^ e =x= , ;"
+WORDS = (" or ", " and ", r"\text{ or }", " ", "\\\\ ", "\n", r"} or \boxed{", "$ $", r"\text{ cm}", " x = ", ", x=")
+SEPARATORS = [*(f"{command} " for command in COMMANDS.split()), *SIGNS.split(), *WORDS]
+INSIDE = r"""ANSWER; \{ANSWER\}; x = ANSWER; x\approx ANSWER; (ANSWER); [ANSWER]; x\in\{ANSWER\}; f(x)=ANSWER;
+    \text{ANSWER}; \begin{cases}ANSWER\end{cases}; \text{between } ANSWER; \left\{ANSWER\right\}; \sqrt{ANSWER};
+    \text{either }ANSWER"""
+WRAPPERS = [f"\\boxed{{{inside.strip()}}}" for inside in INSIDE.split(";")]
+WRAPPERS += ["The answer is $ANSWER$.", "answer: ANSWER", "ANSWER", "#### ANSWER"]
+VALUES = r"0 1 2 7 12 107 1/2 0.25 \frac{1}{3} \sqrt{2} x 1e-8 2e-8 4.5e33 C A"
+SEVERAL = st.lists(st.sampled_from(VALUES.split()), min_size=2, unique=True)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.sampled_from(WRAPPERS), st.sampled_from(SEPARATORS), SEVERAL)
+@example("\\boxed{ANSWER}", "\\approx", [str(n) for n in range(108)])
+@example("\\boxed{x = ANSWER}", "\\approx ", ["1", "2", "7"])
+@example("\\boxed{\\{ANSWER\\}}", "≈", ["1", "2", "7"])
+@example("\\boxed{ANSWER}", "=", ["1", "2", "7"])
+@example("\\boxed{ANSWER}", "\\equiv ", ["0", "C", "12"])
+def test_an_answer_of_several_values_is_not_right_for_several_golds(wrapper, separator, values):
+    response = wrapper.replace("ANSWER", separator.join(values))
+    assert sum(grade(value, response, True, ordered=False, tolerance=0.0)[0] for value in values) <= 1, response
+
+
+def golds(name):
+    multiple = {row["id"] for row in read("olympiadbench_meta") if row["is_multiple_answer"]}
+    return [(row["answer"], name != "math500" and row["id"] not in multiple) for row in read(name)]
+
+
+def rewrites(gold):
+    spaced, fractions = re.sub(r"([=+,])", r" \1 ", gold), re.sub(r"\\[dt]?frac", r"\\dfrac", gold)
+    yield from (gold, f" {gold}.", rf"\displaystyle {gold}", spaced, fractions)
+    if "\\left" not in gold:
+        yield gold.replace("(", r"\left( ").replace(")", r" \right)")
+    if scientific := re.fullmatch(r"(-?[\d.]+)e(-?\d+)", gold):
+        yield from (rf"{scientific[1]}{sign}10^{{{scientific[2]}}}" for sign in (r" \times ", r"\cdot"))
+    if re.fullmatch(r"-?\d+", gold):
+        yield from (f"{int(gold):,}", f"{gold}.0")
+
+
+def perturbed(gold):
+    """Other digits, signs and powers."""
+    position = next((i for i, c in enumerate(gold) if c.isdigit() and "_{" not in gold[max(0, i - 2) : i]), None)
+    if position is not None:
+        yield gold[:position] + str((int(gold[position]) + 1) % 10) + gold[position + 1 :]
+    last = next((i for i in reversed(range(len(gold))) if gold[i].isdigit()), None)
+    if last is not None and last != position and not re.search(r"mbox|text", gold):  # the power of a unit
+        yield gold[:last] + str((int(gold[last]) + 9) % 10) + gold[last + 1 :]
+    if re.fullmatch(r"[\d.]*[1-9][\d.]*", gold):
+        yield f"-{gold}"
+    yield f"{gold}, 7"
+
+
+@pytest.mark.parametrize("every", [20, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_gold_matches_its_rewrites_and_no_perturbed_value(name, every):
+    chosen = golds(name)[::every]
+    missed = [
+        (gold, text)
+        for gold, ordered in chosen
+        for text in rewrites(gold)
+        if not equivalent(gold, final_answer(f"So it is $\\boxed{{{text}}}$.") or "", ordered=ordered)
+    ]
+    taken = [(g, text) for g, ordered in chosen for text in perturbed(g) if equivalent(g, text, ordered=ordered)]
+    assert (missed, taken) == ([], [])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("{" * 20_000, "(" * 20_000, " " * 20_000, r"\boxed{" * 3000, "5" + r" \text{a}" * 30 + "!x"),
+        *("answer is a " * 500, "the answer is" + " " * 4000, "答案是很多的字" * 600),
+        *("The answer is the answer is " * 150, r"\boxed{1}" + "\n" * 3000 + r"! \boxed{2}"),
+    ],
+    ids=range(10),
+)
+def test_hostile_text_is_read_quickly(text):
+    """What is slow all the same ends with its worker."""
+    started = time.monotonic()
+    assert not equivalent("5", text)
+    assert not equivalent(text, "5")
+    final_answer(text)
+    canonical(text)
+    assert time.monotonic() - started < 5

@@ -1,0 +1,305 @@
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+from helpers import command
+
+from stapo_lite.config import Reward
+from stapo_lite.errors import InputError, RunError
+from stapo_lite.rewards.functions import RewardModel, UserFunction, last_integer_equals, overlong_share
+from stapo_lite.rewards.grading import UNREADABLE, MathGrader, Question, Verdict
+from stapo_lite.rewards.sandbox import Sandbox
+from stapo_lite.types import Completion, Prompt
+
+GENEROUS = 20.0  # seconds: a loaded machine must not fail an honest answer
+SHORT = 2.0
+RIGHT = Question("4", r"\boxed{4}")
+
+
+def completion(text, answer="4", prompt="2+2?", **columns):
+    columns = {"answer": answer, **columns}
+    return Completion(Prompt(prompt, [5], answer, columns), [6, 7], [0.0, 0.0], False, 0, text=text)
+
+
+def score(functions, completions, **changes):
+    model = RewardModel(Reward(functions=functions, function_timeout=GENEROUS, **changes))
+    try:
+        model.score(completions, seed=0)
+    finally:
+        model.close()
+    return [c.reward for c in completions]
+
+
+def test_questions_are_graded_in_order_with_the_answer_in_one_spelling():
+    grader = MathGrader(GENEROUS, num_workers=2)
+    cases = [
+        (Question("0.5", r"\boxed{\dfrac12}"), (True, "1/2")),
+        (Question("1,3", r"\boxed{3, 1}"), (True, "3,1")),
+        (Question("1,3", r"\boxed{3, 1}", ordered=True), (False, "3,1")),
+        (Question("4.2", r"\boxed{4.3}", tolerance=0.2), (True, "43/10")),
+        (Question("4.2", "no idea"), (False, None)),
+        (Question(4, "The answer is $4$."), (True, "4")),
+        (Question("4", "the answer is 4", finished=False), (False, None)),
+        (Question("4", r"\boxed{4", finished=False), (False, None)),
+        (Question("4", "larger than a pipe " * 30_000 + r"\boxed{4}"), (True, "4")),
+    ]
+    cases += [(Question(str(i), f"\\boxed{{{i - i % 3}}}"), (i % 3 == 0, str(i - i % 3))) for i in range(60)]
+    assert grader.grade([question for question, _ in cases]) == [verdict for _, verdict in cases]
+    grader.close()
+
+
+def test_a_pathological_answer_costs_at_most_the_limit_and_is_wrong():
+    grader = MathGrader(SHORT, num_workers=1)
+    assert grader.grade([RIGHT]) == [Verdict(True, "4")]  # started
+    for answer in ("9^{9^{9^{9}}}", r"\int_0^1 x^{x^{x^{x}}} dx"):
+        started = time.monotonic()
+        assert grader.grade([Question("4", f"\\boxed{{{answer}}}")]) == [Verdict(False, UNREADABLE)]
+        assert SHORT <= time.monotonic() - started < SHORT + 1.0
+        assert grader.grade([RIGHT] * 4) == [Verdict(True, "4")] * 4  # and the run goes on
+    grader.close()
+
+
+def test_processes_do_not_import_the_trainer(tmp_path, monkeypatch):
+    """Replacing one is quick, and many of them are small."""
+    source = "import sys, stapo_lite.rewards.answers\ndef f(): return sorted({'torch', 'sympy'} & {*sys.modules})"
+    (tmp_path / "look.py").write_text(source, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sandbox = Sandbox("look:f", GENEROUS, 1 << 30)
+    assert sandbox.call({}) == ["sympy"]
+    sandbox.close()
+
+
+@pytest.mark.parametrize(
+    ("python", "reason"),
+    [("/nowhere", r"\(no process can be started \(No such file"), ("/bin/false", r"\(ended its process with status 1")],
+)
+def test_a_grading_process_that_cannot_start_ends_the_run_and_leaves_nothing_waiting(monkeypatch, python, reason):
+    monkeypatch.setattr(sys, "executable", python)
+    grader = MathGrader(GENEROUS, num_workers=1)
+    for _ in range(2):
+        with pytest.raises(RunError, match=f"the grading process did not start {reason}"):
+            grader.grade([RIGHT])
+    grader.close()
+
+
+def test_grading_a_file(tmp_path, capsys):
+    cases, out = tmp_path / "cases.jsonl", tmp_path / "verdicts.jsonl"
+    rows = [
+        {"gold": "1/2", "pred": "0.5", "form": "answer", "id": "é"},
+        {"gold": 4, "pred": "We get 3, then the answer is 4."},
+        {"gold": "1,3", "pred": "3,1", "form": "answer"},
+        {"gold": "1,3", "pred": "3,1", "form": "answer", "answer_type": "list"},
+        {"gold": "4.2", "pred": 4.25, "form": "answer", "tolerance": 0.1},
+        {"gold": "4", "pred": "no idea", "form": "response"},
+    ]
+    cases.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    arguments = ["grade", cases, "--out", out, "--timeout", GENEROUS, "--num-workers", 1]
+    assert command(*arguments) == 0
+    assert capsys.readouterr().out == f"6 graded, 4 correct, 1 without an answer: {out}\n"
+    written = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    verdicts = [True, True, True, False, True, False]
+    assert written == [row | {"correct": correct} for row, correct in zip(rows, verdicts, strict=True)]
+    for text, message in [
+        ('{"gold": "1"}', ", case 1: pred must be text or a number, got None"),
+        ('{"gold": null, "pred": "1"}', ", case 1: gold must be"),
+        ('{"gold": "1", "pred": "1", "tolerance": "x"}', ", case 1: tolerance must be"),
+        ("3", ", line 1: must be a JSON object"),
+        (None, ": cannot be read (No such file or directory)"),
+    ]:
+        cases.unlink() if text is None else cases.write_text(text, encoding="utf-8")
+        assert command(*arguments) == 2
+        assert f"error: {cases}{message}" in capsys.readouterr().err
+
+
+def test_arithmetic_is_the_last_integer():
+    right, wrong = [" 22", "17 + 5 = 22.", "022"], ["22 or 23", "-22", "no", "2 2", "9" * 5000]
+    assert all(last_integer_equals(text, "22") for text in right)
+    assert not any(last_integer_equals(text, "22") for text in wrong)
+
+
+def test_a_completion_that_was_cut_off_earns_nothing_for_an_early_box():
+    """Token-mean would reinforce all that follows it."""
+    texts = ("the answer is 4", "the answer is 4", r"\boxed{4}" + " and so on" * 3000)
+    completions = [completion(text) for text in texts]
+    completions[1].truncated = completions[2].truncated = True
+    assert score(["math"], completions) == [1.0, -1.0, -1.0]
+    assert score(["math"], completions, truncated_is_incorrect=False) == [1.0, -1.0, 1.0]  # it states no answer
+    assert score(["arithmetic"], completions) == [1.0, 1.0, 1.0]  # others are not overruled
+
+
+def test_scales_and_weights():
+    pair = [completion("4"), completion("5")]
+    assert score(["arithmetic"], pair, incorrect=0.0, correct=2.0) == [2.0, 0.0]
+    assert score(["arithmetic", "math"], pair, weights=[2.0, 0.5]) == [2.5, -2.5]
+
+
+def test_a_user_function_is_called_as_trl_calls_it(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text(
+        "def length(prompts, completions, completion_ids, level, **columns):\n"
+        "    assert sorted(columns) == ['answer'], columns\n"
+        "    assert prompts == ['2+2?'] * 2 and completion_ids == [[6, 7]] * 2\n"
+        "    return [None if l else float(len(c)) for c, l in zip(completions, level)]\n"
+        "def chat(completions, **columns):\n"
+        "    return [len(c[0]['content']) for c in completions if c[0]['role'] == 'assistant']\n"
+        "def numpy(**columns):\n"
+        "    import numpy\n"
+        "    return numpy.array([1.0, 2.0], dtype=numpy.float32)\n"
+        "value = 3\n",
+        encoding="utf-8",
+    )
+    (tmp_path / "broken_rewards.py").write_text("raise ValueError('two\\nlines')\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert score(["my_rewards:length"], [completion("abc", level=0), completion("abc", level=1)]) == [3.0, None]
+    messages = [{"role": "user", "content": "2+2?"}]
+    chat = [completion("abcd", prompt=messages), completion("", prompt=messages)]
+    assert score(["my_rewards:chat"], chat) == [4.0, 0.0]
+    pair = [completion("a", completions="a column of the data"), completion("b", completions="")]
+    assert score(["my_rewards:numpy"], pair) == [1.0, 2.0]
+    for path, message in [
+        ("broken_rewards:f", r"cannot be imported \(ValueError: two lines\)"),
+        ("my_rewards:nothing", "cannot be imported"),
+        ("no_such_module:f", "cannot be imported"),
+        ("my_rewards:value", "is a int, not a function"),
+        ("maths", "use math, arithmetic or package.module:function"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            score([path], pair)
+
+
+@pytest.fixture
+def user_function(tmp_path, monkeypatch):
+    """A function whose body is given, in a process of its own; it imports what is in `tmp_path`."""
+    functions = []
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def make(body, timeout=GENEROUS):
+        source = f"import os, sys, random, time\ndef f(completions, **columns):\n    {body}\n"
+        (tmp_path / "faulty.py").write_text(source, encoding="utf-8")
+        functions.append(UserFunction("faulty:f", timeout, 1 << 30))
+        return functions[-1]
+
+    yield make
+    for function in functions:
+        function.close()
+
+
+FAULTS = {
+    "raises": ("raise ValueError('two\\nlines')", "raised ValueError: two lines"),
+    "hangs in C": ("import re; re.match('(a+)+b', 'a' * 50)", "took longer than 2 s"),
+    "takes all memory": ("hoard = [bytearray(1 << 20) for _ in iter(int, 1)]", r"took more than 0.2 GiB"),
+    "starts a process that takes all memory": (
+        "import subprocess; subprocess.run([sys.executable, '-c', 'x = [bytearray(1 << 20) for _ in iter(int, 1)]'])",
+        r"took more than 0.2 GiB",
+    ),
+    "is killed": ("os.kill(os.getpid(), 9)", "ended its process with status -9"),
+    "too few": ("return [1.0]", "returned 1 values, not 2"),
+    "no numbers": ("return [sys, float('nan')]", "returned no finite number"),
+    "out of range": ("return [1e31, -float('inf')]", "returned no finite number"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_function_that_fails_is_asked_twice_and_then_judges_nothing(user_function, caplog, tmp_path, fault):
+    body, message = FAULTS[fault]
+    function, pair = user_function(body), [completion("a"), completion("b")]
+    function.sandbox.timeout = SHORT if "hangs" in fault else GENEROUS
+    function.sandbox.memory_bytes = int(0.2 * 2**30) if "memory" in fault else 1 << 30
+    assert function(pair, 0) == [None, None]
+    assert len(re.findall(f"reward.functions=faulty:f: {message}", caplog.text)) == 2
+    function.sandbox.timeout, function.sandbox.memory_bytes = GENEROUS, 1 << 30
+    function.close()  # a new process reads the mended file
+    (tmp_path / "faulty.py").write_text("def f(completions, **columns): return [1, True]\n", encoding="utf-8")
+    assert function(pair, 0) == [1.0, 1.0]
+
+
+def test_processes_that_a_function_started_end_with_it(user_function, tmp_path):
+    start = "import subprocess; p = subprocess.Popen(['sleep', '1000']); open(__file__ + 'p', 'a').write(f'{p.pid} ')"
+    function = user_function(f"{start}; time.sleep(1000)")
+    function.sandbox.timeout = SHORT
+    assert function([completion("a")], 0) == [None]
+    pids = (tmp_path / "faulty.pyp").read_text(encoding="utf-8").split()
+    assert len(pids) == 2
+    children = [psutil.Process(int(pid)) for pid in pids if psutil.pid_exists(int(pid))]
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert all(child.status() == psutil.STATUS_ZOMBIE for child in alive)
+
+
+@pytest.mark.parametrize(
+    ("body", "values"),
+    [
+        # its second try, after it has ended its process
+        ("p = __file__ + 'x'; os.path.exists(p) or (open(p, 'w').close(), os._exit(1)); return [1, None]", [1.0, None]),
+        # single values that are no numbers
+        ("return [float('nan'), 2]", [None, 2.0]),
+        # Python's own come back: the trainer does not import the user's module, or numpy
+        (
+            "import enum, fractions, decimal; Own = enum.IntEnum('Own', 'one two'); Sub = type('Sub', (float,), {}); "
+            "return [Own.two, fractions.Fraction(1, 4), decimal.Decimal('0.5'), Sub(3), sys]",
+            [2.0, 0.25, 0.5, 3.0, None],
+        ),
+        # a column that some rows lack
+        ("return [float(x or -1) for x in columns['level']]", [3.0, -1.0]),
+    ],
+)
+def test_values_of_a_user_function(user_function, caplog, body, values):
+    completions = [completion("a", level=3), *(completion("b") for _ in values[1:])]
+    assert user_function(body)(completions, 0) == values
+    no_numbers = "of 2 values are no finite numbers, their completions not judged"
+    assert (f"1 {no_numbers}" in caplog.text) == ("nan" in body)
+
+
+def test_a_notebooks_own_function(monkeypatch):
+    """It, and what it uses, goes to the process as it is now."""
+    names: dict = {"__name__": "__main__", "math": math, "half": 0.5}
+    exec("def f(completions, **_): return [math.floor(len(c) * half) for c in completions]", names)
+    for name in ("f", "half", "math"):
+        monkeypatch.setattr(sys.modules["__main__"], name, names[name], raising=False)
+    assert score(["__main__:f"], [completion("abcd"), completion("a")]) == [2.0, 0.0]
+    monkeypatch.setattr(sys.modules["__main__"], "lock", threading.Lock(), raising=False)
+    for name, message in (("g", "AttributeError"), ("lock", "TypeError: cannot pickle")):
+        with pytest.raises(InputError, match=f"reward.functions=__main__:{name}: cannot be imported \\({message}"):
+            score([f"__main__:{name}"], [completion("a")])
+
+
+def test_too_many_failures_in_a_row_end_the_run(user_function):
+    function, pair = user_function("return [] if 'bad' in completions else [1.0, 2.0]"), [completion("a")] * 2
+    bad = [completion("bad"), completion("a")]
+    assert [function(batch, 0)[0] for batch in (bad, bad, pair, bad, bad)] == [None, None, 1.0, None, None]
+    with pytest.raises(RunError, match="returned 0 values, not 2; it failed on 3 batches in a row: mend it"):
+        function(bad, 0)
+
+
+def test_a_functions_draws_follow_from_the_seed(user_function):
+    body = "import numpy, torch; return [random.random() + numpy.random.rand() + torch.rand(()).item(), 0]"
+    function, pair = user_function(body, timeout=120.0), [completion("a"), completion("b")]
+    _, second, other, again = [function(pair, seed)[0] for seed in (1, 1, 2, 1)]  # the first imports numpy and torch
+    assert second == again != other
+
+
+def test_a_functions_process_ends_with_its_parent(tmp_path):
+    """Killed while the function hung."""
+    (tmp_path / "slow.py").write_text("def f(**columns):\n    print('hangs', flush=True)\n    while True: pass\n")
+    program = (
+        "from stapo_lite.rewards.functions import UserFunction\nfrom stapo_lite.types import Completion, Prompt\n"
+        "f = UserFunction('slow:f', 3.0, 1 << 30)\n"
+        "f([Completion(Prompt('p', [1], 'a'), [1], [0.0], False, 0)], 0)\n"
+    )
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}
+    ) as parent:
+        assert parent.stdout.readline() == "hangs\n"
+        parent.kill()
+        assert parent.stdout.read() == ""  # the worker, which writes there too, has ended
+
+
+def test_soft_overlong_punishment_by_hand():
+    shares = [overlong_share(length, max_completion_length=10, buffer=0.4) for length in (1, 6, 7, 8, 10)]
+    assert shares == pytest.approx([0.0, 0.0, 0.25, 0.5, 1.0])

@@ -1,0 +1,415 @@
+"""The engines against the trainer: vLLM for real (its CPU build), in float32 and bfloat16."""
+
+import itertools
+import json
+import re
+import shutil
+from contextlib import closing, nullcontext
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+from helpers import LONG, PROMPTS, SAMPLING, adapted_policy, gap, generate, make_vllm, randomise_adapter
+from transformers import AutoConfig
+
+from stapo_lite.config import PROJECTIONS, Engine, load_config
+from stapo_lite.errors import InputError, RunError
+from stapo_lite.planning.plan import as_json, model_sizes
+from stapo_lite.rollout import Decoding, check_engine, resolve_engine
+from stapo_lite.rollout.transformers_engine import TransformersEngine
+from stapo_lite.rollout.vllm_options import BATCHED_TOKENS, check_vllm, fp32_head
+from stapo_lite.types import Prompt
+
+DECODING = Decoding(max_completion_length=10, temperature=0.8, top_p=1.0)
+VERSIONS = itertools.count(1)
+"""The vLLM engine is shared: no version is published twice."""
+
+
+@pytest.fixture(scope="module")
+def vllm_parts(tiny_model, tmp_path_factory):
+    """An engine, what vLLM made of its arguments, and the folder of its adapters."""
+    vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
+    parts = SimpleNamespace(adapters=tmp_path_factory.mktemp("adapters"))
+
+    class Noted(vllm.LLM):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            parts.config = self.llm_engine.vllm_config
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm, "LLM", Noted)
+        patch.setattr("stapo_lite.rollout.vllm_engine.IN_MEMORY", parts.adapters)
+        parts.engine = make_vllm(tiny_model, "float32")
+        yield parts
+    parts.engine.close()
+    assert not list(parts.adapters.iterdir())
+
+
+@pytest.fixture
+def vllm_engine(vllm_parts):
+    return vllm_parts.engine
+
+
+@pytest.fixture(params=["vllm", "transformers"])
+def engine(request):
+    if request.param == "vllm":
+        return request.getfixturevalue("vllm_engine")
+    return TransformersEngine(SAMPLING, max_num_seqs=8)
+
+
+def tokens(groups):
+    return [[c.token_ids for c in group] for group in groups]
+
+
+def drawn(engine, prompts, seeds, decoding=DECODING):
+    completions = dict(engine.stream(prompts, seeds, decoding))
+    assert sorted(completions) == list(range(len(prompts)))
+    return [completions[i] for i in range(len(prompts))]
+
+
+def drawn_ids(engine, prompts, seeds):
+    return [c.token_ids for c in drawn(engine, prompts, seeds)]
+
+
+def test_groups_follow_the_protocol(engine, make_policy):
+    policy, now = make_policy(), next(VERSIONS)
+    engine.publish(policy, now)
+    groups = generate(engine, PROMPTS)
+    assert [len(group) for group in groups] == [SAMPLING.num_generations] * len(PROMPTS)
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        for completion in group:
+            assert completion.prompt is prompt
+            assert completion.adapter_version == now
+            assert len(completion.rollout_logprobs) == len(completion.token_ids)
+            assert 1 <= len(completion.token_ids) <= SAMPLING.max_completion_length
+            stops = [t for t, token in enumerate(completion.token_ids) if token in SAMPLING.stop_token_ids]
+            assert stops == ([] if completion.truncated else [len(completion.token_ids) - 1])
+    assert any(c.truncated for group in groups for c in group)
+    assert len({tuple(c.token_ids) for group in groups for c in group}) > len(PROMPTS)
+    assert gap(policy, groups).max() < 1e-4
+
+
+def test_draws_follow_from_the_seed(engine, make_policy):
+    def draw(seed):
+        engine.publish(make_policy(), next(VERSIONS))
+        return tokens(generate(engine, PROMPTS, seed=seed))
+
+    first = draw(3)
+    assert draw(3) == first
+    assert draw(4) != first
+
+
+def deviations(completions, p):
+    """Of the first tokens' frequencies from their probabilities, in standard deviations: each common token's, and that
+    of the others together."""
+    counts = torch.bincount(torch.tensor([c.token_ids[0] for c in completions]), minlength=len(p)).float()
+    common = p > 0.015
+    assert common.sum() > 3
+    counts, p = (torch.cat([x[common], x[~common].sum()[None]]) for x in (counts, p))
+    return (counts - len(completions) * p) / (len(completions) * p * (1 - p)).sqrt().clamp(min=1e-9)
+
+
+def first_token(policy):
+    """The trainer's probabilities of a completion's first token."""
+    with torch.no_grad():
+        logits = policy.model(input_ids=torch.tensor([PROMPTS[0].token_ids])).logits[0, -1]
+    return torch.softmax(logits / SAMPLING.temperature, -1)
+
+
+def test_completions_come_from_the_tempered_distribution(engine, make_policy):
+    """Nothing is cut off or sharpened."""
+    policy = make_policy()
+    engine.publish(policy, next(VERSIONS))
+    groups = generate(engine, [PROMPTS[0]] * 128)
+    assert deviations(list(itertools.chain(*groups)), first_token(policy)).abs().max() < 4
+
+
+def test_streamed_samples_come_from_the_nucleus(engine, make_policy):
+    """The smallest set of tokens that holds a probability of `top_p`."""
+    policy = make_policy()
+    engine.publish(policy, next(VERSIONS))
+    p, order = first_token(policy).sort(descending=True)
+    nucleus = torch.zeros_like(p).scatter(0, order, p * (p.cumsum(0) - p < 0.6))
+    completions = drawn(engine, [PROMPTS[0]] * 512, range(512), Decoding(1, SAMPLING.temperature, 0.6))
+    assert deviations(completions, nucleus / nucleus.sum()).abs().max() < 4
+
+
+def test_each_sample_follows_from_its_own_seed(engine, make_policy):
+    now = next(VERSIONS)
+    engine.publish(make_policy(), now)
+    prompts, seeds = [*PROMPTS, *PROMPTS, *PROMPTS[:2]] * 2, [*range(100, 116)]
+    first = drawn(engine, prompts, seeds)
+    ids = [c.token_ids for c in first]
+    assert drawn_ids(engine, prompts[::-1], seeds[::-1]) == ids[::-1]
+    assert drawn_ids(engine, prompts[5:8], seeds[5:8]) == ids[5:8]
+    assert drawn_ids(engine, prompts, range(16)) != ids
+    for prompt, completion in zip(prompts, first, strict=True):
+        assert completion.prompt is prompt
+        assert completion.adapter_version == now
+        assert 1 <= len(completion.token_ids) <= 10
+        assert completion.truncated == (completion.token_ids[-1] not in SAMPLING.stop_token_ids)
+    assert {c.truncated for c in first} == {False, True}
+
+
+def test_more_prompt_tokens_than_fit_into_one_pass(engine, make_policy):
+    engine.publish(make_policy(), next(VERSIONS))
+    prompts = [Prompt("", [10 + (i + 13 * t) % 250 for t in range(380)], answer="") for i in range(16)]
+    assert len(drawn(engine, prompts, list(range(16)))) == 16
+
+
+def test_a_stream_that_is_left_early_leaves_nothing_behind(engine, make_policy):
+    engine.publish(make_policy(), next(VERSIONS))
+    expected = drawn_ids(engine, PROMPTS, [1, 2, 3])
+    stream = engine.stream(PROMPTS * 20, range(60), DECODING)
+    next(stream)
+    stream.close()
+    assert drawn_ids(engine, PROMPTS, [1, 2, 3]) == expected
+
+
+def test_an_adapter_from_its_folder(vllm_engine, make_policy, tmp_path):
+    policy = make_policy(scale=0.5)
+    vllm_engine.publish(policy, next(VERSIONS))
+    published = drawn_ids(vllm_engine, PROMPTS, [1, 2, 3])
+    vllm_engine.publish(make_policy(adapter_seed=9), next(VERSIONS))
+    assert drawn_ids(vllm_engine, PROMPTS, [1, 2, 3]) != published
+    policy.save_adapter(tmp_path)
+    vllm_engine.load_adapter(tmp_path, next(VERSIONS))
+    assert drawn_ids(vllm_engine, PROMPTS, [1, 2, 3]) == published
+    vllm_engine.publish(policy, next(VERSIONS))
+    assert (tmp_path / "adapter_config.json").exists()  # only the engine's own folders are cleared
+
+
+@pytest.mark.parametrize(("projection", "rank"), [*((projection, 8) for projection in PROJECTIONS), ("", 5)])
+def test_every_target_module_reaches_vllm(vllm_engine, make_policy, projection, rank):
+    """An adapter in one projection alone has the same effect in vLLM as in the trainer, and has one; in all of them, of
+    a rank between those that vLLM allows, too."""
+    policy = make_policy(lora__r=rank)
+    randomise_adapter(policy, seed=3, scale=0.5, only=projection)
+    vllm_engine.publish(policy, next(VERSIONS))
+    groups = generate(vllm_engine, PROMPTS)
+    assert gap(policy, groups).max() < 1e-4
+    randomise_adapter(policy, seed=3, scale=0.0)
+    assert gap(policy, groups).max() > 1e-2
+
+
+def test_a_new_version_does_not_see_the_cache_of_the_one_before(vllm_parts, make_policy):
+    first, second = make_policy(adapter_seed=1), make_policy(adapter_seed=2)
+    for policy, other in ((first, second), (second, first), (first, second)):
+        vllm_parts.engine.publish(policy, next(VERSIONS))
+        groups = generate(vllm_parts.engine, LONG)
+        assert gap(policy, groups).max() < 1e-4
+        assert gap(other, groups).mean() > 1e-2
+    assert len(list(vllm_parts.adapters.glob("*/*"))) == 1  # old versions leave no files
+
+
+def test_publishing_never_touches_the_base(vllm_engine, make_policy):
+    """With an adapter that is zero, vLLM serves the base bit for bit as before any adapter."""
+
+    def serve():
+        vllm_engine.publish(make_policy(scale=0.0), next(VERSIONS))
+        return [c.rollout_logprobs for group in generate(vllm_engine, PROMPTS) for c in group]
+
+    before = serve()
+    vllm_engine.publish(make_policy(), next(VERSIONS))
+    generate(vllm_engine, PROMPTS)
+    assert serve() == before
+
+
+def test_arguments_of_the_config_reach_vllm(vllm_parts, tiny_model):
+    """The KV cache of `rollout.vllm.kv_cache_memory_bytes` holds as many tokens as the plan says."""
+    cache = vllm_parts.config.cache_config
+    per_token = 4 * model_sizes(as_json(AutoConfig.from_pretrained(tiny_model))).kv_per_token
+    assert cache.num_gpu_blocks * cache.block_size == pytest.approx(2**27 / per_token, rel=0.01)
+    assert vllm_parts.config.model_config.logprobs_mode == "processed_logprobs"
+
+
+@pytest.fixture
+def dying(monkeypatch):
+    """Let vLLM's forward pass fail for real at its `first` call and the `count - 1` after it."""
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    def let(first, count=1):
+        execute, calls = CPUModelRunner.execute_model, itertools.count()
+
+        def failing(runner, *arguments, **options):
+            if first <= next(calls) < first + count:
+                raise RuntimeError("the device\nfell off the bus")
+            return execute(runner, *arguments, **options)
+
+        monkeypatch.setattr(CPUModelRunner, "execute_model", failing)
+
+    return let
+
+
+def test_a_vllm_that_dies_is_started_anew_for_what_is_missing(vllm_engine, make_policy, dying, caplog):
+    policy, now = make_policy(), next(VERSIONS)
+    vllm_engine.publish(make_policy(adapter_seed=2), next(VERSIONS))
+    vllm_engine.publish(policy, now)
+    expected = drawn_ids(vllm_engine, PROMPTS * 4, range(12))
+    dying(first=14)  # of 12 tokens, 16 sequences at a time: some groups have ended
+    groups = generate(vllm_engine, PROMPTS * 4)
+    (left,) = re.findall(
+        r"vLLM failed while it sampled \(RuntimeError: the device fell off the bus\): starting it anew for (\d+) of 12",
+        caplog.text,
+    )
+    assert 0 < int(left) < 12
+    assert [group[0].prompt for group in groups] == PROMPTS * 4
+    assert [len(group) for group in groups] == [4] * 12
+    assert {c.adapter_version for group in groups for c in group} == {now}
+    assert gap(policy, groups).max() < 1e-4
+    dying(first=5)
+    assert drawn_ids(vllm_engine, PROMPTS * 4, range(12)) == expected
+    assert len(re.findall("starting it anew", caplog.text)) == 2
+    vllm_engine.publish(policy, next(VERSIONS))
+    assert gap(policy, generate(vllm_engine, LONG)).max() < 1e-4
+
+
+def test_a_vllm_that_keeps_dying_ends_the_run(tiny_model, make_policy, dying, monkeypatch, caplog):
+    monkeypatch.setattr("stapo_lite.rollout.vllm_engine.MAX_RETRIES", 1)
+    with closing(make_vllm(tiny_model, "float32")) as engine:
+        engine.publish(make_policy(), 1)
+        dying(first=1, count=100)
+        with pytest.raises(RunError, match=r"fell off the bus\), after 1 restarts"):
+            generate(engine, PROMPTS)
+    assert caplog.text.count("starting it anew for 3 of 3 prompts") == 1
+
+
+def test_vllm_listens_to_this_machine_only(vllm_engine):
+    connections = psutil.Process().net_connections()
+    assert {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN} <= {"127.0.0.1", "::1"}
+
+
+def test_a_model_that_vllm_cannot_serve_is_one_line(tiny_model, tmp_path):
+    shutil.copytree(tiny_model, tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"\0" * 100)
+    with pytest.raises(InputError, match="rollout: vLLM cannot serve .*model \\(") as error:
+        make_vllm(tmp_path / "model", "float32")
+    assert "\n" not in str(error.value)
+
+
+def test_bfloat16_agrees_loosely(tiny_model, make_policy):
+    policy, other = make_policy("bfloat16"), make_policy("bfloat16", adapter_seed=2)
+    with closing(make_vllm(tiny_model, "bfloat16")) as engine:
+        engine.publish(policy, 1)
+        groups = generate(engine, PROMPTS)
+    assert gap(policy, groups).mean() < 0.1
+    assert gap(policy, groups).max() < 1.0
+    assert gap(other, groups).mean() > 3 * gap(policy, groups).mean()
+
+
+@pytest.mark.slow
+def test_the_same_4_bit_weights_on_both_sides(smollm2):
+    """vLLM's bitsandbytes weights are those of an nf4 trainer: they agree as bfloat16 does with bfloat16."""
+    pytest.importorskip("vllm_bnb_plugin", reason="vLLM's bitsandbytes plugin is not installed")
+    policy = adapted_policy(smollm2, "bfloat16", quantization="nf4", scale=0.05)
+    with closing(make_vllm(smollm2, "bfloat16", "bitsandbytes")) as engine:
+        engine.publish(policy, 1)
+        groups = generate(engine, PROMPTS)
+    same = gap(policy, groups).mean()
+    assert same < 0.1
+    assert gap(adapted_policy(smollm2, "bfloat16", scale=0.05), groups).mean() > 3 * same
+    randomise_adapter(policy, seed=1, scale=0.0)
+    assert gap(policy, groups).mean() > 3 * same
+
+
+def test_auto_is_vllm_where_it_is_installed(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert resolve_engine("auto") == "transformers"
+    with pytest.raises(InputError, match="rollout.engine=vllm: vLLM is not installed"):
+        resolve_engine("vllm")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert [resolve_engine(name) for name in ("auto", "vllm", "transformers")] == ["vllm", "vllm", "transformers"]
+
+
+@pytest.mark.parametrize(
+    ("vllm", "plugin", "quantization", "level", "problem"),
+    [
+        ("0.26.0", False, "bitsandbytes", 1, None),
+        ("0.27.1", True, "bitsandbytes", 1, "pip uninstall vllm-bnb-plugin"),
+        ("0.28.0", False, "bitsandbytes", 1, "pip install --no-deps vllm-bnb-plugin==0.0.2"),
+        ("0.32.0", False, "bitsandbytes", 1, "pip install --no-deps vllm-bnb-plugin==0.0.3"),
+        ("0.32.0", True, "bitsandbytes", 1, None),
+        ("0.27.1", False, None, 2, "0.27.1 cannot read a base with LoRA again; set rollout.sleep_level=1"),
+        ("0.33.0", False, "fp8", 2, None),
+    ],
+)
+def test_each_vllm_has_its_limits(monkeypatch, vllm, plugin, quantization, level, problem):
+    monkeypatch.setattr("stapo_lite.rollout.vllm_options.version", lambda name: vllm)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if plugin else None)
+    with pytest.raises(InputError, match=problem) if problem else nullcontext():
+        check_vllm(Engine(quantization=quantization), level)
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"kv_cache_dtype": "fp8", "speculative_config": {"method": "ngram"}}, None),
+        (
+            {"kv_cach_dtype": "fp8"},
+            r"vllm.kv_cach_dtype: not an engine argument of vLLM .*; did you mean 'kv_cache_dtyp",
+        ),
+        ({"zzz": 1}, r"rollout.vllm.zzz: not an engine argument of vLLM .*; see vLLM's documentation"),
+        ({"logprobs_mode": "raw_logprobs"}, "rollout.vllm.logprobs_mode: the run sets it itself"),
+        ({"kv_cache_dtype": "fp8", "max_model_len": 9}, "rollout.vllm.max_model_len: the run sets it itself"),
+    ],
+)
+def test_arguments_that_vllm_gets(given, problem):
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    config = load_config({"model": "m", "output_dir": "o", "rollout": {"vllm": given}})
+    with pytest.raises(InputError, match=problem) if problem else nullcontext():
+        check_engine("vllm", config)
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """The engine as on a GPU, whose vLLM notes what it is asked for."""
+    vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
+    from vllm.platforms import current_platform
+
+    calls = []
+
+    class Recorder:
+        def __init__(self, model, **options):
+            calls.append(options)
+            self.llm_engine = self.engine_core = self
+
+        def sleep(self, level):
+            calls.append(f"sleep {level}")
+
+        def wake_up(self, tags=None):
+            calls.append("wake")
+            if calls.count("wake") >= 2:
+                raise RuntimeError("CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:62")
+
+        def shutdown(self):
+            calls.append("shutdown")
+
+    monkeypatch.setattr(vllm, "LLM", Recorder)
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda platform: False)
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    return calls
+
+
+def test_a_card_that_is_full_when_vllm_wakes_is_one_line(recorded, tiny_model):
+    engine = make_vllm(tiny_model, "bfloat16")
+    options = recorded.pop()
+    assert options["max_num_batched_tokens"] == BATCHED_TOKENS  # what the planner counts on
+    assert options["hf_overrides"] == {"head_dtype": "float32"}  # logits as the trainer's
+    engine.sleep()
+    engine.wake()
+    engine.sleep()
+    with pytest.raises(RunError, match=r"lower rollout.gpu_memory_utilization, or set train.park_trainer=true"):
+        engine.wake()
+    engine.close()  # wakes it first: else the next engine of the process does not get its memory
+    assert recorded == ["sleep 1", "wake", "sleep 1", "wake", "wake", "shutdown"]
+
+
+def test_a_quantised_head_keeps_its_type(tiny_model, tmp_path):
+    assert fp32_head(str(tiny_model), Engine(quantization="bitsandbytes")) == {"head_dtype": "float32"}
+    assert fp32_head(str(tiny_model), Engine(quantization="fp8")) == {}
+    config = json.loads((tiny_model / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert fp32_head(str(tmp_path), Engine()) == {}

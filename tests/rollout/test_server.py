@@ -1,0 +1,346 @@
+"""Rollouts from real vLLM servers: the engines' protocol over HTTP, adapters, lag, and servers that fail."""
+
+import asyncio
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import yaml
+from accelerate import Accelerator
+from helpers import LONG, PROMPTS, ROOT, SAMPLING, gap, generate, in_two_processes, run, same_metrics
+from test_rollout import (  # noqa: F401
+    DECODING,
+    VERSIONS,
+    test_a_stream_that_is_left_early_leaves_nothing_behind,
+    test_draws_follow_from_the_seed,
+    test_each_sample_follows_from_its_own_seed,
+    test_groups_follow_the_protocol,
+    test_more_prompt_tokens_than_fit_into_one_pass,
+    test_streamed_samples_come_from_the_nucleus,
+    tokens,
+)
+
+from stapo_lite.config import Rollout, load_config
+from stapo_lite.errors import InputError, RunError
+from stapo_lite.rollout import MAX_RETRIES, serve, server_engine
+from stapo_lite.rollout.server_engine import ServerEngine
+from stapo_lite.rollout.vllm_options import engine_arguments
+from stapo_lite.training.tracking import read_metrics
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+
+@contextmanager
+def serving(model, folder):
+    """A server as a user starts it; gives its address and its process group."""
+    config = {"model": str(model), "output_dir": "unused", "dtype": "float32", "lora": {"r": 8}}
+    config["data"] = {"max_prompt_length": 388}
+    config["rollout"] = {"max_completion_length": SAMPLING.max_completion_length, "max_lag": 2, "max_num_seqs": 16}
+    config["rollout"] |= {"vllm": {"kv_cache_memory_bytes": 1 << 27}, "engine": "server"}
+    (folder / "server.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "stapo_lite.rollout.serve", str(folder / "server.yaml"), "--port", str(port)]
+    with (folder / "server.log").open("w") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    try:
+        yield f"http://127.0.0.1:{port}", server.pid
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+@contextmanager
+def connected(folder, *urls, sampling=SAMPLING, **changes):
+    options = Rollout(**{"engine": "server", "servers": urls, "max_num_seqs": 16} | changes)
+    engine = ServerEngine("float32", sampling, options, folder, Accelerator(cpu=True))
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model, tmp_path_factory):
+    with serving(tiny_model, tmp_path_factory.mktemp("server")) as (url, _):
+        yield url
+
+
+@pytest.fixture(scope="module")
+def connection(server, tmp_path_factory):
+    with connected(tmp_path_factory.mktemp("adapters"), server) as engine:  # which waits for the server
+        yield engine
+
+
+@pytest.fixture
+def engine(connection):
+    return connection
+
+
+def ask(url, path, method="GET", key=None, data=None):
+    """Status and text of a request's answer."""
+    headers = {"Authorization": f"Bearer {key or server_engine.api_key()}", "Content-Type": "application/json"}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url + path, data, headers, method=method)) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def adapters(url):
+    return {m["id"] for m in json.loads(ask(url, "/v1/models")[1])["data"] if m["parent"]}
+
+
+def streamed(engine, prompts):
+    return {i: c.token_ids for i, c in engine.stream(prompts, range(len(prompts)), DECODING)}
+
+
+def test_a_new_version_does_not_see_the_cache_of_the_one_before(engine, make_policy):
+    for seed in (1, 2):
+        policy = make_policy(adapter_seed=seed)
+        engine.publish(policy, next(VERSIONS))
+        assert gap(policy, generate(engine, LONG)).max() < 1e-4
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_versions_are_loaded_as_long_as_they_have_requests(server, make_policy, tmp_path, lag):
+    before, policy, left = adapters(server), make_policy(), range(4 - lag, 5)
+    with connected(tmp_path, server, max_lag=lag) as engine:
+        for version in (1, 2, 3, 4):
+            engine.publish(policy, version)
+        assert {int(name.rpartition("-v")[2]) for name in adapters(server) - before} == set(left)
+        assert {path.name for path in tmp_path.glob("*/*")} == {f"v{version}" for version in left}
+        assert gap(policy, generate(engine, PROMPTS)).max() < 1e-4
+    assert adapters(server) == before
+    assert not list(tmp_path.iterdir())
+
+
+def test_completions_are_sampled_ahead_by_the_version_of_then(server, make_policy, tmp_path):
+    policies = {step: make_policy(adapter_seed=step) for step in (1, 2, 3)}
+    batches = [([PROMPTS[i % 3]] * 6, [1000 * i + 4 * k for k in range(6)]) for i in range(3)]
+    with connected(tmp_path, server, max_lag=1, max_num_seqs=8) as engine:
+        sampled = []
+        for step, policy in policies.items():
+            engine.publish(policy, step)
+            for batch in batches[step - 1 : step + 1]:
+                engine.prefetch(*batch)
+            sampled.append(engine.generate(*batches[step - 1]))
+    for step, groups in zip(policies, sampled, strict=True):
+        by_version = {}
+        for completion in itertools.chain(*groups):
+            by_version.setdefault(completion.adapter_version, []).append(completion)
+        assert max(1, step - 1) in by_version  # what was sent before the step began
+        assert by_version.keys() <= {max(1, step - 1), step}
+        for sampler, completions in by_version.items():
+            assert gap(policies[sampler], [completions]).max() < 1e-4
+            assert gap(policies[sampler % 3 + 1], [completions]).mean() > 1e-2
+
+
+def test_without_the_key_a_server_does_nothing(connection, server, monkeypatch, tmp_path):
+    for path in ("/v1/models", "/v1/load_lora_adapter", "/invocations", "/tokenize", "/metrics"):
+        assert ask(server, path, "POST", key="guess", data=b"{}")[0] == 401
+    assert ask(server, "/health", key="guess")[0] == 200
+    assert ask(server, "/metrics")[0] == 200
+    monkeypatch.setenv("VLLM_API_KEY", "guess")
+    with pytest.raises(InputError, match="refuses the API key: set VLLM_API_KEY"):
+        connected(tmp_path, server).__enter__()
+
+
+def test_the_key_is_made_once_and_readable_by_its_user_only(tmp_path, monkeypatch):
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    monkeypatch.setattr(server_engine, "KEY_FILE", tmp_path / "cache" / "key")
+    key = server_engine.api_key()
+    assert len(key) > 40
+    assert server_engine.api_key() == key
+    assert (tmp_path / "cache" / "key").stat().st_mode & 0o077 == 0
+    for given, used in {"given": "given", "": key}.items():
+        monkeypatch.setenv("VLLM_API_KEY", given)
+        assert server_engine.api_key() == used
+
+
+def test_servers_that_cannot_serve_the_run(connection, server, tmp_path, monkeypatch):
+    with pytest.raises(InputError, match="serves sequences of 400 tokens, but .* = 500"):
+        connected(tmp_path, server, sampling=replace(SAMPLING, max_prompt_length=488)).__enter__()
+    monkeypatch.setattr(server_engine, "START_TIMEOUT", 0.2)
+    with pytest.raises(InputError, match=r"http://127.0.0.1:9 did not come up within 0.2 s"):
+        connected(tmp_path, server, "http://127.0.0.1:9").__enter__()
+
+
+@contextmanager
+def proxy(url, refuse):
+    """Passes connections on to a server, but for those that begin with a refused line."""
+    host, port = url.removeprefix("http://").split(":")
+
+    async def pump(reader, writer):
+        while chunk := await reader.read(65536):
+            writer.write(chunk)
+        writer.close()
+
+    async def connect(reader, writer):
+        beginning = await reader.read(65536)
+        if refuse(beginning):
+            writer.transport.abort()
+            return
+        back, forth = await asyncio.open_connection(host, port)
+        forth.write(beginning)
+        await asyncio.gather(pump(reader, forth), pump(back, writer), return_exceptions=True)
+
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    listening = asyncio.run_coroutine_threadsafe(asyncio.start_server(connect, "127.0.0.1", 0), loop).result()
+    yield f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+    loop.call_soon_threadsafe(loop.stop)
+
+
+def test_requests_that_fail_are_repeated_a_few_times(engine, server, make_policy, tmp_path):
+    policy, asked, broken, loaded = make_policy(), [], [], []
+
+    def refuse(beginning):
+        if b"POST /v1/load_lora_adapter" in beginning:
+            loaded.append(beginning)
+            return len(loaded) <= MAX_RETRIES
+        if b"POST /v1/completions" not in beginning:
+            return False
+        asked.append(beginning)
+        return bool(broken) or 1 < len(asked) <= 5
+
+    with proxy(server, refuse) as url, connected(tmp_path, url) as shaky:
+        engine.publish(policy, next(VERSIONS))
+        shaky.publish(policy, 1)
+        assert len(loaded) == 1 + MAX_RETRIES
+        assert tokens(generate(shaky, PROMPTS)) == tokens(generate(engine, PROMPTS))
+        assert len(asked) == 12 + 4
+        broken.append(True)
+        with pytest.raises(RunError, match=f"a request failed {1 + MAX_RETRIES} times"):
+            list(shaky.stream(PROMPTS[:1], [0], DECODING))
+
+
+def test_a_lost_server_is_dropped_and_its_work_moved(
+    connection, server, tiny_model, make_policy, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(server_engine, "HEALTH_INTERVAL", 0.2)
+    monkeypatch.setattr(server_engine, "HEALTH_TIMEOUT", 2.0)
+    policy, prompts = make_policy(), PROMPTS * 12
+    with (
+        serving(tiny_model, tmp_path) as (other, group),
+        connected(tmp_path, server, other) as engine,
+        connected(tmp_path, other) as alone,
+    ):
+
+        def publish(version):
+            engine.publish(policy, version)
+            return [url for url in (server, other) if any(name.endswith(f"-v{version}") for name in adapters(url))]
+
+        assert publish(101) == [server, other]
+        expected = tokens(generate(engine, prompts))
+        alone.publish(policy, 11)
+
+        # One that hangs is noticed, and takes part again once it answers.
+        os.killpg(group, signal.SIGSTOP)
+        assert tokens(generate(engine, prompts)) == expected
+        assert f"going on without {other} (it does not answer)" in caplog.text
+        with pytest.raises(RunError, match="none is left"):
+            streamed(alone, PROMPTS)
+        engine.publish(policy, 102)  # which does not wait for it
+        os.killpg(group, signal.SIGCONT)
+        assert ask(other, "/health")[0] == 200
+        assert publish(103) == [server, other]
+        with pytest.raises(RunError, match="none is left"):  # nor will one be before the next version
+            streamed(alone, PROMPTS)
+        alone.publish(policy, 12)
+        assert len(streamed(alone, PROMPTS)) == 3
+
+        # One that has lost the adapter is like one that is lost: it was started anew.
+        caplog.clear()
+        (name,) = (name for name in adapters(other) if name.endswith("-v103"))
+        assert ask(other, "/v1/unload_lora_adapter", "POST", data=json.dumps({"lora_name": name}).encode())[0] == 200
+        assert tokens(generate(engine, prompts)) == expected
+        assert f"going on without {other}" in caplog.text
+        assert publish(104) == [server, other]
+
+        # One that dies in the middle of a batch.
+        caplog.clear()
+        prompts = PROMPTS * 60  # more than is done before it dies
+        expected = streamed(engine, prompts)
+        waiting, stream = (each.stream(prompts, range(180), DECODING) for each in (alone, engine))
+        _, (index, first) = next(waiting), next(stream)
+        os.killpg(group, signal.SIGKILL)
+        assert {index: first.token_ids} | {i: c.token_ids for i, c in stream} == expected
+        assert f"going on without {other}" in caplog.text
+        with pytest.raises(RunError, match="none is left"):
+            list(waiting)
+        engine.publish(policy, 105)
+        assert {c.adapter_version for c in itertools.chain(*generate(engine, PROMPTS))} == {105}
+        with pytest.raises(RunError, match="none could load the adapter"):
+            alone.publish(policy, 13)
+
+
+@pytest.fixture
+def served(connection, server, write_config):
+    """A run whose completions a server samples."""
+
+    def write(name, *, max_lag=0, **changes):
+        rollout = {"engine": "server", "servers": [server], "max_lag": max_lag, "num_generations": 4}
+        rollout |= {"max_completion_length": 8}
+        return write_config(rollout=rollout, output_dir=name, train__learning_rate=1e-4, train__max_steps=3, **changes)
+
+    return write
+
+
+@pytest.mark.slow
+def test_two_processes_make_the_same_run_as_one(served, tmp_path):
+    """Where the base is spread over both, and an adapter that one of them publishes reaches the other."""
+    launcher = ["--config_file", str(ROOT / "configs" / "accelerate" / "fsdp2.yaml")]
+    in_two_processes(served(str(tmp_path / "two")), tmp_path, accelerate=launcher)
+    one = run(served(str(tmp_path / "one")))
+    assert all(m["updates"] == 2 and m["silenced_share"] > 0 for m in one)
+    assert all(m["lag_max"] == 0 for m in one)
+    same_metrics(read_metrics(tmp_path / "two"), one)
+
+
+def test_a_run_that_samples_ahead(served, tmp_path):
+    metrics = run(served(str(tmp_path / "ahead"), max_lag=2))
+    assert [m["lag_max"] for m in metrics] == [0, 1, 2]
+    assert all(m["lag_mean"] <= m["lag_max"] for m in metrics)
+    assert metrics[1]["sampler_gap_mean"] > 1e-5 > metrics[0]["sampler_gap_mean"]  # the adapters' difference, corrected
+    assert metrics[0]["updates"] == 2
+
+
+def test_a_server_gets_the_same_arguments_as_an_engine_in_the_process(write_config):
+    """As vLLM's own parser reads them, for a card."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    given = {"kv_cache_dtype": "fp8", "enable_prefix_caching": False, "tensor_parallel_size": 2, "enforce_eager": True}
+    given["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 2}
+    rollout = {"engine": "server", "max_lag": 3, "max_completion_length": 8, "vllm": given}
+    config = load_config(write_config(rollout=rollout))
+    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(
+        serve.server_arguments(config, "127.0.0.1", 8000, on_cpu=False)
+    )
+    longest = config.data.max_prompt_length + config.rollout.max_completion_length
+    expected = engine_arguments(
+        config.model, config.dtype, longest, config.rollout, config.lora, max_loras=4, on_cpu=False
+    )
+    expected |= {"hf_overrides": {"head_dtype": "float32"}, "max_num_batched_tokens": 8192}
+    expected |= given | {"logprobs_mode": "processed_logprobs", "host": "127.0.0.1", "port": 8000}
+    expected.pop("quantization")  # None
+    assert {name: getattr(parsed, name) for name in expected} == expected
+
+
+def test_a_server_with_an_argument_that_it_cannot_take_does_not_start(write_config, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        serve.main([str(write_config()), "rollout.vllm.kv_cach_dtype=fp8"])
+    assert exit_.value.code == 2
+    assert "did you mean 'kv_cache_dtype'?" in capsys.readouterr().err

@@ -1,0 +1,299 @@
+"""Faults that a run outlives, each injected for real: docs/faults.md."""
+
+import importlib
+import json
+import math
+import os
+import re
+import signal
+from contextlib import contextmanager
+
+import interrupted
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.tracking import TensorBoardTracker
+from helpers import (
+    ADVANTAGES,
+    TAU_P,
+    Letters,
+    command,
+    fake_completions,
+    in_two_processes,
+    measured,
+    objective,
+    run,
+    run_update,
+    same_metrics,
+    without_times,
+)
+from safetensors.torch import load_file
+
+from stapo_lite.algorithm.microbatches import TokenBudget
+from stapo_lite.config import load_config
+from stapo_lite.errors import RunError
+from stapo_lite.files import read_lines
+from stapo_lite.tools.export import export
+from stapo_lite.training import checkpoint, opening
+from stapo_lite.training.checkpoint import find_damage, list_checkpoints, read_state
+from stapo_lite.training.token_log import TokenLog
+from stapo_lite.training.tracking import read_metrics
+
+loop = importlib.import_module("stapo_lite.training.loop")
+
+
+def names(folder):
+    return [path.name for path in list_checkpoints(folder)]
+
+
+@contextmanager
+def memory_for(policy, tokens, error=None, phase="forward", spare=0):
+    """Let no micro-batch of more tokens pass the decoder, after the first `spare` such ones."""
+    decoder, passes = policy.model.get_base_model().get_decoder(), iter(range(10**9))
+
+    def refuse():
+        if error is not None:
+            raise error
+        torch.empty(2**60, dtype=torch.uint8)  # the allocator's own error
+
+    def forward(module, arguments, options, output):
+        if module.training and options["input_ids"].numel() > tokens and next(passes) >= spare:
+            if phase == "forward":
+                refuse()
+            elif output.last_hidden_state.requires_grad:
+                output.last_hidden_state.register_hook(lambda gradient: refuse())
+
+    hook = decoder.register_forward_hook(forward, with_kwargs=True)
+    yield
+    hook.remove()
+
+
+@pytest.mark.parametrize(
+    ("error", "phase", "tokens", "spare"),
+    [
+        (None, "forward", 60, 0),
+        (None, "backward", 60, 1),
+        (None, "backward", 120, 1),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), "forward", 120, 1),
+        (RuntimeError("CUDA error: out of memory\nCompile with"), "forward", 60, 1),
+        (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when"), "backward", 60, 0),
+    ],
+)
+def test_an_update_that_does_not_fit_is_made_in_halves(make_policy, tmp_path, caplog, error, phase, tokens, spare):
+    """The very update of a smaller budget: gradient, metrics and token log."""
+    completions, logs = fake_completions(3, ADVANTAGES), []
+
+    def log(policy):
+        logs.append(TokenLog(tmp_path, 100, policy, Letters(), Accelerator(cpu=True)))
+        return logs[-1]
+
+    policy, budget = make_policy(), TokenBudget(tokens)
+    with memory_for(policy, 20, error, phase, spare):
+        gradient, metrics, result = run_update(
+            policy, completions, objective(), max_tokens=budget, token_log=log(policy)
+        )
+    policy = make_policy()
+    expected = run_update(policy, completions, objective(), max_tokens=30, token_log=log(policy))
+    assert budget.tokens == 30
+    assert "memory ran out: from now on micro-batches have at most 30 tokens" in caplog.text
+    # To rounding: the mask's statistics may come from micro-batches of other shapes, whose kernels add up differently.
+    torch.testing.assert_close(gradient, expected[0], rtol=1e-5, atol=1e-6)
+    assert result == pytest.approx(expected[2], rel=2e-6)
+    torch.testing.assert_close(metrics.pop("entropies").sort().values, expected[1].pop("entropies").sort().values)
+    assert metrics.pop("lag_max") is expected[1].pop("lag_max") is None  # which the loop counts
+    assert metrics == pytest.approx(expected[1], rel=2e-6, abs=1e-7)
+    for one in logs:
+        one.write(1, TAU_P)
+    lines = read_lines(tmp_path / "tokens.jsonl")
+    assert lines
+    for line, other in zip(lines[: len(lines) // 2], lines[len(lines) // 2 :], strict=True):
+        for part in (line, other):
+            part |= {f"alternative {text}": share for text, share in part.pop("alternatives")}
+        assert line == {k: v if isinstance(v, str) else pytest.approx(v, rel=1e-5) for k, v in other.items()}
+
+
+def test_a_pass_without_gradient_is_halved_too(make_policy):
+    policy, completions, budget = make_policy(), fake_completions(3, ADVANTAGES), TokenBudget(200)
+    with memory_for(policy, 25):
+        found = measured(policy, completions, budget)
+    assert budget.halvings == 3
+    for completion, statistics in measured(policy, completions, 25).items():
+        assert torch.equal(found[completion].logprobs, statistics.logprobs)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (None, RunError, "memory ran out on a single sequence: lower rollout.max_comp.*stapo_lite.plan"),
+        (RuntimeError("CUDA error: illegal memory access"), RuntimeError, "illegal memory access"),
+    ],
+    ids=["one sequence does not fit", "another error"],
+)
+def test_faults_that_halving_does_not_mend(make_policy, error, kind, message):
+    policy = make_policy()
+    with memory_for(policy, 0, error), pytest.raises(kind, match=message):
+        run_update(policy, fake_completions(3, ADVANTAGES), objective(), max_tokens=60)
+
+
+def test_a_halved_budget_is_remembered_and_resumed(write_config, tmp_path, monkeypatch):
+    load_policy, policies = opening.load_policy, []
+
+    def note(*arguments):
+        policies.append(load_policy(*arguments))
+        return policies[-1]
+
+    monkeypatch.setattr(opening, "load_policy", note)
+    folder = tmp_path / "run"
+    steps = loop.train(load_config(write_config(log__save_steps=1)))
+    next(steps)
+    with memory_for(policies[0], 128):
+        assert next(steps)["microbatch_tokens"] == 128
+    steps.close()
+    assert read_state(folder / "checkpoint-2")["progress"]["halvings"] == 1
+    assert [m["microbatch_tokens"] for m in run(write_config(), resume=True)] == [128, 128]
+    assert [m["microbatch_tokens"] for m in read_metrics(folder)] == [256, 128, 128, 128]
+
+
+HUGE = "def even(prompts, **_): return [9e29 if i % 2 and {} else float(i) for i, p in enumerate(prompts)]"
+UNSCALED = {"objective": {"scale_rewards": "none", "s2t": {"tau_p": 0.01}}, "rollout__max_completion_length": 16}
+
+
+def test_an_update_that_is_not_finite_is_skipped(write_config, user_reward, tmp_path, caplog):
+    """An advantage beyond fp32 in one of the two mini-batches: the step is what the other one makes of it."""
+    user_reward(HUGE.format("'two' in p"))
+    metrics = run(write_config(**UNSCALED, train__max_steps=6, train__max_tokens_per_microbatch=512))
+    assert [m["skipped_updates"] for m in metrics] == [1] * 6  # one more than end a run, were they in a row
+    assert [m["updates"] for m in metrics] == [1] * 6
+    assert all(abs(m["loss"]) < 1000 for m in metrics)  # nothing of the skipped update
+    assert caplog.text.count("update skipped: loss or gradient is not finite (norm inf)") == 6
+    assert all(math.isfinite(value) for m in metrics for value in m.values() if value is not None)
+    saved = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
+    assert all(value.isfinite().all() for value in saved.values())
+
+
+def failed(capsys, config):
+    """The one line of a run that ends with status 1."""
+    assert command("train", config) == 1
+    (error,) = re.findall("^error: .*$", capsys.readouterr().err, re.MULTILINE)
+    return error
+
+
+def test_too_many_skipped_updates_end_the_run(write_config, user_reward, tmp_path, capsys):
+    user_reward(HUGE.format("True"))
+    error = failed(capsys, write_config(**UNSCALED, train__max_tokens_per_microbatch=512))
+    assert "5 updates in a row had a loss or gradient that is not finite: lower train.learning_rate" in error
+    progress = read_state(list_checkpoints(tmp_path / "run")[-1])["progress"]
+    assert (progress["step"], progress["prompts_drawn"], progress["skipped_in_a_row"]) == (2, 8, 4)
+
+
+def test_a_reward_function_that_keeps_failing_ends_the_run_with_a_checkpoint(
+    write_config, user_reward, tmp_path, capsys
+):
+    user_reward("def even(**columns): raise ConnectionError('judge is down')")
+    error = failed(capsys, write_config(log__save_steps=0))
+    assert "reward.functions=parity:even: raised ConnectionError: judge is down; it failed on 3 batches in" in error
+    metrics = read_metrics(tmp_path / "run")
+    assert [(m["reward"], m["updates"]) for m in metrics] == [(None, 0), (None, 0)]
+    assert names(tmp_path / "run") == ["checkpoint-2"]
+
+
+def test_no_signal_disturbs_the_last_checkpoint(write_config, tmp_path, monkeypatch):
+    """`accelerate launch` that is interrupted sends a SIGTERM after the Ctrl-C."""
+    save, handler = checkpoint.save_checkpoint, signal.getsignal(signal.SIGTERM)
+
+    def disturbed(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        save(*arguments)
+
+    monkeypatch.setattr(checkpoint, "save_checkpoint", disturbed)
+    steps = loop.train(load_config(write_config(log__save_steps=0)))
+    assert [next(steps)["step"], next(steps)["step"]] == [1, 2]
+    with pytest.raises(KeyboardInterrupt):
+        steps.throw(KeyboardInterrupt())
+    assert names(tmp_path / "run") == ["checkpoint-2"]
+    assert signal.getsignal(signal.SIGTERM) == handler
+
+
+def outcome(folder):
+    files = ("tokens.jsonl", "quadrants.jsonl", "adapter/adapter_model.safetensors")
+    return [(folder / name).read_bytes() for name in files], without_times(read_metrics(folder))
+
+
+def test_a_full_disk_costs_nothing_but_checkpoints(children, write_config, tmp_path):
+    log = {"audit_tokens": 64, "save_steps": 1, "save_total_limit": 9}
+    config = str(write_config(train__max_steps=6, log=log))
+    for name, steps, status in (("whole", (0, 0), 0), ("run", (3, 4), 0), ("last", (5, 6), 1)):
+        arguments = [config, f"output_dir={tmp_path / name}"]
+        assert children(interrupted.train_on_a_full_disk, arguments, *steps) == status
+    assert children(interrupted.command, [*arguments, "--resume"]) == 0
+    whole, cut, last = (tmp_path / name for name in ("whole", "run", "last"))
+    assert outcome(cut) == outcome(last) == outcome(whole)
+    assert names(cut) == [f"checkpoint-{step}" for step in (1, 2, 5, 6)]
+    assert not [path for path in list_checkpoints(cut) if find_damage(path)]
+    assert not list(cut.glob(".checkpoint*"))
+
+
+@pytest.mark.parametrize("moment", ["start", "log"])
+def test_trackers_that_fail_are_left_out(write_config, tmp_path, monkeypatch, caplog, moment):
+    if moment == "start":
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "logs").write_text("", encoding="utf-8")  # where TensorBoard wants a folder
+    else:
+        monkeypatch.setattr(TensorBoardTracker, moment, lambda *_, **__: (_ for _ in ()).throw(OSError("away")))
+    assert len(run(write_config(log={"report_to": ["tensorboard"]}))) == 4
+    assert caplog.text.count("log.report_to: training goes on without trackers (") == 1
+
+
+def test_stop_on_ends_a_run_with_adapter_and_checkpoint(write_config, user_reward, tmp_path, capsys, caplog):
+    user_reward("def even(completions, **columns): return [1.0 for c in completions]")
+    config = write_config(train__max_steps=30, log__save_steps=0, stop_on=["no_signal"])
+    assert command("train", config) == 0
+    output = capsys.readouterr().out
+    assert "no update: no token to train" in output
+    assert "stop_on=no_signal: the run ends after step 20" in output
+    assert caplog.text.count("step 20, no_signal: more than 95 % of the groups have equal rewards") == 1
+    assert names(tmp_path / "run") == ["checkpoint-20"]
+    saved = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
+    assert not any(value.any() for name, value in saved.items() if "lora_B" in name)  # nothing has moved
+    assert [(m["updates"], m["loss"], m["zero_variance_groups"]) for m in read_metrics(tmp_path / "run")][-1] == (
+        0,
+        None,
+        1,
+    )
+    assert command("train", write_config(train__max_steps=22, log__save_steps=0), "--resume") == 0
+    assert caplog.text.count("no_signal") == 1  # it is no news
+
+
+def test_secrets_stay_out_of_the_run_folder(write_config, tmp_path, monkeypatch, capsys):
+    for name in ("HF_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY"):
+        monkeypatch.setenv(name, f"secret-of-{name}")
+    run(write_config(train__max_steps=2, log={"audit_tokens": 64, "report_to": ["tensorboard"]}))
+    export(tmp_path / "run", tmp_path / "run" / "export", dtype="float32")
+    written = b"".join(path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file())
+    assert (tmp_path / "run" / "export" / "README.md").exists()
+    assert json.dumps("seconds_step").encode() in written
+    assert b"secret-of" not in written
+    assert "secret-of" not in "".join(capsys.readouterr())
+
+
+DEADLY = """
+import os
+calls = 0
+def even(completion_ids, **columns):
+    global calls
+    calls += 1
+    if os.environ.get("RANK") == "1" and calls == 3:
+        os.kill(os.getppid(), 9)  # the trainer
+    return [float(sum(i % 2 == 0 for i in ids)) for ids in completion_ids]
+"""
+
+
+@pytest.mark.slow
+def test_a_lost_trainer_ends_the_job_and_the_other_one_s_work_is_kept(write_config, user_reward, tmp_path):
+    whole = run(write_config(output_dir=str(tmp_path / "whole"), log__save_steps=0, train__learning_rate=1e-4))
+    user_reward(DEADLY)
+    config = write_config(log__save_steps=0, train__learning_rate=1e-4)
+    in_two_processes(config, tmp_path, status=1)
+    assert names(tmp_path / "run") == ["checkpoint-2"]
+    same_metrics(run(config, resume=True), whole[2:])  # with one process

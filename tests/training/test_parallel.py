@@ -1,0 +1,110 @@
+"""Two real processes: single updates, with the base whole and sharded, and whole runs."""
+
+import itertools
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import (
+    INVARIANT,
+    RARELY_RIGHT,
+    ROOT,
+    adapted_policy,
+    assert_same,
+    in_two_processes,
+    later_update,
+    objective,
+    run,
+    run_update,
+    same_metrics,
+    tolerance,
+)
+from safetensors.torch import load_file
+
+from stapo_lite.files import read_lines
+from stapo_lite.training.tracking import read_metrics
+from stapo_lite.training.update import Update
+
+FAST = ["stapo", "grpo", "20-entropy"]
+
+
+@pytest.mark.parametrize(
+    "cases", [FAST, pytest.param([case for case in INVARIANT if case not in FAST], marks=pytest.mark.slow)], ids=str
+)
+def test_two_processes_make_the_same_update_as_one(tiny_model, tmp_path, cases):
+    """Same gradient, masks and metrics for every objective, also where one process has nothing to train, and where the
+    base is spread over both."""
+    options = ["--config_file", str(ROOT / "configs" / "accelerate" / "fsdp2.yaml")]
+    options += ["--num_processes", "2", "--num_machines", "1", "--main_process_port", "0", "--mixed_precision", "no"]
+    script = ROOT / "tests" / "two_processes.py"
+    accelerate = str(Path(sys.executable).with_name("accelerate"))
+    done = subprocess.run(
+        [accelerate, "launch", *options, str(script), str(tiny_model), str(tmp_path), *cases],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for case in cases:
+        policy = adapted_policy(tiny_model)
+        policy.model.double()
+        completions, old = later_update(policy)
+        expected = run_update(policy, completions, objective(**INVARIANT[case]), old=old)
+        assert expected[1]["clipped_low"] + expected[1]["clipped_high"] > 0
+        assert expected[1]["capped"] > 0
+        for rank in (0, 1):
+            results = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+            assert results["world_size"] == 2
+            assert len(results) == 1 + len(cases) * 2 * 2  # two ways to split the work, base whole and spread
+            for split, base in itertools.product(("alternating", "one has nothing to train"), ("whole", "spread")):
+                gradient, metrics, result = results[case, split, base]
+                assert_same((gradient, metrics, Update(*result)), expected, tolerance(case))
+
+
+@pytest.fixture
+def one(write_config, user_reward, tmp_path):
+    """The metrics of a run in one process, in the folder `one`, and a function that writes the config for a run in
+    another folder, which goes on from the first checkpoint of a third."""
+    user_reward(RARELY_RIGHT)
+    # At a higher rate Adam would blow the rounding of tiny gradients up.
+    changes = {"train__max_steps": 3, "train__learning_rate": 1e-4, "rollout__dynamic_sampling": True}
+    changes["log"] = {"audit_tokens": 5, "save_steps": 1, "save_total_limit": 9}
+
+    def write(name, after=None):
+        (tmp_path / name).mkdir()
+        if after is not None:
+            shutil.copytree(tmp_path / after / "checkpoint-1", tmp_path / name / "checkpoint-1")
+            shutil.copy(tmp_path / after / "metrics.jsonl", tmp_path / name)
+        return write_config(**changes, output_dir=str(tmp_path / name))
+
+    return run(write("one")), write
+
+
+def test_two_processes_make_the_same_run_as_one(one, tmp_path):
+    """The same draws, metrics, tokens and adapter; one goes on from the checkpoint of two."""
+    metrics, write = one
+    assert any(m["silenced_share"] for m in metrics)
+    assert any(m["sampling_rounds"] > 1 for m in metrics)
+    shown = in_two_processes(write("two"), tmp_path)
+    assert len(re.findall("^step ", shown, re.MULTILINE)) == 3
+    same_metrics(read_metrics(tmp_path / "two"), metrics)
+    ones, twos = (read_lines(tmp_path / name / "tokens.jsonl") for name in ("one", "two"))
+    assert [(t["step"], t["token"]) for t in twos] == [(t["step"], t["token"]) for t in ones]
+    final = [load_file(tmp_path / name / "adapter" / "adapter_model.safetensors") for name in ("one", "two")]
+    # As a whole: where a gradient is all but zero, Adam makes a share of the learning rate of its rounding.
+    theirs, ours = (torch.cat([adapter[name].flatten() for name in final[0]]) for adapter in final)
+    assert (ours - theirs).norm() < 1e-5 * theirs.norm()
+    run(write("two to one", after="two"), resume=True)
+    same_metrics(read_metrics(tmp_path / "two to one"), metrics)
+
+
+@pytest.mark.slow
+def test_two_processes_go_on_from_the_checkpoint_of_one(one, tmp_path):
+    metrics, write = one
+    in_two_processes(write("one to two", after="one"), tmp_path, "--resume")
+    same_metrics(read_metrics(tmp_path / "one to two"), metrics)

@@ -1,0 +1,249 @@
+"""Runs that are killed, by SIGKILL or SIGTERM, and resumed; damaged checkpoints."""
+
+import hashlib
+import importlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import interrupted
+import pytest
+import torch
+from helpers import command, run, without_times
+
+from stapo_lite.config import load_config
+from stapo_lite.errors import InputError
+from stapo_lite.training import opening
+from stapo_lite.training.checkpoint import find_damage, list_checkpoints, newest_checkpoint, read_state
+from stapo_lite.training.tracking import read_metrics
+
+loop = importlib.import_module("stapo_lite.training.loop")
+
+
+@pytest.fixture
+def arguments(write_config, tmp_path):
+    """Of the command, for a run of five steps in a folder of that name."""
+    objective = {"s2t": {"tau_p": 0.02, "target_share": 1e-4}}
+    log = {"audit_tokens": 3, "save_steps": 2, "log_completions_steps": 0}
+    config = write_config(train__max_steps=5, objective=objective, log=log)
+    return lambda name: [str(config), f"output_dir={tmp_path / name}"]
+
+
+def names(folder: Path) -> list[str]:
+    return [path.name for path in list_checkpoints(folder)]
+
+
+def outcome(folder: Path):
+    """All that a run leaves behind, but for times and its own name."""
+    left = []
+    for path in [folder / "adapter", *list_checkpoints(folder)]:
+        state = read_state(path) if path.name != "adapter" else {}
+        state.pop("config", None)
+        weights = [file.read_bytes() for file in sorted(path.glob("*.safetensors")) + sorted(path.glob("*.pt"))]
+        left.append((path.name, state, weights))
+    logs = [(folder / name).read_bytes() for name in ("tokens.jsonl", "quadrants.jsonl") if (folder / name).exists()]
+    return left, logs, without_times(read_metrics(folder)), list(folder.glob(".checkpoint*"))
+
+
+def moments(calls: dict[str, int], seed: int):
+    """Random ones, the phases in turn."""
+    draws = random.Random(seed)
+    while True:
+        for phase, number in calls.items():
+            yield phase, (draws.randrange(2), draws.randrange(number))
+
+
+@pytest.mark.parametrize(
+    ("by", "number", "in_a_row"),
+    [
+        (signal.SIGKILL, 7, 4),
+        (signal.SIGTERM, 2, 2),
+        pytest.param(signal.SIGKILL, 35, 5, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 14, 3, marks=pytest.mark.slow),
+    ],
+)
+def test_interrupted_at_any_moment_a_run_ends_in_the_same_bytes(children, arguments, tmp_path, by, number, in_a_row):
+    """After every few interruptions it is left to its end. SIGTERM exits with 143."""
+    assert children(interrupted.count, arguments("whole"), tmp_path / "calls.json") == 0
+    calls = json.loads((tmp_path / "calls.json").read_text(encoding="utf-8"))
+    assert set(calls) == set(interrupted.PHASES)
+    expected, hit, run_ = outcome(tmp_path / "whole"), [], [*arguments("run"), "--resume"]
+    assert names(tmp_path / "whole") == ["checkpoint-4", "checkpoint-5"]
+    for phase, moment in moments(calls, seed=int(by)):
+        status = children(interrupted.train, run_, phase, moment, by)
+        assert status in (0, -signal.SIGKILL if by == signal.SIGKILL else 143), (phase, moment)
+        hit += [phase] if status else []
+        if status == 0 or len(hit) in (number, *range(0, number, in_a_row)):
+            assert status == 0 or children(interrupted.command, run_) == 0
+            assert outcome(tmp_path / "run") == expected, (phase, moment)
+            shutil.rmtree(tmp_path / "run")
+        if len(hit) == number:
+            break
+    assert number < 2 * len(calls) or set(hit) == set(calls)
+
+
+def test_sigterm_loses_no_finished_step(children, arguments, tmp_path):
+    status = children(interrupted.train, arguments("run"), "update", (7, 500), signal.SIGTERM)  # two updates a step
+    assert status == 143
+    assert names(tmp_path / "run") == ["checkpoint-2", "checkpoint-3"]
+    assert not (tmp_path / "run" / "adapter").exists()
+
+
+@pytest.mark.slow
+def test_sigterm_to_the_launcher_reaches_the_run(write_config, tmp_path):
+    """`accelerate launch` dies of it; the run behind it saves its checkpoint."""
+    launcher = [str(Path(sys.executable).with_name("accelerate")), "launch", "--num_processes", "1"]
+    launcher += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    config = str(write_config(train__max_steps=10_000, log__save_steps=0))
+    with subprocess.Popen(
+        [*launcher, "-m", "stapo_lite.train", config],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    ) as launched:
+        for line in launched.stdout:
+            if line.startswith("step     3/"):
+                break
+        launched.terminate()
+        launched.stdout.read()  # until the run, which writes there, has ended
+    step = int(names(tmp_path / "run")[-1].removeprefix("checkpoint-"))
+    assert 3 <= step < 1000
+    assert [m["step"] for m in read_metrics(tmp_path / "run")][-1] - step in (0, 1)
+
+
+@pytest.fixture
+def finished(write_config, tmp_path):
+    """A run folder with checkpoint-2 and checkpoint-4."""
+    run(write_config())
+    return tmp_path / "run"
+
+
+def tear(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGE = {
+    "torn adapter": lambda folder: tear(folder / "adapter_model.safetensors"),
+    "a bit of the optimiser": lambda folder: flip(folder / "optimizer.pt"),
+    "no state": lambda folder: (folder / "state.json").unlink(),
+    "empty checksums": lambda folder: (folder / "checksums.json").write_text("{}"),
+    "no checksums": lambda folder: (folder / "checksums.json").unlink(),
+    "an empty folder": lambda folder: [path.unlink() for path in folder.iterdir()],
+    "a file": lambda folder: (shutil.rmtree(folder), folder.write_text("")),
+}
+
+
+def test_a_damaged_checkpoint_is_passed_over(finished, tmp_path, caplog):
+    assert newest_checkpoint(finished) == finished / "checkpoint-4"
+    for name, damage in DAMAGE.items():
+        folder = shutil.copytree(finished, tmp_path / name)
+        damage(folder / "checkpoint-4")
+        assert newest_checkpoint(folder) == folder / "checkpoint-2", name
+        assert name == "a file" or f"{folder / 'checkpoint-4'} is damaged (" in caplog.text
+        damage(folder / "checkpoint-2")
+        if name == "a file":
+            assert newest_checkpoint(folder) is None
+            continue
+        with pytest.raises(InputError, match="holds only damaged checkpoints \\(checkpoint-4: .*; checkpoint-2: "):
+            newest_checkpoint(folder)
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(write_config, tmp_path):
+    """And a damaged one does not push out an intact one."""
+    folder = tmp_path / "run"
+    run(write_config(log__save_steps=1, log__save_total_limit=9))
+    expected = outcome(folder)
+    for name in ("checkpoint-3", "checkpoint-4"):
+        tear(folder / name / "state.json")
+    steps = loop.train(load_config(write_config(log__save_steps=1, log__save_total_limit=1)), resume=True)
+    assert next(steps)["step"] == 3
+    assert names(folder) == ["checkpoint-3", "checkpoint-4"]
+    assert find_damage(folder / "checkpoint-3") is None
+    assert len(list(steps)) == 1
+    assert find_damage(folder / "checkpoint-4") is None
+    left, _, metrics, _ = outcome(folder)
+    assert left == [expected[0][0], expected[0][-1]]  # adapter and checkpoint-4
+    assert metrics == expected[2]
+
+
+class Code:
+    def __reduce__(self):
+        return exec, ("raise SystemExit('the code ran')",)
+
+
+def test_a_checkpoint_runs_no_code(finished, write_config):
+    folder = finished / "checkpoint-4"
+    torch.save(Code(), folder / "optimizer.pt")
+    sums = json.loads((folder / "checksums.json").read_text(encoding="utf-8"))
+    sums["optimizer.pt"] = hashlib.sha256((folder / "optimizer.pt").read_bytes()).hexdigest()
+    (folder / "checksums.json").write_text(json.dumps(sums), encoding="utf-8")
+    with pytest.raises(InputError, match="checkpoint-4: does not fit this run"):
+        run(write_config(train__max_steps=5), resume=True)
+
+
+def test_a_checkpoint_says_where_it_was_made(finished, write_config, tmp_path, monkeypatch, capsys):
+    """What differs is named on the way on: versions, and other prompts under the same name."""
+    state = read_state(finished / "checkpoint-4")
+    expected = {"tau_p": 0.01, "step": 4, "prompts_drawn": 16, "halvings": 0, "skipped_in_a_row": 0}
+    assert state["progress"] == expected
+    assert state["config"] == load_config(finished / "config.yaml").model_dump()
+    assert {"torch", "transformers", "peft", "accelerate", "stapo_lite", "processes"} < set(state["environment"])
+    assert state["environment"]["engine"] == "transformers"
+    config = write_config(train__max_steps=5)
+    lines = (tmp_path / "prompts.jsonl").read_text(encoding="utf-8")
+    (tmp_path / "prompts.jsonl").write_text(lines.replace("three", "seven"), encoding="utf-8")
+    surroundings = opening.environment
+    monkeypatch.setattr(opening, "environment", lambda *which: surroundings(*which) | {"torch": "1.0"})
+    assert command("train", config, "--resume") == 0
+    line = r"^in another environment, so that rounding and draws may differ: prompts \w+ -> \w+, torch \S+ -> 1\.0$"
+    assert re.search(line, capsys.readouterr().out, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_with_vllm_a_resumed_step_draws_the_same(write_config, tmp_path, monkeypatch):
+    """Prompts, seed, sampler position and adapter version; on the CPU the completions too."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    from stapo_lite.rollout.vllm_engine import VLLMEngine
+
+    generate, calls = VLLMEngine.generate, []
+
+    def note(engine, prompts, seeds, progress=False):
+        groups = generate(engine, prompts, seeds, progress)
+        ids = [[c.token_ids for c in group] for group in groups]
+        calls.append(([p.token_ids for p in prompts], seeds, groups[0][0].adapter_version, ids))
+        return groups
+
+    monkeypatch.setattr(VLLMEngine, "generate", note)
+    rollout = {"engine": "vllm", "num_generations": 4, "max_completion_length": 8}
+    rollout["vllm"] = {"kv_cache_memory_bytes": 1 << 27}
+    run(write_config(rollout=rollout, train__max_steps=3, log__save_steps=1))
+    flip(tmp_path / "run" / "checkpoint-3" / "state.json")
+    run(write_config(rollout=rollout, train__max_steps=3), resume=True)
+    assert [call[2] for call in calls] == [1, 2, 3, 3]
+    assert calls[3] == calls[2] != calls[1]
+    state = read_state(tmp_path / "run" / "checkpoint-3")
+    assert state["progress"]["prompts_drawn"] == 12
+    assert state["environment"]["engine"].startswith("vllm 0.")
+
+
+def test_two_runs_do_not_share_a_folder(write_config):
+    first = loop.train(load_config(write_config()))
+    next(first)
+    with pytest.raises(InputError, match="another run writes to it at this moment"):
+        run(write_config(), resume=True)
+    first.close()
+    assert [m["step"] for m in run(write_config(), resume=True)] == [2, 3, 4]

@@ -1,0 +1,457 @@
+"""Whole runs: in the process on the tiny model, and through the real command with a real model and vLLM."""
+
+import importlib
+import itertools
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from helpers import RARELY_RIGHT, ROOT, command, run, without_times
+
+from stapo_lite.algorithm.microbatches import cut_evenly
+from stapo_lite.config import Log, Train, load_config, load_eval_config
+from stapo_lite.errors import InputError
+from stapo_lite.evaluation import exam
+from stapo_lite.evaluation.evaluate import evaluate
+from stapo_lite.files import read_lines, write_lines
+from stapo_lite.training import opening
+from stapo_lite.training.lifecycle import make_accelerator
+from stapo_lite.training.metrics import Tally
+from stapo_lite.training.run import learning_rate
+from stapo_lite.training.tracking import read_metrics
+from stapo_lite.types import derived_seed
+
+loop = importlib.import_module("stapo_lite.training.loop")
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """The mini-batches that were trained on, as they come."""
+    seen, update = [], loop.update
+
+    def note(learner, batch):
+        seen.append(batch.completions)
+        return update(learner, batch)
+
+    monkeypatch.setattr(loop, "update", note)
+    return seen
+
+
+def adapter_bytes(folder):
+    return (folder / "adapter_model.safetensors").read_bytes()
+
+
+def test_a_run_leaves_everything_behind(write_config, tmp_path, capsys):
+    metrics = run(write_config(log__save_steps=1))
+    folder = tmp_path / "run"
+    assert read_metrics(folder) == metrics
+    assert [m["step"] for m in metrics] == [1, 2, 3, 4]
+    assert [m["updates"] for m in metrics] == [2] * 4
+    assert [m["learning_rate"] for m in metrics] == pytest.approx([0.001, 0.002, 0.003, 0.004])  # steps, not updates
+    assert load_config(folder / "config.yaml").train.max_steps == 4
+    assert {p.name for p in folder.glob("*checkpoint-*")} == {"checkpoint-3", "checkpoint-4"}  # the newest two
+    assert adapter_bytes(folder / "adapter") == adapter_bytes(folder / "checkpoint-4")
+    assert (folder / "reward.png").read_bytes().startswith(b"\x89PNG")
+    environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
+    assert environment["hardware"] == f"CPU with {os.cpu_count()} cores" or torch.cuda.is_available()
+    assert environment["torch"] == torch.__version__.partition("+")[0] or "+" in environment["torch"]
+    output = capsys.readouterr().out
+    assert len(re.findall(r"^step \d/4 \| reward ", output, re.MULTILINE)) == 4
+    assert len(re.findall(r"samples of step", output)) == 2
+    assert "silenced share" in output
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(name for row in rows for name in re.findall(r"`(\w+)`", row)) == sorted(metrics[0])
+
+
+def test_metrics_of_a_step_by_hand(write_config, trained, monkeypatch):
+    """Counted from the completions; shares and means of docs/metrics.md from sums that the oracle checks."""
+    totals, reduce = [], Tally.reduce
+    monkeypatch.setattr(Tally, "reduce", lambda self, a: totals.append(reduce(self, a)) or totals[-1])
+    changes = {"algorithm": "grpo", "objective": {"s2t": {"enabled": True, "tau_p": 0.01}}}
+    m = run(write_config(train__max_steps=1, **changes))[0]
+    t, completions = totals[0], list(itertools.chain(*trained))
+    lengths = [len(c.token_ids) for c in completions]
+    tokens = sum(lengths)
+    right = sum(i % 2 == 0 for c in completions for i in c.token_ids)
+    cut = sum(n == 8 and c.token_ids[-1] not in (1, 2) for n, c in zip(lengths, completions, strict=True))
+    flat = sum(len({c.reward for c in completions[i : i + 4]}) == 1 for i in range(0, 16, 4))
+    assert m["completion_length"] == pytest.approx(tokens / 16)
+    assert m["reward"] == pytest.approx(right / 16)
+    assert m["truncated_share"] == pytest.approx(cut / 16)
+    assert m["zero_variance_groups"] == flat / 4
+    assert m["sampled_nll"] == pytest.approx(-sum(sum(c.rollout_logprobs) for c in completions) / tokens, rel=1e-5)
+    assert m["sampler_gap_max"] < 1e-4
+    active = sum(len(c.token_ids) for c in completions if c.advantage)
+    trains = active - t["silenced"]
+    assert active > trains > 0
+    assert t["candidate"] > t["spurious"] > 0
+    for p in (10, 50, 90):
+        assert m[f"entropy_p{p}"] == pytest.approx(np.quantile(t["entropies"].double(), p / 100))
+    for count in ("kept", "silenced", "candidate", "spurious", "negative_rare", "negative_sure"):
+        assert m[f"{count}_share"] == pytest.approx(t[count] / tokens), count
+    for kind in ("spurious", "negative_rare", "negative_sure"):
+        assert m[f"{kind}_gradient_share"] == pytest.approx(t[f"{kind}_mass"] / t["gradient_mass"]), kind
+    for metric, total, count in (
+        ("entropy", "entropy", active),
+        ("collision", "collision", active),
+        ("logit_grad_norm", "logit_grad_norm", trains),
+        ("clip_low_share", "clipped_low", trains),
+        ("clip_high_share", "clipped_high", trains),
+        ("kl", "kl", tokens - t["silenced"]),
+        ("sampler_gap_mean", "gap", active),
+        ("sampler_gap_k3", "gap_k3", active),
+        ("sampler_capped_share", "capped", active),
+    ):
+        assert m[metric] == pytest.approx(t[total] / count), metric
+
+
+FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "changes", "message"),
+    [
+        ({}, {"train__park_trainer": True}, "train.park_trainer=True needs vLLM"),
+        ({}, {"rollout__model": "m"}, "rollout.model=m needs vLLM"),
+        ({}, {"rollout__vllm": {"tensor_parallel_size": 2}}, "rollout.vllm.tensor_parallel_size needs rollout.engine"),
+        (FSDP, {"train__compile": True}, "train.compile=True: not with a base that FSDP shards"),
+        (FSDP, {}, "rollout.engine=transformers: not with"),
+        (FSDP | {"FSDP_VERSION": "1"}, {}, "fsdp_version: 1: set 2"),
+    ],
+    ids=str,
+)
+def test_what_an_engine_or_a_sharded_base_cannot_do(write_config, monkeypatch, variables, changes, message):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match=message):
+        run(write_config(**changes))
+
+
+def test_the_reward_rises(write_config):
+    metrics = run(write_config(train__max_steps=30, log__save_steps=0, log__log_completions_steps=0))
+    first, last = (sum(m["reward"] for m in part) / 5 for part in (metrics[:5], metrics[-5:]))
+    assert last > first + 1.5  # of at most 8
+
+
+@pytest.mark.parametrize(
+    "changes", [{"algorithm": "dapo"}, {"train__optim": "paged_adamw_8bit", "lora": {"r": 64}}], ids=str
+)  # bitsandbytes keeps small tensors in 32 bits
+def test_resuming_gives_the_same_run_bit_for_bit(write_config, user_reward, tmp_path, changes):
+    if "algorithm" in changes:
+        user_reward(RARELY_RIGHT)
+    whole = run(write_config(output_dir=str(tmp_path / "whole"), **changes))
+    run(write_config(train__max_steps=2, **changes))
+    run(write_config(**changes), resume=True)
+    assert without_times(read_metrics(tmp_path / "run")) == without_times(whole)
+    for name in ("adapter_model.safetensors", "optimizer.pt"):
+        expected, actual = ((tmp_path / run_ / "checkpoint-4" / name).read_bytes() for run_ in ("whole", "run"))
+        assert expected == actual
+
+
+def test_a_token_log_changes_nothing_and_agrees_with_the_metrics(write_config, tmp_path):
+    plain = run(write_config(output_dir=str(tmp_path / "plain"), train__max_steps=3))
+    assert without_times(run(write_config(train__max_steps=3, log__audit_tokens=3))) == without_times(plain)
+    assert adapter_bytes(tmp_path / "run" / "adapter") == adapter_bytes(tmp_path / "plain" / "adapter")
+    lines, steps = (read_lines(tmp_path / "run" / name) for name in ("tokens.jsonl", "quadrants.jsonl"))
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    assert any(sum(step["tokens"][:2]) > 3 for step in steps)
+    for step, m in zip(steps, plain, strict=True):
+        batch_tokens = 16 * m["completion_length"]
+        assert sum(step["tokens"][:2]) == pytest.approx(m["candidate_share"] * batch_tokens)
+        assert step["tokens"][0] == pytest.approx(m["spurious_share"] * batch_tokens)
+        assert sum(line["step"] == step["step"] for line in lines) == min(3, sum(step["tokens"][:2]))
+        assert step["tau_h"] == pytest.approx(m["tau_h"]) if m["tau_h"] else step["tau_h"] is None
+
+
+def test_benchmarks_during_training(write_config, tiny_model, tmp_path, monkeypatch, capsys):
+    """Before, during and after; they change nothing in the training; a resumed run repeats none; and the last one gives
+    what an evaluation of the final adapter gives."""
+    benchmark, folder = tmp_path / "mine.jsonl", tmp_path / "run"
+    write_lines(benchmark, [{"problem": f"say {word}", "answer": n} for n, word in enumerate(("five", "six"))])
+    settings = {"steps": 2, "benchmarks": [str(benchmark)], "num_samples": 6, "temperature": 0.7, "top_p": 0.9}
+    plain = run(write_config(output_dir=str(tmp_path / "plain"), train__max_steps=3))
+    draw, responses = exam.draw, []
+
+    def note(*arguments):
+        for line in draw(*arguments):
+            responses.append(line["response"])
+            yield line
+
+    monkeypatch.setattr(exam, "draw", note)
+    folder.mkdir()
+    write_lines(folder / "evaluations.jsonl", [{"step": 0}])  # of a run that was killed in its first step
+    run(write_config(train__max_steps=2, evaluation=settings))
+    for name in ("evaluations.jsonl", "metrics.jsonl"):  # of a step after the checkpoint
+        write_lines(folder / name, [*read_lines(folder / name), {"step": 3}])
+    run(write_config(train__max_steps=3, evaluation=settings), resume=True)
+    assert without_times(read_metrics(folder)) == without_times(plain)
+    evaluations = read_lines(folder / "evaluations.jsonl")
+    assert [line["step"] for line in evaluations] == [0, 2, 3]
+    assert all(line["benchmarks"]["mine"]["samples"] == 6 for line in evaluations)
+    assert len(re.findall(r"^benchmarks after step [023]\n\| benchmark ", capsys.readouterr().out, re.MULTILINE)) == 3
+    tree = {
+        "model": str(tiny_model),
+        "adapter": str(folder / "adapter"),
+        "output_dir": str(tmp_path / "evaluation"),
+        "dtype": "float32",
+        "benchmarks": settings["benchmarks"],
+        "decoding": "justrl",
+        "data": {"max_prompt_length": 64, "prompt_suffix": ""},
+        "rollout": {"engine": "transformers", "num_samples": 6, "max_completion_length": 8},
+    }
+    (tmp_path / "eval.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
+    results = evaluate(load_eval_config(tmp_path / "eval.yaml"))
+    assert results["benchmarks"] == evaluations[-1]["benchmarks"]
+    assert [line["response"] for line in read_lines(tmp_path / "evaluation" / "samples-0.jsonl")] == responses[24:]
+    assert responses[:12] != responses[12:24] != responses[24:]
+
+
+def test_rows_that_are_left_out_are_counted(write_config, tmp_path, capsys):
+    write_lines(tmp_path / "mine.jsonl", [{"problem": "Say two!", "answer": 1}, {"problem": "say seven", "answer": 1}])
+    config = write_config(data__drop_contaminated=[str(tmp_path / "mine.jsonl")])
+    prompts, _, _ = opening.load_prompts(load_config(config), print)
+    assert [p.prompt for p in prompts] == ["say one", "say three", "say four"]
+    opening.load_prompts(
+        load_config(write_config(data__max_prompt_length=26, data__filter_overlong_prompts=True)), print
+    )
+    printed = capsys.readouterr().out
+    assert f"1 rows of {tmp_path / 'prompts.jsonl'} that hold 1 benchmark problems left out" in printed
+    assert re.search(r"^2 prompts from .*prompts.jsonl; 2 longer than 26 tokens left out$", printed, re.MULTILINE)
+    with pytest.raises(InputError, match="data.drop_contaminated: nowhere.jsonl: cannot be read .*; or set data.drop"):
+        opening.load_prompts(load_config(config, ["data.drop_contaminated=[nowhere.jsonl]"]), print)
+
+
+def test_who_stops_early_keeps_what_was_learned(write_config, tmp_path):
+    whole, folder = run(write_config(output_dir=str(tmp_path / "whole"))), tmp_path / "run"
+    for metrics in loop.train(load_config(write_config(log__save_steps=0))):
+        if metrics["step"] == 3:
+            break
+    del metrics
+    assert adapter_bytes(folder / "adapter") == adapter_bytes(folder / "checkpoint-3")
+    assert (folder / "reward.png").exists()
+    steps = loop.train(load_config(write_config()), resume=True)
+    assert without_times([next(steps)]) == without_times(whole[3:])
+    assert not (folder / "adapter").exists()  # until it ends
+    assert list(steps) == []
+    assert adapter_bytes(folder / "adapter") == adapter_bytes(tmp_path / "whole" / "adapter")
+
+
+def test_resuming_with_another_config_names_the_key(write_config, tmp_path, capsys):
+    run(write_config(train__max_steps=2))
+    lines = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    changed = write_config(train__max_steps=3, train__learning_rate=0.02)
+    for arguments, message in (
+        ([changed, "--resume", "--force", "lora.r=16"], "--resume: lora.r cannot change in a run (lora.r 8 -> 16, "),
+        ([changed, "--resume"], "(train.learning_rate 0.01 -> 0.02, train.max_steps 2 -> 3): set the keys back"),
+        ([changed], "holds a run: continue it with --resume"),
+    ):
+        assert command("train", *arguments) == 2
+        assert message in capsys.readouterr().err
+        assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == lines
+    settings = ["objective.s2t.tau_p=0.02", "train.weight_decay=0.5", "train.max_steps=4"]
+    assert command("train", changed, "--resume", "--force", *settings) == 0
+    resumed = read_metrics(tmp_path / "run")[2:]
+    assert [m["tau_p"] for m in resumed] == [0.02, 0.02]
+    assert [m["learning_rate"] for m in resumed] == pytest.approx([0.02 * 3 / 10, 0.02 * 4 / 10])
+    state = torch.load(tmp_path / "run" / "checkpoint-4" / "optimizer.pt", weights_only=True)
+    assert state["param_groups"][0]["weight_decay"] == 0.5
+    last = [write_config(log__save_steps=1, train__learning_rate=0.02), *settings, "train.max_steps=5"]
+    assert command("train", *last, "--resume") == 0
+    assert "with another config: log.save_steps 2 -> 1, train.max_steps 4 -> 5\n" in capsys.readouterr().out
+
+
+def test_a_schedule_that_falls_is_of_its_max_steps(write_config):
+    """Another end is another run; a constant rate has none."""
+    run(write_config(train__max_steps=1, train__lr_scheduler_type="linear"))
+    with pytest.raises(InputError, match="train.max_steps 1 -> 2"):
+        run(write_config(train__max_steps=2, train__lr_scheduler_type="linear"), resume=True)
+
+
+@pytest.mark.parametrize("algorithm", ["stapo", "grpo", "dr-grpo", "dapo", "justrl", "20-entropy"])
+def test_every_algorithm_trains(write_config, user_reward, trained, algorithm):
+    user_reward("def even(completion_ids, **columns): return [float(ids[0] % 2 == 0) for ids in completion_ids]")
+    updated = [m for m in run(write_config(train__max_steps=2, algorithm=algorithm)) if m["updates"]]
+    assert updated
+    assert all(m["grad_norm"] > 0 for m in updated)
+    assert all((m["kl"] is not None) == (algorithm == "grpo") for m in updated)
+    assert updated[-1]["kl"] is None or updated[-1]["kl"] >= 0
+    for m in updated:
+        kept = {"stapo": 1 - m["silenced_share"], "20-entropy": 0.2}.get(algorithm, 1.0)
+        assert m["kept_share"] == pytest.approx(kept, abs=0.03 if algorithm == "20-entropy" else 1e-9)
+        assert m["sampler_capped_share"] == 0
+    completions = list(itertools.chain(*trained))
+    for group in (completions[i : i + 4] for i in range(0, len(completions), 4)):
+        rewards = [c.reward for c in group]
+        deviation = 1.0 if algorithm == "dr-grpo" else np.std(rewards, ddof=1) + 1e-6
+        assert [c.advantage for c in group] == pytest.approx([(r - np.mean(rewards)) / deviation for r in rewards])
+
+
+def test_dynamic_sampling_fills_the_batch_with_groups_that_vary(write_config, user_reward, trained):
+    user_reward(RARELY_RIGHT)
+    metrics = run(write_config(algorithm="dapo", train__max_steps=3, train__learning_rate=1e-9))
+    assert max(m["sampling_rounds"] for m in metrics) > 1, "the case tests nothing"
+    assert [m["batch_groups"] for m in metrics] == [4] * 3
+    assert any(m["zero_variance_groups"] for m in metrics)  # of all that were sampled
+    completions = list(itertools.chain(*trained))
+    groups = [completions[i : i + 4] for i in range(0, len(completions), 4)]
+    assert len(groups) == 3 * 4
+    assert all(len({c.reward for c in group}) == 2 and len({id(c.prompt) for c in group}) == 1 for group in groups)
+
+
+@pytest.mark.parametrize(
+    ("reward", "groups"),
+    [("1.0", 0), ("float('two' in str(p))", 0), ("float(i % 2 == 0 and 'two' in str(p))", 3)],
+    ids=["all equal", "equal within groups", "one group in each round"],
+)
+def test_dynamic_sampling_is_bounded_and_goes_on_with_what_it_has(write_config, user_reward, reward, groups):
+    user_reward(f"def even(prompts, **columns): return [{reward} for i, p in enumerate(prompts)]")
+    metrics = run(write_config(algorithm="dapo", train__max_steps=1, rollout__max_sampling_rounds=3))[0]
+    assert metrics["sampling_rounds"] == 3
+    assert metrics["batch_groups"] == groups
+    assert (metrics["updates"] > 0) == (groups > 0)
+
+
+def test_sizes_of_rounds_and_mini_batches_by_hand():
+    assert loop.prompts_wanted(filled=0, size=8, drawn=0) == 8
+    assert loop.prompts_wanted(filled=0, size=8, drawn=16) == 8
+    assert loop.prompts_wanted(filled=6, size=8, drawn=9) == 3
+    assert loop.prompts_wanted(filled=1, size=8, drawn=24) == 8
+    assert cut_evenly(range(9), 4) == [range(3), range(3, 6), range(6, 9)]
+    assert cut_evenly(range(5), 4) == [range(2), range(2, 5)]
+    assert cut_evenly([], 4) == []
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25]),
+        ("cosine", [0.25, 0.5, 0.75, 1.0, 1.0, (2 + 2**0.5) / 4, 0.5, (2 - 2**0.5) / 4]),
+    ],
+)
+def test_learning_rates_by_hand(schedule, expected):
+    train = Train(max_steps=8, warmup_steps=4, learning_rate=2.0, lr_scheduler_type=schedule)
+    assert [learning_rate(train, step) / 2 for step in range(8)] == pytest.approx(expected)
+
+
+def test_no_two_runs_or_samples_share_a_seed():
+    seeds = {derived_seed(derived_seed(a, b), c) for a, b, c in itertools.product(range(4), range(100), range(8))}
+    assert len(seeds) == 4 * 100 * 8
+    assert derived_seed(1, 23) != derived_seed(12, 3)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_the_allocators_settings_under_the_name_that_vllm_reads(monkeypatch, tmp_path):
+    ours, vllms = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+    for given, expected in ((None, "expandable_segments:True"), ("b:2", "b:2")):
+        for name, value in ((ours, given), (vllms, given and "a:1")):
+            monkeypatch.setenv(name, value or "")  # what the call sets ends with the test
+            if value is None:
+                monkeypatch.delenv(name)
+        make_accelerator(Log(), tmp_path)
+        assert os.environ[vllms] == expected
+
+
+def test_a_card_that_torch_cannot_use_is_named(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr("stapo_lite.model.processes.NVIDIA_DRIVER", tmp_path)
+    make_accelerator(Log(), tmp_path)
+    assert "running on the CPU although there is an NVIDIA card: torch 2." in caplog.text
+
+
+def test_soft_overlong_punishment_enters_the_advantage(write_config, user_reward, trained):
+    user_reward("def even(completion_ids, **columns): return [1.0 for ids in completion_ids]")
+    changes = {"rollout__max_completion_length": 64, "reward": {"functions": ["parity:even"], "overlong_penalty": 0.5}}
+    metrics = run(write_config(train__max_steps=1, **changes, train__max_tokens_per_microbatch=512))[0]
+    assert metrics["reward"] == 1.0  # before the punishment
+    assert metrics["zero_variance_groups"] == 1.0
+    assert 0 < metrics["overlong_penalty"] < 0.5
+    completions = sorted(itertools.chain(*trained), key=lambda c: len(c.token_ids))
+    assert completions[-1].advantage < 0 < completions[0].advantage
+
+
+def test_adaptive_tau_p_moves_and_is_logged(write_config):
+    metrics = run(write_config(objective={"s2t": {"tau_p": 0.02, "target_share": 1e-4}}))
+    assert metrics[0]["tau_p"] == 0.02
+    for before, after in itertools.pairwise(metrics):
+        factor = math.exp(0.1 * max(-10, 1 - before["silenced_share"] / 1e-4))
+        assert after["tau_p"] == pytest.approx(min(0.2, max(2e-3, before["tau_p"] * factor)))
+    assert metrics[-1]["tau_p"] < 0.02
+
+
+def test_dry_run_prints_the_config_and_stops(write_config, tmp_path, capsys):
+    assert command("train", write_config(), "train.max_steps=9", "algorithm=grpo", "--dry-run") == 0
+    output = capsys.readouterr().out
+    for line in ("max_steps: 9", "aggregation: sequence-mean", "beta: 0.04", "enabled: false"):
+        assert line in output
+    assert "4 prompts x 4 completions = 16 rollouts a step, 2 update(s) of 8 completions" in output
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.max_prompt_length=20", "row 1: the prompt has"),
+        ("reward.functions=[parity:odd]", "reward.functions=parity:odd: cannot be imported"),
+        ("rollout.engine=vllm", "rollout.engine=vllm: vLLM is not installed"),
+        ("log.report_to=[trackio]", "log.report_to: trackio is not installed; pip install trackio"),
+    ],
+)
+def test_bad_input_is_found_before_the_model_loads(write_config, monkeypatch, capsys, override, message):
+    monkeypatch.setattr(opening, "load_policy", lambda *_, **__: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert command("train", write_config(), override) == 2
+    assert message in capsys.readouterr().err
+
+
+def launch(*arguments, timeout):
+    flags = ["--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    flags += ["--num_cpu_threads_per_process", str(os.cpu_count())]
+    executable = str(Path(sys.executable).with_name("accelerate"))
+    done = subprocess.run(
+        [executable, "launch", *flags, "-m", "stapo_lite.train", "configs/quickstart.yaml", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+        cwd=ROOT,
+        env=os.environ | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"},  # a Hub that is out of reach
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_the_command_trains_a_real_model_with_vllm(smollm2, tmp_path):
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    folder = tmp_path / "run"
+    overrides = [f"model={smollm2}", f"output_dir={folder}", "rollout.engine=vllm", "train.max_steps=2"]
+    assert "adapter: " in launch(*overrides, "log.report_to=[tensorboard]", timeout=400)
+    metrics = read_metrics(folder)
+    assert len(metrics) == 2
+    assert metrics[0]["updates"] == 2
+    assert 0.05 <= metrics[0]["reward"] <= 0.6  # the untrained model gets some sums right
+    assert metrics[0]["sampler_gap_mean"] < 0.1  # bf16 in vLLM and in the trainer
+    assert all(math.isfinite(m["grad_norm"]) for m in metrics)
+    assert list(folder.rglob("events.out.tfevents*"))
+
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(smollm2), folder / "adapter")
+    assert any(p.any() for name, p in model.named_parameters() if "lora_B" in name)
+
+
+@pytest.mark.slow
+def test_the_quickstart_learns_to_add(smollm2, tmp_path):
+    launch(f"model={smollm2}", f"output_dir={tmp_path / 'run'}", timeout=1500)
+    rewards = [m["reward"] for m in read_metrics(tmp_path / "run")]
+    assert 0.05 < rewards[0] < 0.5
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2

@@ -1,0 +1,111 @@
+"""The same tensors through TRL's trainer: where it has the same objective, loss and gradient agree."""
+
+import pytest
+import torch
+from helpers import (
+    ADVANTAGES,
+    LONGEST,
+    SAMPLING,
+    adapted_policy,
+    later_update,
+    measured,
+    objective,
+    packed,
+    relative,
+    run_update,
+)
+
+from stapo_lite.algorithm.objective import sampler_correction
+
+trl = pytest.importorskip("trl", reason="TRL is not installed: pip install -e '.[test]'")
+
+CASES = {
+    # ours -> TRL's
+    "grpo": (
+        {"algorithm": "grpo"},
+        {"loss_type": "grpo", "beta": 0.04, "epsilon_high": 0.2, "use_bias_correction_kl": False},
+    ),
+    "dapo": ({"algorithm": "dapo"}, {"loss_type": "dapo", "epsilon_high": 0.28}),
+    "dr-grpo": ({"algorithm": "dr-grpo"}, {"loss_type": "dr_grpo", "epsilon_high": 0.2}),
+    "20-entropy": (
+        {"algorithm": "20-entropy", "s2t": {"statistics": "current"}},
+        {"loss_type": "dapo", "epsilon_high": 0.28, "top_entropy_quantile": 0.2},
+    ),
+    "no clip-higher, sequence mask": (
+        {"algorithm": "dapo", "sampler_correction": "sequence-mask", "epsilon_high": 0.2},
+        {"loss_type": "dapo", "epsilon_high": 0.2},
+    ),
+}
+
+
+def trl_trainer(model, folder, **arguments):
+    from datasets import Dataset
+
+    config = trl.GRPOConfig(
+        output_dir=str(folder),
+        temperature=SAMPLING.temperature,
+        max_completion_length=LONGEST,
+        per_device_train_batch_size=len(ADVANTAGES),
+        num_generations=len(ADVANTAGES),
+        gradient_accumulation_steps=1,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        report_to=[],
+        **arguments,
+    )
+    dataset = Dataset.from_dict({"prompt": ["a"]})
+    return trl.GRPOTrainer(model=model, reward_funcs=lambda completions, **_: [0.0], args=config, train_dataset=dataset)
+
+
+def trl_tensors(completions, old, reference, correction):
+    """TRL's layout: prompts padded on the left, completions on the right."""
+
+    def pad(rows, side, value=0.0):
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value, padding_side=side)
+
+    prompts = [torch.tensor(c.prompt.token_ids) for c in completions]
+    answers = [torch.tensor(c.token_ids) for c in completions]
+    return {
+        "prompt_ids": pad(prompts, "left", 0),
+        "prompt_mask": pad([torch.ones_like(p) for p in prompts], "left", 0),
+        "completion_ids": pad(answers, "right", 0),
+        "completion_mask": pad([torch.ones_like(a) for a in answers], "right", 0),
+        "advantages": torch.tensor([c.advantage for c in completions]),
+        "old_per_token_logps": pad([old[c].logprobs for c in completions], "right"),
+        "ref_per_token_logps": pad([reference[c].logprobs for c in completions], "right"),
+        "importance_sampling_ratio": correction,
+        "num_items_in_batch": torch.tensor(sum(len(a) for a in answers)),
+    }
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradient_agree(tiny_model, tmp_path, case):
+    ours, theirs = CASES[case]
+    policy = adapted_policy(tiny_model)
+    completions, old = later_update(policy)
+    with policy.model.disable_adapter():
+        reference = measured(policy, completions)
+    preset = objective(**ours)
+
+    trainer = trl_trainer(policy.model, tmp_path, **theirs)
+    trainer.use_vllm = trainer.vllm_importance_sampling_correction = True  # it has weights for the engine's tokens
+    trainer.current_gradient_accumulation_steps = 1
+    batch = packed(policy, completions, old)
+    correction, capped = sampler_correction(
+        batch.old.logprobs, batch.rollout_logprobs, batch.rows, len(completions), preset.sampler_correction,
+        preset.sampler_cap,
+    )  # fmt: skip
+    correction = torch.nn.utils.rnn.pad_sequence(correction.split([len(c.token_ids) for c in completions]), True)
+    assert capped.any()
+    tensors = trl_tensors(completions, old, reference, correction)
+    policy.model.zero_grad()
+    loss = trainer._compute_loss(policy.model, tensors)
+    loss.backward()
+    expected = torch.cat([p.grad.flatten() for p in policy.parameters.values()])
+    policy.model.zero_grad()
+
+    gradient, metrics, _ = run_update(policy, completions, preset, old=old, max_tokens=40)
+    assert metrics["clipped_low"] + metrics["clipped_high"] > 0
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert relative(gradient, expected) < 1e-5

@@ -1,0 +1,89 @@
+"""An update asks the device for few values, and none of them once for each micro-batch: on a GPU every such question
+waits until all that was started before is done."""
+
+import sys
+from collections import Counter
+
+import pytest
+import torch
+from accelerate import Accelerator
+from helpers import ADVANTAGES, ROOT, Letters, fake_completions, make_learner, measured, objective, packed
+from torch.overrides import TorchFunctionMode
+
+from stapo_lite.training.token_log import TokenLog
+from stapo_lite.training.update import update
+
+PACKAGE = str(ROOT / "stapo_lite")
+PLACES = {
+    "weigh_tokens",
+    "linear_quantiles",
+    "threshold",
+    "clip_and_step",
+    "count_gradient",
+    "note",
+    "_note_candidates",
+}
+"""Functions that may wait: for counts, for thresholds, for the gradient's norm, and for what is written down."""
+ASKING = {
+    torch.Tensor.item,
+    torch.Tensor.tolist,
+    torch.Tensor.cpu,
+    torch.Tensor.numpy,
+    torch.Tensor.nonzero,
+    torch.Tensor.masked_select,
+    torch.Tensor.__bool__,
+    torch.Tensor.__int__,
+    torch.Tensor.__float__,
+    torch.Tensor.__index__,
+    torch.nonzero,
+    torch.masked_select,
+}
+
+
+class Waits(TorchFunctionMode):
+    """Counts calls that wait for a GPU by the function of the package that makes them; on a CPU they can be counted."""
+
+    def __init__(self):
+        super().__init__()
+        self.places = Counter()
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in ASKING or (
+            function in (torch.Tensor.__getitem__, torch.Tensor.__setitem__) and by_mask(args[1])
+        ):
+            self.places[caller()] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def by_mask(index):
+    """A boolean index has as many results as it has True: the host must know how many."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(part, torch.Tensor) and part.dtype == torch.bool for part in parts)
+
+
+def caller():
+    """The innermost function of the package on the stack."""
+    frame = sys._getframe(1)
+    while frame is not None and not (frame.f_code.co_filename.startswith(PACKAGE) and frame.f_code.co_name[0] != "<"):
+        frame = frame.f_back
+    return "elsewhere" if frame is None else frame.f_code.co_name
+
+
+@pytest.mark.parametrize("audited", [False, True], ids=["", "with a token log"])
+@pytest.mark.parametrize("later", [False, True], ids=["first update", "later update"])
+@pytest.mark.parametrize(
+    "kind", [objective(), objective("grpo"), objective("20-entropy"), objective(sampler_correction="sequence-mask")]
+)
+def test_an_update_waits_in_few_places_and_never_for_a_micro_batch(make_policy, tmp_path, kind, later, audited):
+    counts, policy, completions = [], make_policy(), fake_completions(3, ADVANTAGES)
+    for max_tokens in (10_000, 1):
+        log = TokenLog(tmp_path, 4, policy, Letters(), Accelerator(cpu=True)) if audited else None
+        learner = make_learner(policy, kind, max_tokens, token_log=log)
+        batch = packed(policy, completions, measured(policy, completions) if later else None)
+        with Waits() as waits:
+            assert update(learner, batch) is not None
+        assert waits.places.pop("_decode") >= 1  # transformers', at each pass: whether positions begin anew in a row
+        counts.append(waits.places)
+    assert counts[0] == counts[1], "one micro-batch against six"
+    assert counts[0].keys() <= PLACES
+    assert counts[0]["weigh_tokens"] == counts[0]["clip_and_step"] == 1
