@@ -3,8 +3,6 @@
 python -m stapo_lite.plan configs/qwen8b_lora_server.yaml --gpu-memory 80 --processes 8 [--sharded]
 """
 
-import sys
-
 from stapo_lite.cli import config_parser
 from stapo_lite.config import load_config
 from stapo_lite.errors import one_line_errors
@@ -19,7 +17,6 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_intermixed_args(arguments)
     with one_line_errors():
         config = load_config(given.config, given.overrides)
-        sys.modules["bitsandbytes"] = None  # type: ignore[assignment]  # PEFT would import it, for a second or more
         from stapo_lite.model.loading import load_model_config
         from stapo_lite.planning.plan import GIB, Cards, make_plan, report, suggest
 

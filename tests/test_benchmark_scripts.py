@@ -30,7 +30,8 @@ SMOKE = {
     "soak": "--steps 50",
     "startup": "--model MODEL --runs 1",
     "sync": "--model MODEL --pairs 2",
-    "update": "--model MODEL --prompts 2 --generations 4 --prompt-length 4 --longest 16 --max-tokens 64 --pairs 1",
+    "update": "--model MODEL --prompts 2 --generations 4 --prompt-length 4 --longest 16 --max-tokens 64 --pairs 1 "
+    "--zero 0 0.5",
 }
 SCRIPTS = [path.stem for path in (ROOT / "benchmarks").glob("*.py") if '"--out"' in path.read_text("utf-8")]
 # What each of these must find.
