@@ -38,6 +38,8 @@ HEALTH_INTERVAL = 5.0
 """Seconds between two checks of a server that has a request."""
 HEALTH_TIMEOUT = 20.0
 """Seconds that it may take to answer one, twice in a row."""
+LOST_TIMEOUT = 5.0
+"""Seconds for which a publication waits for the answer of a server that was lost."""
 KEY_FILE = Path("~/.cache/stapo_lite/api_key")
 
 
@@ -94,7 +96,7 @@ class ServerEngine(RolloutEngine):
         self._versions: list[int] = []
         self._ahead: dict[int, list[Future]] = {}
         self._servers = [Server(url.rstrip("/")) for url in rollout.servers]
-        self._why_lost = ""
+        self._why_lost, self._key = "", api_key()
         at_once = max(1, rollout.max_num_seqs // accelerator.num_processes)
         self._slots = asyncio.Semaphore(at_once * len(self._servers))
         self._loop = asyncio.new_event_loop()
@@ -111,7 +113,7 @@ class ServerEngine(RolloutEngine):
     async def _connect(self) -> None:
         """Wait until the servers are up, and hold them against what this run needs."""
         self._session = aiohttp.ClientSession(
-            headers={"Authorization": f"Bearer {api_key()}"},
+            headers={"Authorization": f"Bearer {self._key}"},
             connector=aiohttp.TCPConnector(limit=0, force_close=True),  # a kept connection may be half closed
         )
         needed, deadline = self._sampling.max_model_len, self._loop.time() + START_TIMEOUT
@@ -154,10 +156,10 @@ class ServerEngine(RolloutEngine):
         raise (RunError if response.status < 500 and response.status not in (404, 429) else ServerFault)(text)
 
     async def _healthy(self, server: Server) -> bool:
-        """Whether it answers when it is asked twice; one that is not live, once and quickly. Else it is lost."""
-        for _ in range(2 if server.live else 1):
+        """Whether it answers when it is asked twice; one that is not live, once and sooner. Else it is lost."""
+        for timeout in [HEALTH_TIMEOUT] * 2 if server.live else [LOST_TIMEOUT]:
             with suppress(ServerFault, RunError):
-                await self._ask("GET", f"{server.url}/health", HEALTH_TIMEOUT / (1 if server.live else 10))
+                await self._ask("GET", f"{server.url}/health", timeout)
                 return True
         self._lose(server, "it does not answer")
         return False

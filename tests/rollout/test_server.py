@@ -230,7 +230,7 @@ def test_a_lost_server_is_dropped_and_its_work_moved(
     connection, server, tiny_model, make_policy, tmp_path, monkeypatch, caplog
 ):
     monkeypatch.setattr(server_engine, "HEALTH_INTERVAL", 0.2)
-    monkeypatch.setattr(server_engine, "HEALTH_TIMEOUT", 2.0)
+    monkeypatch.setattr(server_engine, "HEALTH_TIMEOUT", 3.0)
     policy, prompts = make_policy(), PROMPTS * 12
     with (
         serving(tiny_model, tmp_path) as (other, group),
