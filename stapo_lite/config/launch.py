@@ -1,4 +1,4 @@
-"""What a config asks for, held against the processes that were launched."""
+"""Checks of a config against the processes that were launched."""
 
 from stapo_lite.config.schema import Config
 from stapo_lite.errors import InputError

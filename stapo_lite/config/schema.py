@@ -5,6 +5,7 @@ where they have one.
 """
 
 import os
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -38,10 +39,15 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
-def _refuse(problem: object, message: str) -> None:
-    """Raise ValueError where there is a problem."""
-    if problem:
-        raise ValueError(message)
+def _refuse(problem: Callable[[Any], object], message: str) -> Any:
+    """A validator of a section that raises ValueError where it has the problem; the message may name its fields."""
+
+    def check(section: Any) -> Any:
+        if problem(section):
+            raise ValueError(message.format(s=section))
+        return section
+
+    return model_validator(mode="after")(check)
 
 
 class Lora(Section):
@@ -70,11 +76,10 @@ class Prompting(Section):
     max_prompt_length: int = Field(1024, ge=1)
     """Longest prompt, in tokens."""
 
-    @model_validator(mode="after")
-    def _system_prompts_need_the_template(self):
-        message = "data.system_prompt needs data.apply_chat_template=true: put it into the prompts instead"
-        _refuse(self.system_prompt is not None and not self.apply_chat_template, message)
-        return self
+    _system_prompts_need_the_template = _refuse(
+        lambda s: s.system_prompt is not None and not s.apply_chat_template,
+        "data.system_prompt needs data.apply_chat_template=true: put it into the prompts instead",
+    )
 
 
 class Data(Prompting):
@@ -121,13 +126,10 @@ class Reward(Section):
     function_timeout: float = Field(300.0, gt=0, le=1e6)
     """Seconds that one call of your own function may take. It runs in a process of its own, which is then killed."""
 
-    @model_validator(mode="after")
-    def _one_weight_per_function(self):
-        wanted = len(self.functions)
-        given = wanted if self.weights is None else len(self.weights)
-        message = f"reward.weights has {given} entries for {wanted} reward.functions: give one weight per function"
-        _refuse(given != wanted, message)
-        return self
+    _one_weight_per_function = _refuse(
+        lambda s: s.weights is not None and len(s.weights) != len(s.functions),
+        "reward.weights={s.weights} for reward.functions={s.functions}: give one weight per function",
+    )
 
 
 class Engine(Section):
@@ -176,14 +178,17 @@ class Rollout(Engine):
     """vLLM on a GPU, while the trainer updates: 0 keeps its memory, 1 moves its weights to the host, 2 drops them and
     reads them from the disk again (vLLM 0.28 or newer, not with `bitsandbytes`). The adapter outlives both."""
 
-    @model_validator(mode="after")
-    def _engine_can_do_it(self):
-        spread = self.vllm.keys() & {"tensor_parallel_size", "data_parallel_size"}
-        for key in [*(f"vllm.{name}" for name in spread), *(["max_lag"] if self.max_lag else [])]:
-            _refuse(self.engine != "server", f"rollout.{key} needs rollout.engine=server (docs/scaling.md)")
-        message = "rollout.sleep_level=2: vLLM cannot read bitsandbytes weights again; set rollout.sleep_level=1"
-        _refuse(self.sleep_level == 2 and self.quantization == "bitsandbytes", message)
-        return self
+    _the_process_has_one_card = _refuse(
+        lambda s: s.engine != "server" and s.vllm.keys() & {"tensor_parallel_size", "data_parallel_size"},
+        "rollout.vllm.tensor_parallel_size and data_parallel_size need rollout.engine=server (docs/scaling.md)",
+    )
+    _servers_alone_sample_ahead = _refuse(
+        lambda s: s.engine != "server" and s.max_lag, "rollout.max_lag needs rollout.engine=server (docs/scaling.md)"
+    )
+    _bitsandbytes_is_read_once = _refuse(
+        lambda s: s.sleep_level == 2 and s.quantization == "bitsandbytes",
+        "rollout.sleep_level=2: vLLM cannot read bitsandbytes weights again; set rollout.sleep_level=1",
+    )
 
 
 class S2T(Section):
@@ -211,11 +216,10 @@ class S2T(Section):
     """Experimental: move `tau_p` after each step, to a tenth or ten times of what is given here at most, so that
     silenced tokens stay near this share of all completion tokens."""
 
-    @model_validator(mode="after")
-    def _only_what_is_silenced_has_a_share(self):
-        message = "objective.s2t.target_share needs objective.s2t.enabled=true: switch one"
-        _refuse(self.target_share is not None and not self.enabled, message)
-        return self
+    _only_what_is_silenced_has_a_share = _refuse(
+        lambda s: s.target_share is not None and not s.enabled,
+        "objective.s2t.target_share needs objective.s2t.enabled=true: switch one",
+    )
 
 
 class Objective(Section):
@@ -350,36 +354,42 @@ class Config(Section):
     def _presets_fill_what_is_left_open(cls, tree: Any) -> Any:
         return fill_presets(tree, PRESETS)
 
-    @model_validator(mode="after")
-    def _values_fit_together(self):
-        train, rollout, objective = self.train, self.rollout, self.objective
-        longest = self.data.max_prompt_length + rollout.max_completion_length
-        uncorrected = objective.old_logprobs == "trainer" and objective.sampler_correction == "off"
-        _refuse(
-            train.batch_size % train.mini_batch_size,
-            f"train.batch_size={train.batch_size} is not divisible by train.mini_batch_size={train.mini_batch_size}: "
-            "choose a divisor",
-        )
-        _refuse(
-            rollout.max_num_seqs < rollout.num_generations,
-            f"rollout.max_num_seqs={rollout.max_num_seqs} is less than one group, "
-            f"rollout.num_generations={rollout.num_generations}: raise it",
-        )
-        _refuse(
-            rollout.max_lag and uncorrected,
-            f"rollout.max_lag={rollout.max_lag} needs a correction for older adapters: set "
-            "objective.sampler_correction=token-truncate, or objective.old_logprobs=rollout",
-        )
-        message = "train.park_trainer=true needs vLLM in the process: rollout.engine=server has its own card"
-        _refuse(rollout.engine == "server" and train.park_trainer, message)
-        message = "train.offload_activations needs train.gradient_checkpointing=true: switch one"
-        _refuse(train.offload_activations and not train.gradient_checkpointing, message)
-        _refuse(
-            train.max_tokens_per_microbatch < longest,
-            f"train.max_tokens_per_microbatch={train.max_tokens_per_microbatch} is less than one sequence, "
-            f"data.max_prompt_length + rollout.max_completion_length = {longest}: raise it or shorten the sequences",
-        )
-        return self
+    @property
+    def max_sequence_length(self) -> int:
+        """Tokens of the longest prompt and completion."""
+        return self.data.max_prompt_length + self.rollout.max_completion_length
+
+    _batches_divide = _refuse(
+        lambda s: s.train.batch_size % s.train.mini_batch_size,
+        "train.batch_size={s.train.batch_size} is not divisible by train.mini_batch_size={s.train.mini_batch_size}: "
+        "choose a divisor",
+    )
+    _a_group_is_sampled_together = _refuse(
+        lambda s: s.rollout.max_num_seqs < s.rollout.num_generations,
+        "rollout.max_num_seqs={s.rollout.max_num_seqs} is less than one group, "
+        "rollout.num_generations={s.rollout.num_generations}: raise it",
+    )
+    _lag_is_corrected = _refuse(
+        lambda s: (
+            s.rollout.max_lag and s.objective.old_logprobs == "trainer" and s.objective.sampler_correction == "off"
+        ),
+        "rollout.max_lag={s.rollout.max_lag} needs a correction for older adapters: set "
+        "objective.sampler_correction=token-truncate, or objective.old_logprobs=rollout",
+    )
+    _servers_have_their_card = _refuse(
+        lambda s: s.rollout.engine == "server" and s.train.park_trainer,
+        "train.park_trainer=true needs vLLM in the process: rollout.engine=server has its own card",
+    )
+    _checkpoints_are_offloaded = _refuse(
+        lambda s: s.train.offload_activations and not s.train.gradient_checkpointing,
+        "train.offload_activations needs train.gradient_checkpointing=true: switch one",
+    )
+    _a_sequence_fits_a_microbatch = _refuse(
+        lambda s: s.train.max_tokens_per_microbatch < s.max_sequence_length,
+        "train.max_tokens_per_microbatch={s.train.max_tokens_per_microbatch} is less than one sequence, "
+        "data.max_prompt_length + rollout.max_completion_length = {s.max_sequence_length}: raise it or shorten the "
+        "sequences",
+    )
 
 
 class EvalEngine(Engine):

@@ -25,7 +25,7 @@ class Overlap(NamedTuple):
     row: int
     problem: Problem
     share: float
-    """Of the problem's n-grams."""
+    """Part of the problem's n-grams that the row holds."""
 
 
 def find_overlaps(texts: Sequence[str], problems: Sequence[Problem], n: int = 8, share: float = 0.6) -> list[Overlap]:

@@ -28,7 +28,7 @@ class Task:
 
     problem: Problem
     number: int
-    """Of the sample, from 0."""
+    """The sample's, from 0."""
     prompt: Prompt
 
     @cached_property

@@ -30,13 +30,13 @@ from stapo_lite.rollout.vllm_options import BATCHED_TOKENS, served_rank
 GIB = 2**30
 CUDA_CONTEXT = int(0.5 * GIB)
 CUDA_GRAPHS = int(0.6 * GIB)
-"""Of vLLM; they stay on the card while it sleeps."""
+"""vLLM's; they stay on the card while it sleeps."""
 HOST_PROCESS = 6 * GIB
 """Python, torch, CUDA and vLLM in host memory."""
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Per weight with double quantisation: four bits, an 8-bit scale for 64 weights, an fp32 scale for 256 of those."""
 TOKEN_BYTES = 14
-"""Of a completion that goes to other processes: id and log-probability, pickled."""
+"""Bytes of a completion's token that goes to other processes: id and log-probability, pickled."""
 SERVED_BYTES = {"bitsandbytes": 0.5 + 4 / 64, "fp8": 1.0}
 """Per weight in vLLM, which unpacks the scales of 4-bit weights to fp32."""
 DECIDING: Any = {
@@ -62,7 +62,7 @@ class Plan(NamedTuple):
     problems: list[str]
     """Empty where everything fits."""
     traffic: dict[str, int]
-    """What a process sends over the network."""
+    """Bytes that a process sends over the network."""
 
 
 class Sizes(NamedTuple):
@@ -151,7 +151,7 @@ def make_plan(config: Config, model: Any, cards: Cards) -> Plan:
         update_phase |= {"vLLM: CUDA graphs": CUDA_GRAPHS} if rollout.sleep_level else engine
 
     host = plan_host(config, weights, cards, kept)
-    card, longest = cards.gpu_memory, config.data.max_prompt_length + rollout.max_completion_length
+    card, longest = cards.gpu_memory, config.max_sequence_length
     ram = math.inf if cards.host_memory is None else cards.host_memory
     needs = [("rollouts", rollout_phase, card), ("update", update_phase, card), ("host", host, ram)]
     problems = [
@@ -310,8 +310,7 @@ def _run_layers(model: str, layers: int, deciding: str) -> tuple[int, int, int]:
     """Bytes kept after the decoder's forward pass, its peak, and the peak of the LM head, with so many layers."""
     config = Config.model_validate_json(deciding)
     dtype, tokens = getattr(torch, config.dtype), config.train.max_tokens_per_microbatch
-    completion = config.rollout.max_completion_length
-    completion_tokens = max(1, tokens * completion // (config.data.max_prompt_length + completion))
+    completion_tokens = max(1, tokens * config.rollout.max_completion_length // config.max_sequence_length)
     # In training a causal mask is never made; of fake tensors transformers cannot tell that it need not.
     AttentionInterface.register("sdpa_without_mask", sdpa_attention_forward)
     causal_lm = meta_model(model, dtype, num_hidden_layers=layers)
@@ -379,8 +378,7 @@ def suggest(config: Config, model: Any, cards: Cards) -> tuple[list[str], Plan] 
     Rungs of a ladder are taken in their order until it fits; then those that it fits without are given back. Where it
     can be had, the KV cache holds four sequences of the longest length.
     """
-    rollout, tokens = config.rollout, config.train.max_tokens_per_microbatch
-    longest = config.data.max_prompt_length + rollout.max_completion_length
+    rollout, tokens, longest = config.rollout, config.train.max_tokens_per_microbatch, config.max_sequence_length
     together: list[dict[str, Any]] = [{"rollout.sleep_level": 1}, {"train.park_trainer": True}]
     ladder = [  # of changes that cost time only, then those of the weights, then of the task
         *(together if rollout.engine != "server" and not cards.sharded else []),

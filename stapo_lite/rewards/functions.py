@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 BUILT_IN = ("math", "arithmetic")
 LARGEST = 1e30
-"""Of a reward: its square fits into fp32 no more, which gradients are computed in."""
+"""Bound of a reward: beyond it a square does not fit into fp32, which gradients are computed in."""
 MAX_FAILURES = 3
 """Batches in a row that a user's function may fail to judge (each is tried twice) before the run ends."""
 

@@ -25,7 +25,7 @@ from stapo_lite.training.tracking import QUADRANTS_FILE, TOKENS_FILE, run_metric
 MOST_TOKENS = 4000
 """In the table of a page."""
 MOST_POINTS = 2000
-"""Of each kind in the plane."""
+"""Points of each kind in the plane."""
 MOST_FREQUENT = 15
 MARKS = str.maketrans({" ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍"})
 """White space to be seen."""

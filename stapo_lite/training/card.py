@@ -23,7 +23,7 @@ class FinishedRun(NamedTuple):
     metrics: list[dict[str, Any]]
     """Steps up to the adapter's."""
     results: dict[str, Any] | None
-    """Of the benchmarks."""
+    """Those of the benchmarks."""
     environment: dict[str, Any]
 
 

@@ -17,7 +17,7 @@ SHORT, LONG = 10, 50
 class Rule(NamedTuple):
     holds: Callable[[Metrics], bool]
     cause: str
-    """What it may come from, and the keys to change."""
+    """The likely origin, and the keys to change."""
 
 
 def _is(*names: str, when: Callable[[float, float], bool]) -> Callable[[Metrics], bool]:

@@ -143,8 +143,7 @@ def load_prompts(config: Config, show: Callable[[str], None]) -> tuple[list[Prom
             raise InputError(f"data.{key}={column}: {d.source} has only the columns {', '.join(rows[0])}")
     if d.drop_contaminated:
         rows = drop_contaminated(rows, d, show)
-    longest = d.max_prompt_length + config.rollout.max_completion_length
-    tokenizer, model_eos = load_tokenizer(config.model, longest, list(config.lora.target_modules))
+    tokenizer, model_eos = load_tokenizer(config.model, config.max_sequence_length, list(config.lora.target_modules))
     prompts = render_prompts(
         rows, tokenizer, d, d.source, d.prompt_column, answer_column, filter_overlong=d.filter_overlong_prompts
     )

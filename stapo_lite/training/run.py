@@ -76,7 +76,7 @@ class Rollouts:
     sampled: list[list[Completion]] = field(default_factory=list)
     """All that this process sampled."""
     rounds: int = 0
-    """Of sampling."""
+    """Rounds of sampling."""
     drawn: int = 0
     """Prompts, on all processes."""
 
