@@ -12,7 +12,7 @@ from transformers import PhiConfig
 from stapo_lite.config import PROJECTIONS, Train, load_config
 from stapo_lite.errors import InputError
 from stapo_lite.model.policy import make_optimizer
-from stapo_lite.planning.plan import GIB, Cards, as_json, make_plan, measure_activations, model_sizes, suggest
+from stapo_lite.planning.plan import GIB, Cards, as_json, make_plan, count_activations, model_sizes, suggest
 
 PARAMETERS = {"1.7B": 1_720_574_976, "8B": 8_190_735_360, "14B": 14_768_307_200}
 
@@ -127,7 +127,7 @@ def test_activations_as_the_profiler_sees_them(small, tmp_path, checkpointing, d
         **changes, dtype=dtype, lora__r=8, train__max_tokens_per_microbatch=1024, data__max_prompt_length=64,
         rollout__max_completion_length=64,
     )  # fmt: skip
-    kept, decoder, head = measure_activations(found, small)
+    kept, decoder, head = count_activations(found, small)
     assert kept < decoder
     gradients = sum(p.nbytes for p in policy.parameters.values())  # which the plan counts apart
     for _ in range(2):  # the first pass warms caches up
