@@ -72,14 +72,14 @@ def count(arguments: list[str], out: Path) -> None:
     out.write_text(json.dumps(calls), encoding="utf-8")
 
 
-def train_on_a_full_disk(arguments: list[str], first: int, last: int) -> None:
-    """A run whose files cannot grow in the steps `first` to `last`: the kernel refuses, as it does on a full disk."""
+def train_on_a_full_disk(arguments: list[str], steps: set[int]) -> None:
+    """A run whose files cannot grow in some steps: the kernel refuses, as it does on a full disk."""
     for descriptor in (1, 2):  # they may be files, too
         os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
     config = load_config(arguments[0], arguments[1:])
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     for metrics in importlib.import_module("stapo_lite.training.loop").train(config):
-        full = first <= min(metrics["step"] + 1, config.train.max_steps) <= last
+        full = min(metrics["step"] + 1, config.train.max_steps) in steps
         size = (Path(config.output_dir) / "metrics.jsonl").stat().st_size + 100
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, unlimited[1]) if full else unlimited)
 

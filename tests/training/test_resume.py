@@ -15,7 +15,7 @@ from pathlib import Path
 import interrupted
 import pytest
 import torch
-from helpers import command, run, without_times
+from helpers import checkpoints, command, run, without_times
 
 from stapo_lite.config import load_config
 from stapo_lite.errors import InputError
@@ -33,10 +33,6 @@ def arguments(write_config, tmp_path):
     log = {"audit_tokens": 3, "save_steps": 2, "log_completions_steps": 0}
     config = write_config(train__max_steps=5, objective=objective, log=log)
     return lambda name: [str(config), f"output_dir={tmp_path / name}"]
-
-
-def names(folder: Path) -> list[str]:
-    return [path.name for path in list_checkpoints(folder)]
 
 
 def outcome(folder: Path):
@@ -62,8 +58,7 @@ def moments(calls: dict[str, int], seed: int):
 @pytest.mark.parametrize(
     ("by", "number", "in_a_row"),
     [
-        (signal.SIGKILL, 7, 4),
-        (signal.SIGTERM, 2, 2),
+        (signal.SIGKILL, 7, 7),
         pytest.param(signal.SIGKILL, 35, 5, marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, 14, 3, marks=pytest.mark.slow),
     ],
@@ -74,7 +69,7 @@ def test_interrupted_at_any_moment_a_run_ends_in_the_same_bytes(children, argume
     calls = json.loads((tmp_path / "calls.json").read_text(encoding="utf-8"))
     assert set(calls) == set(interrupted.PHASES)
     expected, hit, run_ = outcome(tmp_path / "whole"), [], [*arguments("run"), "--resume"]
-    assert names(tmp_path / "whole") == ["checkpoint-4", "checkpoint-5"]
+    assert checkpoints(tmp_path / "whole") == ["checkpoint-4", "checkpoint-5"]
     for phase, moment in moments(calls, seed=int(by)):
         status = children(interrupted.train, run_, phase, moment, by)
         assert status in (0, -signal.SIGKILL if by == signal.SIGKILL else 143), (phase, moment)
@@ -91,7 +86,7 @@ def test_interrupted_at_any_moment_a_run_ends_in_the_same_bytes(children, argume
 def test_sigterm_loses_no_finished_step(children, arguments, tmp_path):
     status = children(interrupted.train, arguments("run"), "update", (7, 500), signal.SIGTERM)  # two updates a step
     assert status == 143
-    assert names(tmp_path / "run") == ["checkpoint-2", "checkpoint-3"]
+    assert checkpoints(tmp_path / "run") == ["checkpoint-2", "checkpoint-3"]
     assert not (tmp_path / "run" / "adapter").exists()
 
 
@@ -114,7 +109,7 @@ def test_sigterm_to_the_launcher_reaches_the_run(write_config, tmp_path):
                 break
         launched.terminate()
         launched.stdout.read()  # until the run, which writes there, has ended
-    step = int(names(tmp_path / "run")[-1].removeprefix("checkpoint-"))
+    step = int(checkpoints(tmp_path / "run")[-1].removeprefix("checkpoint-"))
     assert 3 <= step < 1000
     assert [m["step"] for m in read_metrics(tmp_path / "run")][-1] - step in (0, 1)
 
@@ -171,7 +166,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(write_config, tm
         tear(folder / name / "state.json")
     steps = loop.train(load_config(write_config(log__save_steps=1, log__save_total_limit=1)), resume=True)
     assert next(steps)["step"] == 3
-    assert names(folder) == ["checkpoint-3", "checkpoint-4"]
+    assert checkpoints(folder) == ["checkpoint-3", "checkpoint-4"]
     assert find_damage(folder / "checkpoint-3") is None
     assert len(list(steps)) == 1
     assert find_damage(folder / "checkpoint-4") is None
@@ -238,12 +233,3 @@ def test_with_vllm_a_resumed_step_draws_the_same(write_config, tmp_path, monkeyp
     state = read_state(tmp_path / "run" / "checkpoint-3")
     assert state["progress"]["prompts_drawn"] == 12
     assert state["environment"]["engine"].startswith("vllm 0.")
-
-
-def test_two_runs_do_not_share_a_folder(write_config):
-    first = loop.train(load_config(write_config()))
-    next(first)
-    with pytest.raises(InputError, match="another run writes to it at this moment"):
-        run(write_config(), resume=True)
-    first.close()
-    assert [m["step"] for m in run(write_config(), resume=True)] == [2, 3, 4]
