@@ -31,13 +31,13 @@ PHASES = {
 
 
 def watch(phase: str, on_call) -> None:
-    """Have `on_call(run, call)` told of each call within a phase."""
+    """Have `on_call(phase, run, call)` told of each call within a phase."""
     owner, name = PHASES[phase]
     function, runs = getattr(owner, name), itertools.count()
 
     def watched(*arguments, **options):
         run, calls = next(runs), itertools.count()
-        sys.setprofile(lambda frame, event, argument: event in ("call", "c_call") and on_call(run, next(calls)))
+        sys.setprofile(lambda frame, event, argument: event in ("call", "c_call") and on_call(phase, run, next(calls)))
         try:
             return function(*arguments, **options)
         finally:
@@ -49,7 +49,7 @@ def watch(phase: str, on_call) -> None:
 def train(arguments: list[str], phase: str, moment: tuple[int, int], by: signal.Signals) -> None:
     """The command, with a signal sent to itself at the moment."""
 
-    def on_call(run: int, call: int) -> None:
+    def on_call(_: str, run: int, call: int) -> None:
         if (run, call) == moment:
             sys.setprofile(None)
             os.kill(os.getpid(), by)
@@ -61,12 +61,12 @@ def train(arguments: list[str], phase: str, moment: tuple[int, int], by: signal.
 def count(arguments: list[str], out: Path) -> None:
     """The command, uninterrupted; writes the number of calls in the second run of each phase."""
     calls: dict[str, int] = {}
+
+    def on_call(phase: str, run: int, call: int) -> None:
+        if run == 1:
+            calls[phase] = call + 1
+
     for phase in PHASES:
-
-        def on_call(run: int, call: int, phase: str = phase) -> None:
-            if run == 1:
-                calls[phase] = call + 1
-
         watch(phase, on_call)
     command(arguments)
     out.write_text(json.dumps(calls), encoding="utf-8")

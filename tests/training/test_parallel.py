@@ -27,7 +27,7 @@ from stapo_lite.files import read_lines
 from stapo_lite.training.tracking import read_metrics
 from stapo_lite.training.update import Update
 
-FAST = ["stapo", "grpo", "20-entropy"]
+FAST = ["stapo", "grpo"]
 
 
 @pytest.mark.parametrize(

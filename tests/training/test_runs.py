@@ -10,7 +10,6 @@ import re
 import numpy as np
 import pytest
 import torch
-import yaml
 from helpers import RARELY_RIGHT, ROOT, accelerate_launch, command, run, without_times
 
 from stapo_lite.algorithm.microbatches import cut_evenly
@@ -19,6 +18,7 @@ from stapo_lite.errors import InputError
 from stapo_lite.evaluation import exam
 from stapo_lite.evaluation.evaluate import evaluate
 from stapo_lite.files import read_lines, write_lines
+from stapo_lite.tools.export import export
 from stapo_lite.training import opening
 from stapo_lite.training.checkpoint import list_checkpoints, read_state
 from stapo_lite.training.lifecycle import make_accelerator
@@ -51,9 +51,11 @@ def adapter_bytes(folder):
     return (folder / "adapter_model.safetensors").read_bytes()
 
 
-def test_a_run_leaves_everything_behind(write_config, tmp_path, capsys):
-    metrics = run(write_config(log__save_steps=1))
-    folder = tmp_path / "run"
+def test_a_run_leaves_everything_behind_but_secrets(write_config, tmp_path, capsys, monkeypatch):
+    for name in ("HF_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY"):
+        monkeypatch.setenv(name, f"secret-of-{name}")
+    log = {"save_steps": 1, "log_completions_steps": 2, "audit_tokens": 64, "report_to": ["tensorboard"]}
+    metrics, folder = run(write_config(log=log)), tmp_path / "run"
     assert read_metrics(folder) == metrics
     assert [m["step"] for m in metrics] == [1, 2, 3, 4]
     assert [m["updates"] for m in metrics] == [2] * 4
@@ -65,7 +67,10 @@ def test_a_run_leaves_everything_behind(write_config, tmp_path, capsys):
     environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
     assert environment["hardware"] == f"CPU with {os.cpu_count()} cores" or torch.cuda.is_available()
     assert environment["torch"] == torch.__version__.partition("+")[0] or "+" in environment["torch"]
-    output = capsys.readouterr().out
+    export(folder, folder / "export", dtype="float32")
+    written = b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
+    output, errors = capsys.readouterr()
+    assert b"secret-of" not in written + output.encode() + errors.encode()
     assert len(re.findall(r"^step \d/4 \| reward ", output, re.MULTILINE)) == 4
     assert len(re.findall(r"samples of step", output)) == 2
     assert "silenced share" in output
@@ -73,12 +78,12 @@ def test_a_run_leaves_everything_behind(write_config, tmp_path, capsys):
     assert sorted(name for row in rows for name in re.findall(r"`(\w+)`", row)) == sorted(metrics[0])
 
 
-def test_metrics_of_a_step_by_hand(write_config, trained, monkeypatch):
+def test_metrics_and_token_log_of_a_step_by_hand(write_config, trained, monkeypatch, tmp_path):
     """Counted from the completions; shares and means of docs/metrics.md from sums that the oracle checks."""
     totals, reduce = [], Tally.reduce
     monkeypatch.setattr(Tally, "reduce", lambda self, a: totals.append(reduce(self, a)) or totals[-1])
     changes = {"algorithm": "grpo", "objective": {"s2t": {"enabled": True, "tau_p": 0.01}}}
-    m = run(write_config(train__max_steps=1, **changes))[0]
+    m = run(write_config(train__max_steps=1, log__audit_tokens=3, **changes))[0]
     t, completions = totals[0], trained
     lengths = [len(c.token_ids) for c in completions]
     tokens = sum(lengths)
@@ -113,6 +118,10 @@ def test_metrics_of_a_step_by_hand(write_config, trained, monkeypatch):
         ("sampler_capped_share", "capped", active),
     ):
         assert m[metric] == pytest.approx(t[total] / count), metric
+    (step,) = read_lines(tmp_path / "run" / "quadrants.jsonl")
+    assert (sum(step["tokens"][:2]), step["tokens"][0]) == (t["candidate"], t["spurious"])
+    assert step["tau_h"] == pytest.approx(m["tau_h"])
+    assert len(read_lines(tmp_path / "run" / "tokens.jsonl")) == 3 < t["candidate"]
 
 
 def test_the_reward_rises(write_config):
@@ -121,24 +130,9 @@ def test_the_reward_rises(write_config):
     assert last > first + 1.5  # of at most 8
 
 
-def test_a_token_log_changes_nothing_and_agrees_with_the_metrics(write_config, tmp_path):
-    plain = run(write_config(output_dir=str(tmp_path / "plain"), train__max_steps=3))
-    assert without_times(run(write_config(train__max_steps=3, log__audit_tokens=3))) == without_times(plain)
-    assert adapter_bytes(tmp_path / "run" / "adapter") == adapter_bytes(tmp_path / "plain" / "adapter")
-    lines, steps = (read_lines(tmp_path / "run" / name) for name in ("tokens.jsonl", "quadrants.jsonl"))
-    assert [step["step"] for step in steps] == [1, 2, 3]
-    assert any(sum(step["tokens"][:2]) > 3 for step in steps)
-    for step, m in zip(steps, plain, strict=True):
-        batch_tokens = 16 * m["completion_length"]
-        assert sum(step["tokens"][:2]) == pytest.approx(m["candidate_share"] * batch_tokens)
-        assert step["tokens"][0] == pytest.approx(m["spurious_share"] * batch_tokens)
-        assert sum(line["step"] == step["step"] for line in lines) == min(3, sum(step["tokens"][:2]))
-        assert step["tau_h"] == pytest.approx(m["tau_h"]) if m["tau_h"] else step["tau_h"] is None
-
-
 def test_benchmarks_during_training(write_config, tiny_model, tmp_path, monkeypatch, capsys):
-    """Before, during and after; they change nothing in the training; a resumed run repeats none; and the last one gives
-    what an evaluation of the final adapter gives."""
+    """Before, during and after; like a token log they change nothing in the training; a resumed run repeats none; and
+    the last one gives what an evaluation of the final adapter gives."""
     benchmark, folder = tmp_path / "mine.jsonl", tmp_path / "run"
     write_lines(benchmark, [{"problem": f"say {word}", "answer": n} for n, word in enumerate(("five", "six"))])
     settings = {"steps": 2, "benchmarks": [str(benchmark)], "num_samples": 6, "temperature": 0.7, "top_p": 0.9}
@@ -153,27 +147,21 @@ def test_benchmarks_during_training(write_config, tiny_model, tmp_path, monkeypa
     monkeypatch.setattr(exam, "draw", note)
     folder.mkdir()
     write_lines(folder / "evaluations.jsonl", [{"step": 0}])  # of a run that was killed in its first step
-    run(write_config(train__max_steps=2, evaluation=settings))
+    run(write_config(train__max_steps=2, evaluation=settings, log__audit_tokens=3))
     for name in ("evaluations.jsonl", "metrics.jsonl"):  # of a step after the checkpoint
         write_lines(folder / name, [*read_lines(folder / name), {"step": 3}])
-    run(write_config(train__max_steps=3, evaluation=settings), resume=True)
+    run(write_config(train__max_steps=3, evaluation=settings, log__audit_tokens=3), resume=True)
     assert without_times(read_metrics(folder)) == without_times(plain)
+    assert adapter_bytes(folder / "adapter") == adapter_bytes(tmp_path / "plain" / "adapter")
     evaluations = read_lines(folder / "evaluations.jsonl")
     assert [line["step"] for line in evaluations] == [0, 2, 3]
     assert all(line["benchmarks"]["mine"]["samples"] == 6 for line in evaluations)
     assert len(re.findall(r"^benchmarks after step [023]\n\| benchmark ", capsys.readouterr().out, re.MULTILINE)) == 3
-    tree = {
-        "model": str(tiny_model),
-        "adapter": str(folder / "adapter"),
-        "output_dir": str(tmp_path / "evaluation"),
-        "dtype": "float32",
-        "benchmarks": settings["benchmarks"],
-        "decoding": "justrl",
-        "data": {"max_prompt_length": 64, "prompt_suffix": ""},
-        "rollout": {"engine": "transformers", "num_samples": 6, "max_completion_length": 8},
-    }
-    (tmp_path / "eval.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
-    results = evaluate(load_eval_config(tmp_path / "eval.yaml"))
+    tree = {"model": str(tiny_model), "adapter": str(folder / "adapter"), "output_dir": str(tmp_path / "evaluation")}
+    tree |= {"dtype": "float32", "benchmarks": settings["benchmarks"], "decoding": "justrl"}
+    tree |= {"data": {"max_prompt_length": 64, "prompt_suffix": ""}}
+    tree |= {"rollout": {"engine": "transformers", "num_samples": 6, "max_completion_length": 8}}
+    results = evaluate(load_eval_config(tree))
     assert results["benchmarks"] == evaluations[-1]["benchmarks"]
     assert [line["response"] for line in read_lines(tmp_path / "evaluation" / "samples-0.jsonl")] == responses[24:]
     assert responses[:12] != responses[12:24] != responses[24:]
@@ -184,9 +172,8 @@ def test_rows_that_are_left_out_are_counted(write_config, tmp_path, capsys):
     config = write_config(data__drop_contaminated=[str(tmp_path / "mine.jsonl")])
     prompts, _, _ = opening.load_prompts(load_config(config), print)
     assert [p.prompt for p in prompts] == ["say one", "say three", "say four"]
-    opening.load_prompts(
-        load_config(write_config(data__max_prompt_length=26, data__filter_overlong_prompts=True)), print
-    )
+    shorter = write_config(data__max_prompt_length=26, data__filter_overlong_prompts=True)
+    opening.load_prompts(load_config(shorter), print)
     printed = capsys.readouterr().out
     assert f"1 rows of {tmp_path / 'prompts.jsonl'} that hold 1 benchmark problems left out" in printed
     assert re.search(r"^2 prompts from .*prompts.jsonl; 2 longer than 26 tokens left out$", printed, re.MULTILINE)
@@ -303,17 +290,13 @@ def test_sizes_of_rounds_and_mini_batches_by_hand():
     assert cut_evenly([], 4) == []
 
 
-@pytest.mark.parametrize(
-    ("schedule", "expected"),
-    [
-        ("constant", [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0]),
-        ("linear", [0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25]),
-        ("cosine", [0.25, 0.5, 0.75, 1.0, 1.0, (2 + 2**0.5) / 4, 0.5, (2 - 2**0.5) / 4]),
-    ],
-)
-def test_learning_rates_by_hand(schedule, expected):
-    train = Train(max_steps=8, warmup_steps=4, learning_rate=2.0, lr_scheduler_type=schedule)
-    assert [learning_rate(train, step) / 2 for step in range(8)] == pytest.approx(expected)
+def test_learning_rates_by_hand():
+    falling = {"constant": [1.0] * 3, "linear": [0.75, 0.5, 0.25]}
+    falling["cosine"] = [(2 + 2**0.5) / 4, 0.5, (2 - 2**0.5) / 4]
+    for schedule, rates in falling.items():
+        train = Train(max_steps=8, warmup_steps=4, learning_rate=2.0, lr_scheduler_type=schedule)
+        expected = [0.25, 0.5, 0.75, 1.0, 1.0, *rates]
+        assert [learning_rate(train, step) / 2 for step in range(8)] == pytest.approx(expected), schedule
 
 
 def test_no_two_runs_or_samples_share_a_seed():
@@ -323,7 +306,7 @@ def test_no_two_runs_or_samples_share_a_seed():
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_the_allocators_settings_under_the_name_that_vllm_reads(monkeypatch, tmp_path):
+def test_the_allocators_settings_under_vllms_name_and_a_card_that_torch_cannot_use(monkeypatch, tmp_path, caplog):
     ours, vllms = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
     for given, expected in ((None, "expandable_segments:True"), ("b:2", "b:2")):
         for name, value in ((ours, given), (vllms, given and "a:1")):
@@ -332,9 +315,6 @@ def test_the_allocators_settings_under_the_name_that_vllm_reads(monkeypatch, tmp
                 monkeypatch.delenv(name)
         make_accelerator(Log(), tmp_path)
         assert os.environ[vllms] == expected
-
-
-def test_a_card_that_torch_cannot_use_is_named(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setattr("stapo_lite.model.processes.NVIDIA_DRIVER", tmp_path)
     make_accelerator(Log(), tmp_path)
