@@ -19,14 +19,14 @@ from stapo_lite.rollout.transformers_engine import TransformersEngine
 from stapo_lite.training import checkpoint
 from stapo_lite.training.tracking import RunLog
 
-PHASES = {
-    "rollout": (TransformersEngine, "generate"),
-    "reward": (importlib.import_module("stapo_lite.rewards.functions").RewardModel, "score"),
-    "update": (importlib.import_module("stapo_lite.training.loop"), "update"),
-    "optimiser step": (torch.optim.AdamW, "step"),
-    "snapshot": (checkpoint, "take_snapshot"),
+PHASES = {  # those with the most to lose first
     "checkpoint write": (checkpoint, "save_checkpoint"),
     "log": (RunLog, "step"),
+    "optimiser step": (torch.optim.AdamW, "step"),
+    "snapshot": (checkpoint, "take_snapshot"),
+    "update": (importlib.import_module("stapo_lite.training.loop"), "update"),
+    "reward": (importlib.import_module("stapo_lite.rewards.functions").RewardModel, "score"),
+    "rollout": (TransformersEngine, "generate"),
 }
 
 

@@ -269,8 +269,8 @@ def test_dynamic_sampling_fills_the_batch_with_groups_that_vary(write_config, us
 
 @pytest.mark.parametrize(
     ("reward", "groups"),
-    [("1.0", 0), ("float('two' in str(p))", 0), ("float(i % 2 == 0 and 'two' in str(p))", 3)],
-    ids=["all equal", "equal within groups", "one group in each round"],
+    [("float('two' in str(p))", 0), ("float(i % 2 == 0 and 'two' in str(p))", 3)],
+    ids=["equal within groups", "one group in each round"],
 )
 def test_dynamic_sampling_is_bounded_and_goes_on_with_what_it_has(write_config, user_reward, reward, groups):
     user_reward(f"def even(prompts, **columns): return [{reward} for i, p in enumerate(prompts)]")
