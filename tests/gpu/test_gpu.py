@@ -1,4 +1,4 @@
-"""What only a GPU can show; `benchmarks/gpu_suite.py` runs these first. Without one they are skipped."""
+"""For a GPU; `benchmarks/gpu_suite.py` runs these first. Without one they are skipped."""
 
 import json
 import multiprocessing

@@ -130,7 +130,7 @@ def test_parking_the_base_and_back(make_policy, quantization):
 
 
 def test_offloaded_activations_change_nothing(make_policy, monkeypatch):
-    """What goes to the host is the input of each checkpointed layer and the little that follows them: no weights."""
+    """To the host go the input of each checkpointed layer and the little that follows them: no weights."""
     completions = fake_completions(0, [1.0] * 3)
     offloaded = []
 

@@ -28,7 +28,7 @@ loop = importlib.import_module("stapo_lite.training.loop")
 
 @pytest.fixture
 def arguments(write_config, tmp_path):
-    """Of the command, for a run of five steps in a folder of that name."""
+    """A function that gives the command's, for a run of five steps in a folder of that name."""
     objective = {"s2t": {"tau_p": 0.02, "target_share": 1e-4}}
     log = {"audit_tokens": 3, "save_steps": 2, "log_completions_steps": 0}
     config = write_config(train__max_steps=5, objective=objective, log=log)
@@ -185,7 +185,7 @@ def test_a_checkpoint_runs_no_code(finished, write_config):
 
 
 def test_a_checkpoint_says_where_it_was_made(finished, write_config, tmp_path, monkeypatch, capsys):
-    """What differs is named on the way on: versions, and other prompts under the same name."""
+    """A run that goes on names the differences: versions, and other prompts under the same name."""
     state = read_state(finished / "checkpoint-4")
     expected = {"tau_p": 0.01, "step": 4, "prompts_drawn": 16, "halvings": 0, "skipped_in_a_row": 0}
     assert state["progress"] == expected

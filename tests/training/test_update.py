@@ -135,7 +135,7 @@ def test_every_objective_matches_the_oracle(make_policy, tiny_model, case, later
     ),
 )
 def test_any_mini_batch(tiny_model, advantages, longest, seed, later, max_tokens, case, s2t):
-    """Of any shape, with none, one or only equal candidates, with everything masked, with no advantage at all."""
+    """In any shape, with none, one or only equal candidates, with everything masked, with no advantage at all."""
     policy = adapted_policy(tiny_model)
     policy.model.double()
     completions = sampled_by_an_engine(policy, fake_completions(seed, advantages, longest))
@@ -173,7 +173,7 @@ def test_what_changes_nothing(tiny_model, case):
     ("statistics", "later", "passes"), [("current", False, 1), ("old", True, 0), ("current", True, 1)]
 )
 def test_no_pass_that_is_not_needed(make_policy, statistics, later, passes):
-    """Of three micro-batches the first one's forward pass serves the mask as well; old statistics need no pass, and
+    """The first of three micro-batches' forward pass serves the mask as well; old statistics need no pass, and
     completions without advantage none."""
     policy, completions = make_policy(), fake_completions(0, [1.0, 1.0, 0.0, 1.0])
     old = measured(policy, completions) if later else None
