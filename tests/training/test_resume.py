@@ -136,7 +136,12 @@ DAMAGE = {
 }
 
 
-def test_a_damaged_checkpoint_is_passed_over(finished, tmp_path, caplog):
+class Code:
+    def __reduce__(self):
+        return exec, ("raise SystemExit('the code ran')",)
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_none_runs_code(finished, write_config, tmp_path, caplog):
     assert newest_checkpoint(finished) == finished / "checkpoint-4"
     for name, damage in DAMAGE.items():
         folder = shutil.copytree(finished, tmp_path / name)
@@ -149,6 +154,13 @@ def test_a_damaged_checkpoint_is_passed_over(finished, tmp_path, caplog):
             continue
         with pytest.raises(InputError, match="holds only damaged checkpoints \\(checkpoint-4: .*; checkpoint-2: "):
             newest_checkpoint(folder)
+    folder = finished / "checkpoint-4"
+    torch.save(Code(), folder / "optimizer.pt")
+    sums = json.loads((folder / "checksums.json").read_text(encoding="utf-8"))
+    sums["optimizer.pt"] = hashlib.sha256((folder / "optimizer.pt").read_bytes()).hexdigest()
+    (folder / "checksums.json").write_text(json.dumps(sums), encoding="utf-8")
+    with pytest.raises(InputError, match="checkpoint-4: does not fit this run"):
+        run(write_config(train__max_steps=5), resume=True)
 
 
 def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(write_config, tmp_path):
@@ -167,21 +179,6 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(write_config, tm
     left, _, metrics, _ = outcome(folder)
     assert left == [expected[0][0], expected[0][-1]]  # adapter and checkpoint-4
     assert metrics == expected[2]
-
-
-class Code:
-    def __reduce__(self):
-        return exec, ("raise SystemExit('the code ran')",)
-
-
-def test_a_checkpoint_runs_no_code(finished, write_config):
-    folder = finished / "checkpoint-4"
-    torch.save(Code(), folder / "optimizer.pt")
-    sums = json.loads((folder / "checksums.json").read_text(encoding="utf-8"))
-    sums["optimizer.pt"] = hashlib.sha256((folder / "optimizer.pt").read_bytes()).hexdigest()
-    (folder / "checksums.json").write_text(json.dumps(sums), encoding="utf-8")
-    with pytest.raises(InputError, match="checkpoint-4: does not fit this run"):
-        run(write_config(train__max_steps=5), resume=True)
 
 
 def test_a_checkpoint_says_where_it_was_made(finished, write_config, tmp_path, monkeypatch, capsys):
