@@ -15,10 +15,10 @@ from random_model import VOCABULARY, qwen3
 
 from stapo_lite.algorithm.microbatches import TokenBudget, pack
 from stapo_lite.cli import main as cli
-from stapo_lite.config import Config, Engine, Lora, load_config
-from stapo_lite.model.policy import Policy, load_policy
+from stapo_lite.config import Config, Engine, Lora, Train, load_config
+from stapo_lite.model.policy import Policy, load_policy, make_optimizer
 from stapo_lite.rollout import Sampling
-from stapo_lite.training.checkpoint import Progress
+from stapo_lite.training.checkpoint import Progress, list_checkpoints
 from stapo_lite.training.loop import train
 from stapo_lite.training.metrics import VALUES
 from stapo_lite.training.update import Learner, measure, update
@@ -330,3 +330,34 @@ def dense(hidden, weight, bias, targets, temperature):
     log_p = torch.log_softmax(logits / temperature, dim=-1)
     p = log_p.exp()
     return log_p[torch.arange(len(targets)), targets], -(p * log_p).sum(-1), p.square().sum(-1)
+
+
+def learn(policy, completions, optim, learning_rate):
+    """Take ten steps up the likelihood of completions, which is returned; what is frozen stays as it was."""
+    base = {name: p.detach().clone() for name, p in policy.model.named_parameters() if not p.requires_grad}
+    optimizer = make_optimizer(policy, Train(optim=optim, learning_rate=learning_rate, weight_decay=0.0))
+    likelihoods = []
+    for _ in range(10):
+        likelihood = policy.statistics(completions).logprobs.sum()
+        likelihoods.append(likelihood.item())
+        (-likelihood).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    after = dict(policy.model.named_parameters())
+    assert all(torch.equal(after[name], values) for name, values in base.items())
+    return likelihoods
+
+
+def checkpoints(folder):
+    return [path.name for path in list_checkpoints(folder)]
+
+
+def accelerate_launch(processes, *arguments, timeout=300, **options):
+    """Run it to its end; what it prints."""
+    executable = str(Path(sys.executable).with_name("accelerate"))
+    sizes = ["--num_processes", str(processes), "--num_machines", "1", "--main_process_port", "0"]
+    sizes += ["--mixed_precision", "no"]
+    command = [executable, "launch", *sizes, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, **options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout

@@ -19,25 +19,25 @@ from stapo_lite.rollout.transformers_engine import TransformersEngine
 from stapo_lite.training import checkpoint
 from stapo_lite.training.tracking import RunLog
 
-PHASES = {
-    "rollout": (TransformersEngine, "generate"),
-    "reward": (importlib.import_module("stapo_lite.rewards.functions").RewardModel, "score"),
-    "update": (importlib.import_module("stapo_lite.training.loop"), "update"),
-    "optimiser step": (torch.optim.AdamW, "step"),
-    "snapshot": (checkpoint, "take_snapshot"),
+PHASES = {  # those with the most to lose first
     "checkpoint write": (checkpoint, "save_checkpoint"),
     "log": (RunLog, "step"),
+    "optimiser step": (torch.optim.AdamW, "step"),
+    "snapshot": (checkpoint, "take_snapshot"),
+    "update": (importlib.import_module("stapo_lite.training.loop"), "update"),
+    "reward": (importlib.import_module("stapo_lite.rewards.functions").RewardModel, "score"),
+    "rollout": (TransformersEngine, "generate"),
 }
 
 
 def watch(phase: str, on_call) -> None:
-    """Have `on_call(run, call)` told of each call within a phase."""
+    """Have `on_call(phase, run, call)` told of each call within a phase."""
     owner, name = PHASES[phase]
     function, runs = getattr(owner, name), itertools.count()
 
     def watched(*arguments, **options):
         run, calls = next(runs), itertools.count()
-        sys.setprofile(lambda frame, event, argument: event in ("call", "c_call") and on_call(run, next(calls)))
+        sys.setprofile(lambda frame, event, argument: event in ("call", "c_call") and on_call(phase, run, next(calls)))
         try:
             return function(*arguments, **options)
         finally:
@@ -49,7 +49,7 @@ def watch(phase: str, on_call) -> None:
 def train(arguments: list[str], phase: str, moment: tuple[int, int], by: signal.Signals) -> None:
     """The command, with a signal sent to itself at the moment."""
 
-    def on_call(run: int, call: int) -> None:
+    def on_call(_: str, run: int, call: int) -> None:
         if (run, call) == moment:
             sys.setprofile(None)
             os.kill(os.getpid(), by)
@@ -61,25 +61,25 @@ def train(arguments: list[str], phase: str, moment: tuple[int, int], by: signal.
 def count(arguments: list[str], out: Path) -> None:
     """The command, uninterrupted; writes the number of calls in the second run of each phase."""
     calls: dict[str, int] = {}
+
+    def on_call(phase: str, run: int, call: int) -> None:
+        if run == 1:
+            calls[phase] = call + 1
+
     for phase in PHASES:
-
-        def on_call(run: int, call: int, phase: str = phase) -> None:
-            if run == 1:
-                calls[phase] = call + 1
-
         watch(phase, on_call)
     command(arguments)
     out.write_text(json.dumps(calls), encoding="utf-8")
 
 
-def train_on_a_full_disk(arguments: list[str], first: int, last: int) -> None:
-    """A run whose files cannot grow in the steps `first` to `last`: the kernel refuses, as it does on a full disk."""
+def train_on_a_full_disk(arguments: list[str], steps: set[int]) -> None:
+    """A run whose files cannot grow in some steps: the kernel refuses, as it does on a full disk."""
     for descriptor in (1, 2):  # they may be files, too
         os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
     config = load_config(arguments[0], arguments[1:])
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     for metrics in importlib.import_module("stapo_lite.training.loop").train(config):
-        full = first <= min(metrics["step"] + 1, config.train.max_steps) <= last
+        full = min(metrics["step"] + 1, config.train.max_steps) in steps
         size = (Path(config.output_dir) / "metrics.jsonl").stat().st_size + 100
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, unlimited[1]) if full else unlimited)
 

@@ -74,16 +74,16 @@ class Products(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("entropy", "products"), [(False, 2), (True, 3)])
-def test_products_with_a_gradient_and_one_without(entropy, products):
+def test_products_with_a_gradient_and_one_without():
     hidden, weight, _, targets = make()
     hidden.requires_grad_()
-    options = {"memory_bytes": BUDGET, "differentiable_entropy": entropy}
-    with Products() as both_passes:
-        token_statistics(hidden, weight, targets, **options).logprobs.sum().backward()
-    with torch.no_grad(), Products() as forward:
-        token_statistics(hidden, weight, targets, **options)
-    assert (both_passes.count, forward.count) == (products * N * D * V, N * D * V)
+    for entropy, products in ((False, 2), (True, 3)):
+        options = {"memory_bytes": BUDGET, "differentiable_entropy": entropy}
+        with Products() as both_passes:
+            token_statistics(hidden, weight, targets, **options).logprobs.sum().backward()
+        with torch.no_grad(), Products() as forward:
+            token_statistics(hidden, weight, targets, **options)
+        assert (both_passes.count, forward.count) == (products * N * D * V, N * D * V)
 
 
 @pytest.mark.parametrize(
@@ -128,14 +128,9 @@ def test_the_workspace_stays_within_the_budget(dtype, entropy, width):
     assert 0.3 * budget < peak_bytes(run) <= 1.03 * budget + results  # and values per token
 
 
-def test_no_tokens():
-    hidden = torch.zeros(0, D, requires_grad=True)
-    actual = token_statistics(hidden, torch.zeros(V, D), torch.zeros(0, dtype=torch.long))
-    assert [tuple(values.shape) for values in actual] == [(0,)] * 3
-
-
-def test_what_does_not_fit_is_named():
+def test_no_tokens_and_what_does_not_fit():
     hidden, weight, _, targets = make()
+    assert [tuple(values.shape) for values in token_statistics(hidden[:0], weight, targets[:0])] == [(0,)] * 3
     bad = {r"weight \[V, D\]": weight[:, :-1], "cast one": weight.bfloat16(), "the head is frozen": weight.clone()}
     bad["the head is frozen"].requires_grad_()
     for message, head in bad.items():

@@ -32,29 +32,17 @@ ADVERSARIAL = {
 }
 
 
-def token_loss(logprob, old_logprob, advantage):
-    old, advantage = (torch.tensor([value], dtype=logprob.dtype) for value in (old_logprob, advantage))
-    return clipped_token_loss(logprob, old, advantage, 0.2, 0.28)
-
-
-def exact_norm(logits, target, old_logprob, advantage):
-    """||dJ/da|| of one token in float64, by autograd through softmax, ratio and clip."""
-    a = logits.double().requires_grad_()
-    loss = token_loss(torch.log_softmax(a, -1)[target].view(1), old_logprob, advantage).loss
-    return torch.autograd.grad(loss.sum(), a)[0].norm().item()
-
-
-def measured(logits, target, old_logprob, advantage):
-    """(norm by the identity, w, statistics), as training computes them: fp32, from the LM head."""
-    s = token_statistics(logits.float()[None], torch.eye(VOCABULARY), torch.tensor([target]))
-    token = token_loss(s.logprobs, old_logprob, advantage)
-    return logit_gradient_norm(token.gradient, s.logprobs, s.collision).item(), token.gradient.item(), s
-
-
 def check(logits, target, shift, advantage):
-    old = (torch.log_softmax(logits.double(), -1)[target] + shift).item()
-    norm, w, s = measured(logits, target, old, advantage)
-    exact = exact_norm(logits, target, old, advantage)
+    """One token in float64, by autograd through softmax, ratio and clip; and as training does it: fp32, from the LM
+    head."""
+    a = logits.double().requires_grad_()
+    logprob = torch.log_softmax(a, -1)[target].view(1)
+    old, advantages = logprob.detach() + shift, torch.full_like(logprob, advantage)
+    loss = clipped_token_loss(logprob, old, advantages, 0.2, 0.28).loss
+    exact = torch.autograd.grad(loss.sum(), a)[0].norm().item()
+    s = token_statistics(logits.float()[None], torch.eye(VOCABULARY), torch.tensor([target]))
+    gradient = clipped_token_loss(s.logprobs, old.float(), advantages.float(), 0.2, 0.28).gradient
+    norm, w = logit_gradient_norm(gradient, s.logprobs, s.collision).item(), gradient.item()
     assert norm == pytest.approx(exact, rel=2e-5, abs=2e-5 * abs(w))
     pi, entropy = s.logprobs.exp().item(), s.entropy.item()
     slack = 4e-5 * w**2  # w is off by 1e-5 where log pi is -70: fp32 has no more digits

@@ -36,7 +36,7 @@ PAPERS = {
 
 
 @pytest.mark.parametrize("algorithm", PAPERS)
-def test_algorithms_are_the_papers(algorithm):
+def test_algorithms_are_the_papers_and_read_back_field_by_field(algorithm, tmp_path):
     config = load_config(MINIMAL, [f"algorithm={algorithm}"])
     o, rollout = config.objective, config.rollout
     values = (o.s2t.enabled, o.aggregation, o.epsilon, o.epsilon_high, o.beta, o.top_entropy_quantile, o.scale_rewards)
@@ -45,6 +45,14 @@ def test_algorithms_are_the_papers(algorithm):
     others = (o.entropy_coef, o.old_logprobs, o.sampler_correction, o.sampler_cap)
     assert others == (0.0, "trainer", "token-truncate", 2.0)
     assert (rollout.num_generations, rollout.temperature) == (8, 1.0)
+    changes = [f"algorithm={algorithm}", "objective.s2t.preset=article", "data.prompt_suffix=' é \\boxed{}'"]
+    config = load_config(MINIMAL, changes)
+    # a baseline has no entropy bonus whatever S2T preset it watches
+    assert (config.objective.entropy_coef, config.objective.s2t.tau_p) == (0.001 * (algorithm == "stapo"), 0.01)
+    (tmp_path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    assert load_config(tmp_path / "config.yaml") == config
+    explicit = yaml.safe_load(to_yaml(config)) | {"algorithm": "stapo"}
+    assert load_config(explicit).objective == config.objective
 
 
 S2T_PAPERS = {
@@ -67,44 +75,24 @@ def test_s2t_presets_are_the_papers(preset):
 def test_a_given_field_wins_over_the_preset_wherever_it_stands():
     tree = MINIMAL | {"objective": {"beta": 0.1}, "algorithm": "grpo", "train": {"batch_size": 32}}
     given = copy.deepcopy(tree)
-    config = load_config(tree, ["objective.epsilon_high=0.3", "objective.s2t.enabled=true", "train.learning_rate=3e-5"])
+    changes = ["objective.epsilon_high=0.3", "objective.s2t.enabled=true"]
+    changes += ["train.learning_rate=3e-5", "objective.sampler_correction=off"]  # YAML reads text, and false
+    config = load_config(tree, changes)
     o = config.objective
     assert (o.beta, o.epsilon_high, o.s2t.enabled, o.aggregation) == (0.1, 0.3, True, "sequence-mean")
-    assert (config.train.learning_rate, config.train.batch_size) == (3e-5, 32)  # YAML reads 3e-5 as text
+    assert (config.train.learning_rate, config.train.batch_size, o.sampler_correction) == (3e-5, 32, "off")
     assert tree == given
-
-
-def test_another_algorithm_replaces_what_the_first_one_set_in_a_resolved_config():
+    # Another algorithm replaces what the first one set in a resolved config.
     resolved = yaml.safe_load(to_yaml(load_config(MINIMAL, ["algorithm=dapo", "objective.beta=0.1"])))
     assert load_config(resolved, ["algorithm=grpo"]) == load_config(MINIMAL, ["algorithm=grpo", "objective.beta=0.1"])
 
 
-@pytest.mark.parametrize("algorithm", PAPERS)
-def test_a_resolved_preset_reads_back_field_by_field(algorithm, tmp_path):
-    changes = [f"algorithm={algorithm}", "objective.s2t.preset=article", "data.prompt_suffix=' é \\boxed{}'"]
-    config = load_config(MINIMAL, changes)
-    # a baseline has no entropy bonus whatever S2T preset it watches
-    assert (config.objective.entropy_coef, config.objective.s2t.tau_p) == (0.001 * (algorithm == "stapo"), 0.01)
-    (tmp_path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-    assert load_config(tmp_path / "config.yaml") == config
-    explicit = yaml.safe_load(to_yaml(config)) | {"algorithm": "stapo"}
-    assert load_config(explicit).objective == config.objective
-
-
-def test_off_needs_no_quotes():
-    """YAML reads it as false."""
-    assert load_config(MINIMAL, ["objective.sampler_correction=off"]).objective.sampler_correction == "off"
-
-
+FORBIDDEN = ["train.learning_rate=0", "rollout.engine=sglang", "lora.r=513", "lora.target_modules=[lm_head]", "train=3"]
 BAD = [
     (["train.lerning_rate=1"], "unknown key 'train.lerning_rate': did you mean 'learning_rate'?"),
     (["objective.s2t.zzz=1"], "unknown key 'objective.s2t.zzz': allowed are preset, enabled, tau_p, quantile"),
     (["train.learning_rate=fast"], "key 'train.learning_rate': input should be a valid number"),
-    (["train.learning_rate=0"], "key 'train.learning_rate'"),
-    (["rollout.engine=sglang"], "key 'rollout.engine': input should be 'auto', 'vllm', 'server' or 'transformers'"),
-    (["lora.r=513"], "key 'lora.r'"),
-    (["lora.target_modules=[lm_head]"], "key 'lora.target_modules.0'"),
-    (["train=3"], "key 'train'"),
+    *(([value], f"key '{value.partition('=')[0]}") for value in FORBIDDEN),
     (["train.batch_size=10"], "train.batch_size=10 is not divisible by train.mini_batch_size=16: choose a divisor"),
     (["train.max_tokens_per_microbatch=100"], "rollout.max_completion_length = 3072: raise it or shorten"),
     (["reward.weights=[1, 2]"], "reward.weights=[1.0, 2.0] for reward.functions=['math']: give one weight"),
@@ -141,10 +129,9 @@ def test_both_decodings_of_the_paper():
 
 
 def test_every_process_has_a_prompt():
-    config = Config(**MINIMAL)
-    check_processes(config, 7)
+    check_processes(Config(**MINIMAL), 64)
     with pytest.raises(InputError, match="train.batch_size=64 is less than the 65 processes"):
-        check_processes(config, 65)
+        check_processes(Config(**MINIMAL), 65)
 
 
 def test_the_reference_is_generated_and_complete():

@@ -1,4 +1,4 @@
-"""What only a GPU can show; `benchmarks/gpu_suite.py` runs these first. Without one they are skipped."""
+"""For a GPU; `benchmarks/gpu_suite.py` runs these first. Without one they are skipped."""
 
 import json
 import multiprocessing
@@ -12,15 +12,13 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from helpers import LONG, PROMPTS, adapted_policy, dense, fake_completions, gap, generate, make_vllm, relative
+from helpers import LONG, PROMPTS, adapted_policy, dense, fake_completions, gap, generate, learn, make_vllm, relative
 from memory import peak_bytes
 from packaging.version import Version
 from random_model import build, qwen3
 
 from stapo_lite.algorithm.lm_head import token_statistics
 from stapo_lite.algorithm.microbatches import sequence_length
-from stapo_lite.config import Train
-from stapo_lite.model.policy import make_optimizer
 from stapo_lite.training.tracking import read_metrics
 
 CUDA = torch.device("cuda")
@@ -110,14 +108,7 @@ def test_qlora_learns(small_model, optim):
     checkpointing = {"train__gradient_checkpointing": True}
     policy = adapted_policy(small_model, "bfloat16", quantization="nf4", device=CUDA, **checkpointing)
     completions = fake_completions(0, [1.0] * 8, vocabulary=2000)
-    optimizer = make_optimizer(policy, Train(optim=optim, learning_rate=0.003, weight_decay=0.0))
-    likelihoods = []
-    for _ in range(10):
-        likelihood = policy.statistics(completions).logprobs.sum()
-        likelihoods.append(likelihood.item())
-        (-likelihood).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    likelihoods = learn(policy, completions, optim, 0.003)
     assert likelihoods[-1] > likelihoods[0] + 10
 
 

@@ -6,15 +6,11 @@ import json
 import math
 import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import yaml
-from helpers import RARELY_RIGHT, ROOT, command, run, without_times
+from helpers import RARELY_RIGHT, ROOT, accelerate_launch, command, run, without_times
 
 from stapo_lite.algorithm.microbatches import cut_evenly
 from stapo_lite.config import Log, Train, load_config, load_eval_config
@@ -22,6 +18,7 @@ from stapo_lite.errors import InputError
 from stapo_lite.evaluation import exam
 from stapo_lite.evaluation.evaluate import evaluate
 from stapo_lite.files import read_lines, write_lines
+from stapo_lite.tools.export import export
 from stapo_lite.training import opening
 from stapo_lite.training.lifecycle import make_accelerator
 from stapo_lite.training.metrics import Tally
@@ -34,24 +31,30 @@ loop = importlib.import_module("stapo_lite.training.loop")
 
 @pytest.fixture
 def trained(monkeypatch):
-    """The mini-batches that were trained on, as they come."""
+    """The completions that were trained on, as they come."""
     seen, update = [], loop.update
 
     def note(learner, batch):
-        seen.append(batch.completions)
+        seen.extend(batch.completions)
         return update(learner, batch)
 
     monkeypatch.setattr(loop, "update", note)
     return seen
 
 
+def in_groups(completions):
+    return [completions[i : i + 4] for i in range(0, len(completions), 4)]
+
+
 def adapter_bytes(folder):
     return (folder / "adapter_model.safetensors").read_bytes()
 
 
-def test_a_run_leaves_everything_behind(write_config, tmp_path, capsys):
-    metrics = run(write_config(log__save_steps=1))
-    folder = tmp_path / "run"
+def test_a_run_leaves_everything_behind_but_secrets(write_config, tmp_path, capsys, monkeypatch):
+    for name in ("HF_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY"):
+        monkeypatch.setenv(name, f"secret-of-{name}")
+    log = {"save_steps": 1, "log_completions_steps": 2, "audit_tokens": 64, "report_to": ["tensorboard"]}
+    metrics, folder = run(write_config(log=log)), tmp_path / "run"
     assert read_metrics(folder) == metrics
     assert [m["step"] for m in metrics] == [1, 2, 3, 4]
     assert [m["updates"] for m in metrics] == [2] * 4
@@ -63,7 +66,10 @@ def test_a_run_leaves_everything_behind(write_config, tmp_path, capsys):
     environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
     assert environment["hardware"] == f"CPU with {os.cpu_count()} cores" or torch.cuda.is_available()
     assert environment["torch"] == torch.__version__.partition("+")[0] or "+" in environment["torch"]
-    output = capsys.readouterr().out
+    export(folder, folder / "export", dtype="float32")
+    written = b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
+    output, errors = capsys.readouterr()
+    assert b"secret-of" not in written + output.encode() + errors.encode()
     assert len(re.findall(r"^step \d/4 \| reward ", output, re.MULTILINE)) == 4
     assert len(re.findall(r"samples of step", output)) == 2
     assert "silenced share" in output
@@ -71,18 +77,18 @@ def test_a_run_leaves_everything_behind(write_config, tmp_path, capsys):
     assert sorted(name for row in rows for name in re.findall(r"`(\w+)`", row)) == sorted(metrics[0])
 
 
-def test_metrics_of_a_step_by_hand(write_config, trained, monkeypatch):
+def test_metrics_and_token_log_of_a_step_by_hand(write_config, trained, monkeypatch, tmp_path):
     """Counted from the completions; shares and means of docs/metrics.md from sums that the oracle checks."""
     totals, reduce = [], Tally.reduce
     monkeypatch.setattr(Tally, "reduce", lambda self, a: totals.append(reduce(self, a)) or totals[-1])
     changes = {"algorithm": "grpo", "objective": {"s2t": {"enabled": True, "tau_p": 0.01}}}
-    m = run(write_config(train__max_steps=1, **changes))[0]
-    t, completions = totals[0], list(itertools.chain(*trained))
+    m = run(write_config(train__max_steps=1, log__audit_tokens=3, **changes))[0]
+    t, completions = totals[0], trained
     lengths = [len(c.token_ids) for c in completions]
     tokens = sum(lengths)
     right = sum(i % 2 == 0 for c in completions for i in c.token_ids)
     cut = sum(n == 8 and c.token_ids[-1] not in (1, 2) for n, c in zip(lengths, completions, strict=True))
-    flat = sum(len({c.reward for c in completions[i : i + 4]}) == 1 for i in range(0, 16, 4))
+    flat = sum(len({c.reward for c in group}) == 1 for group in in_groups(trained))
     assert m["completion_length"] == pytest.approx(tokens / 16)
     assert m["reward"] == pytest.approx(right / 16)
     assert m["truncated_share"] == pytest.approx(cut / 16)
@@ -111,28 +117,10 @@ def test_metrics_of_a_step_by_hand(write_config, trained, monkeypatch):
         ("sampler_capped_share", "capped", active),
     ):
         assert m[metric] == pytest.approx(t[total] / count), metric
-
-
-FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-
-
-@pytest.mark.parametrize(
-    ("variables", "changes", "message"),
-    [
-        ({}, {"train__park_trainer": True}, "train.park_trainer=True needs vLLM"),
-        ({}, {"rollout__model": "m"}, "rollout.model=m needs vLLM"),
-        ({}, {"rollout__vllm": {"tensor_parallel_size": 2}}, "rollout.vllm.tensor_parallel_size needs rollout.engine"),
-        (FSDP, {"train__compile": True}, "train.compile=True: not with a base that FSDP shards"),
-        (FSDP, {}, "rollout.engine=transformers: not with"),
-        (FSDP | {"FSDP_VERSION": "1"}, {}, "fsdp_version: 1: set 2"),
-    ],
-    ids=str,
-)
-def test_what_an_engine_or_a_sharded_base_cannot_do(write_config, monkeypatch, variables, changes, message):
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(InputError, match=message):
-        run(write_config(**changes))
+    (step,) = read_lines(tmp_path / "run" / "quadrants.jsonl")
+    assert (sum(step["tokens"][:2]), step["tokens"][0]) == (t["candidate"], t["spurious"])
+    assert step["tau_h"] == pytest.approx(m["tau_h"])
+    assert len(read_lines(tmp_path / "run" / "tokens.jsonl")) == 3 < t["candidate"]
 
 
 def test_the_reward_rises(write_config):
@@ -141,39 +129,9 @@ def test_the_reward_rises(write_config):
     assert last > first + 1.5  # of at most 8
 
 
-@pytest.mark.parametrize(
-    "changes", [{"algorithm": "dapo"}, {"train__optim": "paged_adamw_8bit", "lora": {"r": 64}}], ids=str
-)  # bitsandbytes keeps small tensors in 32 bits
-def test_resuming_gives_the_same_run_bit_for_bit(write_config, user_reward, tmp_path, changes):
-    if "algorithm" in changes:
-        user_reward(RARELY_RIGHT)
-    whole = run(write_config(output_dir=str(tmp_path / "whole"), **changes))
-    run(write_config(train__max_steps=2, **changes))
-    run(write_config(**changes), resume=True)
-    assert without_times(read_metrics(tmp_path / "run")) == without_times(whole)
-    for name in ("adapter_model.safetensors", "optimizer.pt"):
-        expected, actual = ((tmp_path / run_ / "checkpoint-4" / name).read_bytes() for run_ in ("whole", "run"))
-        assert expected == actual
-
-
-def test_a_token_log_changes_nothing_and_agrees_with_the_metrics(write_config, tmp_path):
-    plain = run(write_config(output_dir=str(tmp_path / "plain"), train__max_steps=3))
-    assert without_times(run(write_config(train__max_steps=3, log__audit_tokens=3))) == without_times(plain)
-    assert adapter_bytes(tmp_path / "run" / "adapter") == adapter_bytes(tmp_path / "plain" / "adapter")
-    lines, steps = (read_lines(tmp_path / "run" / name) for name in ("tokens.jsonl", "quadrants.jsonl"))
-    assert [step["step"] for step in steps] == [1, 2, 3]
-    assert any(sum(step["tokens"][:2]) > 3 for step in steps)
-    for step, m in zip(steps, plain, strict=True):
-        batch_tokens = 16 * m["completion_length"]
-        assert sum(step["tokens"][:2]) == pytest.approx(m["candidate_share"] * batch_tokens)
-        assert step["tokens"][0] == pytest.approx(m["spurious_share"] * batch_tokens)
-        assert sum(line["step"] == step["step"] for line in lines) == min(3, sum(step["tokens"][:2]))
-        assert step["tau_h"] == pytest.approx(m["tau_h"]) if m["tau_h"] else step["tau_h"] is None
-
-
 def test_benchmarks_during_training(write_config, tiny_model, tmp_path, monkeypatch, capsys):
-    """Before, during and after; they change nothing in the training; a resumed run repeats none; and the last one gives
-    what an evaluation of the final adapter gives."""
+    """Before, during and after; like a token log they change nothing in the training; a resumed run repeats none; and
+    the last one gives what an evaluation of the final adapter gives."""
     benchmark, folder = tmp_path / "mine.jsonl", tmp_path / "run"
     write_lines(benchmark, [{"problem": f"say {word}", "answer": n} for n, word in enumerate(("five", "six"))])
     settings = {"steps": 2, "benchmarks": [str(benchmark)], "num_samples": 6, "temperature": 0.7, "top_p": 0.9}
@@ -188,27 +146,21 @@ def test_benchmarks_during_training(write_config, tiny_model, tmp_path, monkeypa
     monkeypatch.setattr(exam, "draw", note)
     folder.mkdir()
     write_lines(folder / "evaluations.jsonl", [{"step": 0}])  # of a run that was killed in its first step
-    run(write_config(train__max_steps=2, evaluation=settings))
+    run(write_config(train__max_steps=2, evaluation=settings, log__audit_tokens=3))
     for name in ("evaluations.jsonl", "metrics.jsonl"):  # of a step after the checkpoint
         write_lines(folder / name, [*read_lines(folder / name), {"step": 3}])
-    run(write_config(train__max_steps=3, evaluation=settings), resume=True)
+    run(write_config(train__max_steps=3, evaluation=settings, log__audit_tokens=3), resume=True)
     assert without_times(read_metrics(folder)) == without_times(plain)
+    assert adapter_bytes(folder / "adapter") == adapter_bytes(tmp_path / "plain" / "adapter")
     evaluations = read_lines(folder / "evaluations.jsonl")
     assert [line["step"] for line in evaluations] == [0, 2, 3]
     assert all(line["benchmarks"]["mine"]["samples"] == 6 for line in evaluations)
     assert len(re.findall(r"^benchmarks after step [023]\n\| benchmark ", capsys.readouterr().out, re.MULTILINE)) == 3
-    tree = {
-        "model": str(tiny_model),
-        "adapter": str(folder / "adapter"),
-        "output_dir": str(tmp_path / "evaluation"),
-        "dtype": "float32",
-        "benchmarks": settings["benchmarks"],
-        "decoding": "justrl",
-        "data": {"max_prompt_length": 64, "prompt_suffix": ""},
-        "rollout": {"engine": "transformers", "num_samples": 6, "max_completion_length": 8},
-    }
-    (tmp_path / "eval.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
-    results = evaluate(load_eval_config(tmp_path / "eval.yaml"))
+    tree = {"model": str(tiny_model), "adapter": str(folder / "adapter"), "output_dir": str(tmp_path / "evaluation")}
+    tree |= {"dtype": "float32", "benchmarks": settings["benchmarks"], "decoding": "justrl"}
+    tree |= {"data": {"max_prompt_length": 64, "prompt_suffix": ""}}
+    tree |= {"rollout": {"engine": "transformers", "num_samples": 6, "max_completion_length": 8}}
+    results = evaluate(load_eval_config(tree))
     assert results["benchmarks"] == evaluations[-1]["benchmarks"]
     assert [line["response"] for line in read_lines(tmp_path / "evaluation" / "samples-0.jsonl")] == responses[24:]
     assert responses[:12] != responses[12:24] != responses[24:]
@@ -219,9 +171,8 @@ def test_rows_that_are_left_out_are_counted(write_config, tmp_path, capsys):
     config = write_config(data__drop_contaminated=[str(tmp_path / "mine.jsonl")])
     prompts, _, _ = opening.load_prompts(load_config(config), print)
     assert [p.prompt for p in prompts] == ["say one", "say three", "say four"]
-    opening.load_prompts(
-        load_config(write_config(data__max_prompt_length=26, data__filter_overlong_prompts=True)), print
-    )
+    shorter = write_config(data__max_prompt_length=26, data__filter_overlong_prompts=True)
+    opening.load_prompts(load_config(shorter), print)
     printed = capsys.readouterr().out
     assert f"1 rows of {tmp_path / 'prompts.jsonl'} that hold 1 benchmark problems left out" in printed
     assert re.search(r"^2 prompts from .*prompts.jsonl; 2 longer than 26 tokens left out$", printed, re.MULTILINE)
@@ -229,19 +180,30 @@ def test_rows_that_are_left_out_are_counted(write_config, tmp_path, capsys):
         opening.load_prompts(load_config(config, ["data.drop_contaminated=[nowhere.jsonl]"]), print)
 
 
-def test_who_stops_early_keeps_what_was_learned(write_config, tmp_path):
-    whole, folder = run(write_config(output_dir=str(tmp_path / "whole"))), tmp_path / "run"
-    for metrics in loop.train(load_config(write_config(log__save_steps=0))):
-        if metrics["step"] == 3:
+@pytest.mark.parametrize(
+    "changes", [{"algorithm": "dapo"}, {"train__optim": "paged_adamw_8bit", "lora": {"r": 64}}], ids=str
+)  # bitsandbytes keeps small tensors in 32 bits
+def test_who_stops_early_goes_on_bit_for_bit(write_config, user_reward, tmp_path, changes):
+    if "algorithm" in changes:
+        user_reward(RARELY_RIGHT)
+    whole, folder = run(write_config(**changes, output_dir=str(tmp_path / "whole"))), tmp_path / "run"
+    for metrics in loop.train(load_config(write_config(**changes, log__save_steps=0))):
+        if metrics["step"] == 2:
             break
     del metrics
-    assert adapter_bytes(folder / "adapter") == adapter_bytes(folder / "checkpoint-3")
+    assert adapter_bytes(folder / "adapter") == adapter_bytes(folder / "checkpoint-2")
     assert (folder / "reward.png").exists()
-    steps = loop.train(load_config(write_config()), resume=True)
-    assert without_times([next(steps)]) == without_times(whole[3:])
+    steps = loop.train(load_config(write_config(**changes)), resume=True)
+    next(steps)
     assert not (folder / "adapter").exists()  # until it ends
+    with pytest.raises(InputError, match="another run writes to it at this moment"):
+        run(write_config(**changes), resume=True)
+    next(steps)
     assert list(steps) == []
-    assert adapter_bytes(folder / "adapter") == adapter_bytes(tmp_path / "whole" / "adapter")
+    assert without_times(read_metrics(folder)) == without_times(whole)
+    for name in ("adapter_model.safetensors", "optimizer.pt"):
+        expected, actual = ((path / "checkpoint-4" / name).read_bytes() for path in (tmp_path / "whole", folder))
+        assert expected == actual
 
 
 def test_resuming_with_another_config_names_the_key(write_config, tmp_path, capsys):
@@ -287,8 +249,7 @@ def test_every_algorithm_trains(write_config, user_reward, trained, algorithm):
         kept = {"stapo": 1 - m["silenced_share"], "20-entropy": 0.2}.get(algorithm, 1.0)
         assert m["kept_share"] == pytest.approx(kept, abs=0.03 if algorithm == "20-entropy" else 1e-9)
         assert m["sampler_capped_share"] == 0
-    completions = list(itertools.chain(*trained))
-    for group in (completions[i : i + 4] for i in range(0, len(completions), 4)):
+    for group in in_groups(trained):
         rewards = [c.reward for c in group]
         deviation = 1.0 if algorithm == "dr-grpo" else np.std(rewards, ddof=1) + 1e-6
         assert [c.advantage for c in group] == pytest.approx([(r - np.mean(rewards)) / deviation for r in rewards])
@@ -300,16 +261,15 @@ def test_dynamic_sampling_fills_the_batch_with_groups_that_vary(write_config, us
     assert max(m["sampling_rounds"] for m in metrics) > 1, "the case tests nothing"
     assert [m["batch_groups"] for m in metrics] == [4] * 3
     assert any(m["zero_variance_groups"] for m in metrics)  # of all that were sampled
-    completions = list(itertools.chain(*trained))
-    groups = [completions[i : i + 4] for i in range(0, len(completions), 4)]
-    assert len(groups) == 3 * 4
-    assert all(len({c.reward for c in group}) == 2 and len({id(c.prompt) for c in group}) == 1 for group in groups)
+    assert len(trained) == 3 * 16
+    for group in in_groups(trained):
+        assert (len({c.reward for c in group}), len({id(c.prompt) for c in group})) == (2, 1)
 
 
 @pytest.mark.parametrize(
     ("reward", "groups"),
-    [("1.0", 0), ("float('two' in str(p))", 0), ("float(i % 2 == 0 and 'two' in str(p))", 3)],
-    ids=["all equal", "equal within groups", "one group in each round"],
+    [("float('two' in str(p))", 0), ("float(i % 2 == 0 and 'two' in str(p))", 3)],
+    ids=["equal within groups", "one group in each round"],
 )
 def test_dynamic_sampling_is_bounded_and_goes_on_with_what_it_has(write_config, user_reward, reward, groups):
     user_reward(f"def even(prompts, **columns): return [{reward} for i, p in enumerate(prompts)]")
@@ -329,17 +289,13 @@ def test_sizes_of_rounds_and_mini_batches_by_hand():
     assert cut_evenly([], 4) == []
 
 
-@pytest.mark.parametrize(
-    ("schedule", "expected"),
-    [
-        ("constant", [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0]),
-        ("linear", [0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25]),
-        ("cosine", [0.25, 0.5, 0.75, 1.0, 1.0, (2 + 2**0.5) / 4, 0.5, (2 - 2**0.5) / 4]),
-    ],
-)
-def test_learning_rates_by_hand(schedule, expected):
-    train = Train(max_steps=8, warmup_steps=4, learning_rate=2.0, lr_scheduler_type=schedule)
-    assert [learning_rate(train, step) / 2 for step in range(8)] == pytest.approx(expected)
+def test_learning_rates_by_hand():
+    falling = {"constant": [1.0] * 3, "linear": [0.75, 0.5, 0.25]}
+    falling["cosine"] = [(2 + 2**0.5) / 4, 0.5, (2 - 2**0.5) / 4]
+    for schedule, rates in falling.items():
+        train = Train(max_steps=8, warmup_steps=4, learning_rate=2.0, lr_scheduler_type=schedule)
+        expected = [0.25, 0.5, 0.75, 1.0, 1.0, *rates]
+        assert [learning_rate(train, step) / 2 for step in range(8)] == pytest.approx(expected), schedule
 
 
 def test_no_two_runs_or_samples_share_a_seed():
@@ -349,7 +305,7 @@ def test_no_two_runs_or_samples_share_a_seed():
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_the_allocators_settings_under_the_name_that_vllm_reads(monkeypatch, tmp_path):
+def test_the_allocators_settings_under_vllms_name_and_a_card_that_torch_cannot_use(monkeypatch, tmp_path, caplog):
     ours, vllms = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
     for given, expected in ((None, "expandable_segments:True"), ("b:2", "b:2")):
         for name, value in ((ours, given), (vllms, given and "a:1")):
@@ -358,9 +314,6 @@ def test_the_allocators_settings_under_the_name_that_vllm_reads(monkeypatch, tmp
                 monkeypatch.delenv(name)
         make_accelerator(Log(), tmp_path)
         assert os.environ[vllms] == expected
-
-
-def test_a_card_that_torch_cannot_use_is_named(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setattr("stapo_lite.model.processes.NVIDIA_DRIVER", tmp_path)
     make_accelerator(Log(), tmp_path)
@@ -374,8 +327,8 @@ def test_soft_overlong_punishment_enters_the_advantage(write_config, user_reward
     assert metrics["reward"] == 1.0  # before the punishment
     assert metrics["zero_variance_groups"] == 1.0
     assert 0 < metrics["overlong_penalty"] < 0.5
-    completions = sorted(itertools.chain(*trained), key=lambda c: len(c.token_ids))
-    assert completions[-1].advantage < 0 < completions[0].advantage
+    trained.sort(key=lambda c: len(c.token_ids))
+    assert trained[-1].advantage < 0 < trained[0].advantage
 
 
 def test_adaptive_tau_p_moves_and_is_logged(write_config):
@@ -397,61 +350,48 @@ def test_dry_run_prints_the_config_and_stops(write_config, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("fsdp", "override", "message"),
     [
-        ("data.max_prompt_length=20", "row 1: the prompt has"),
-        ("reward.functions=[parity:odd]", "reward.functions=parity:odd: cannot be imported"),
-        ("rollout.engine=vllm", "rollout.engine=vllm: vLLM is not installed"),
-        ("log.report_to=[trackio]", "log.report_to: trackio is not installed; pip install trackio"),
+        (None, "data.max_prompt_length=20", "row 1: the prompt has"),
+        (None, "reward.functions=[parity:odd]", "reward.functions=parity:odd: cannot be imported"),
+        (None, "rollout.engine=vllm", "rollout.engine=vllm: vLLM is not installed"),
+        (None, "log.report_to=[trackio]", "log.report_to: trackio is not installed; pip install trackio"),
+        (None, "train.park_trainer=true", "train.park_trainer=True needs vLLM"),
+        (None, "rollout.model=m", "rollout.model=m needs vLLM"),
+        ("2", "train.compile=true", "train.compile=True: not with a base that FSDP shards"),
+        ("2", "rollout.engine=transformers", "rollout.engine=transformers: not with"),
+        ("1", "train.compile=false", "fsdp_version: 1: set 2"),
     ],
 )
-def test_bad_input_is_found_before_the_model_loads(write_config, monkeypatch, capsys, override, message):
+def test_bad_input_is_found_before_the_model_loads(write_config, monkeypatch, capsys, fsdp, override, message):
     monkeypatch.setattr(opening, "load_policy", lambda *_, **__: pytest.fail("the model was loaded"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    if fsdp is not None:
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+        monkeypatch.setenv("FSDP_VERSION", fsdp)
     assert command("train", write_config(), override) == 2
     assert message in capsys.readouterr().err
 
 
-def launch(*arguments, timeout):
-    flags = ["--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-    flags += ["--num_cpu_threads_per_process", str(os.cpu_count())]
-    executable = str(Path(sys.executable).with_name("accelerate"))
-    done = subprocess.run(
-        [executable, "launch", *flags, "-m", "stapo_lite.train", "configs/quickstart.yaml", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-        cwd=ROOT,
-        env=os.environ | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"},  # a Hub that is out of reach
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
-def test_the_command_trains_a_real_model_with_vllm(smollm2, tmp_path):
+@pytest.mark.slow
+def test_the_quickstart_learns_to_add_with_a_real_model_and_vllm(smollm2, tmp_path):
     pytest.importorskip("vllm", reason="vLLM is not installed")
     folder = tmp_path / "run"
-    overrides = [f"model={smollm2}", f"output_dir={folder}", "rollout.engine=vllm", "train.max_steps=2"]
-    assert "adapter: " in launch(*overrides, "log.report_to=[tensorboard]", timeout=400)
+    launch = ["--num_cpu_threads_per_process", os.cpu_count(), "-m", "stapo_lite.train", "configs/quickstart.yaml"]
+    overrides = [f"model={smollm2}", f"output_dir={folder}", "log.report_to=[tensorboard]"]
+    env = os.environ | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}  # a Hub that is out of reach
+    assert "adapter: " in accelerate_launch(1, *launch, *overrides, timeout=1500, cwd=ROOT, env=env)
     metrics = read_metrics(folder)
-    assert len(metrics) == 2
-    assert metrics[0]["updates"] == 2
-    assert 0.05 <= metrics[0]["reward"] <= 0.6  # the untrained model gets some sums right
+    assert all(m["updates"] == 2 and math.isfinite(m["grad_norm"]) for m in metrics)
     assert metrics[0]["sampler_gap_mean"] < 0.1  # bf16 in vLLM and in the trainer
-    assert all(math.isfinite(m["grad_norm"]) for m in metrics)
+    rewards = [m["reward"] for m in metrics]
+    assert 0.05 < rewards[0] < 0.5  # the untrained model gets some sums right
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
     assert list(folder.rglob("events.out.tfevents*"))
+    assert json.loads((folder / "environment.json").read_text(encoding="utf-8"))["engine"].startswith("vllm 0.")
 
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(smollm2), folder / "adapter")
     assert any(p.any() for name, p in model.named_parameters() if "lora_B" in name)
-
-
-@pytest.mark.slow
-def test_the_quickstart_learns_to_add(smollm2, tmp_path):
-    launch(f"model={smollm2}", f"output_dir={tmp_path / 'run'}", timeout=1500)
-    rewards = [m["reward"] for m in read_metrics(tmp_path / "run")]
-    assert 0.05 < rewards[0] < 0.5
-    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2

@@ -9,7 +9,6 @@ import torch
 from accelerate import Accelerator
 from helpers import (
     ADVANTAGES,
-    LONGEST,
     SAMPLING,
     TAU_P,
     Letters,
@@ -90,7 +89,7 @@ def check(lines, candidates):
 def batch(make_policy):
     """Random tokens, and tokens of medium and highest probability between them."""
     policy = make_policy()
-    completions = fake_completions(3, ADVANTAGES, LONGEST)
+    completions = fake_completions(3, ADVANTAGES)
     for c in completions:
         for t in range(0, len(c.token_ids), 2):
             order = oracle.token_logits(policy.model, c, SAMPLING.temperature)[t].argsort(descending=True)
@@ -152,23 +151,17 @@ def test_a_step_writes_no_more_than_its_limit(batch, tmp_path):
     assert [line["before"] for line in written[0]] == [line["before"] for line in written[1]]
 
 
-def test_a_step_without_candidates(batch, tmp_path):
-    policy, completions = batch
-    for c in completions:
-        c.advantage = -abs(c.advantage)
-    lines, step = logged(policy, tmp_path, completions)
-    assert lines == []
-    nothing = {"tau_h": None, "tokens": [0] * 4, "gradient_norm": [None] * 4, "points": []}
-    assert step == {"step": 7, "tau_p": TAU_P} | nothing
-
-
-def test_tokens_that_the_model_did_not_write_are_not_written(batch, tmp_path):
+def test_without_candidates_and_with_tokens_that_the_model_did_not_write(batch, tmp_path):
     policy, completions = batch
     everything, _ = logged(policy, tmp_path / "all", completions)
     assert any(line["position"] % 4 == 1 for line in everything)
     for c in completions:
         c.loss_mask = [t % 4 != 1 for t in range(len(c.token_ids))]
-    lines, step = logged(policy, tmp_path, completions)
+    lines, step = logged(policy, tmp_path / "written", completions)
     assert lines
     assert all(line["position"] % 4 != 1 for line in lines)
     assert sum(step["tokens"]) == sum(sum(c.loss_mask) for c in completions if c.advantage > 0)
+    for c in completions:
+        c.advantage = -abs(c.advantage)
+    nothing = {"tau_h": None, "tokens": [0] * 4, "gradient_norm": [None] * 4, "points": []}
+    assert logged(policy, tmp_path / "none", completions) == ([], {"step": 7, "tau_p": TAU_P} | nothing)

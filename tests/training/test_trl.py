@@ -41,19 +41,9 @@ CASES = {
 def trl_trainer(model, folder, **arguments):
     from datasets import Dataset
 
-    config = trl.GRPOConfig(
-        output_dir=str(folder),
-        temperature=SAMPLING.temperature,
-        max_completion_length=LONGEST,
-        per_device_train_batch_size=len(ADVANTAGES),
-        num_generations=len(ADVANTAGES),
-        gradient_accumulation_steps=1,
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
-        report_to=[],
-        **arguments,
-    )
+    arguments |= {"max_completion_length": LONGEST, "num_generations": len(ADVANTAGES), "bf16": False, "use_cpu": True}
+    arguments |= {"per_device_train_batch_size": len(ADVANTAGES), "gradient_checkpointing": False}
+    config = trl.GRPOConfig(output_dir=str(folder), temperature=SAMPLING.temperature, report_to=[], **arguments)
     dataset = Dataset.from_dict({"prompt": ["a"]})
     return trl.GRPOTrainer(model=model, reward_funcs=lambda completions, **_: [0.0], args=config, train_dataset=dataset)
 
@@ -87,7 +77,6 @@ def test_loss_and_gradient_agree(tiny_model, tmp_path, case):
     with policy.model.disable_adapter():
         reference = measured(policy, completions)
     preset = objective(**ours)
-
     trainer = trl_trainer(policy.model, tmp_path, **theirs)
     trainer.use_vllm = trainer.vllm_importance_sampling_correction = True  # it has weights for the engine's tokens
     trainer.current_gradient_accumulation_steps = 1

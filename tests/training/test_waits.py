@@ -14,30 +14,12 @@ from stapo_lite.training.token_log import TokenLog
 from stapo_lite.training.update import update
 
 PACKAGE = str(ROOT / "stapo_lite")
-PLACES = {
-    "weigh_tokens",
-    "linear_quantiles",
-    "threshold",
-    "clip_and_step",
-    "count_gradient",
-    "note",
-    "_note_candidates",
-}
+PLACES = {"weigh_tokens", "linear_quantiles", "threshold", "clip_and_step", "count_gradient"}
+PLACES |= {"note", "_note_candidates"}
 """Functions that may wait: for counts, for thresholds, for the gradient's norm, and for what is written down."""
-ASKING = {
-    torch.Tensor.item,
-    torch.Tensor.tolist,
-    torch.Tensor.cpu,
-    torch.Tensor.numpy,
-    torch.Tensor.nonzero,
-    torch.Tensor.masked_select,
-    torch.Tensor.__bool__,
-    torch.Tensor.__int__,
-    torch.Tensor.__float__,
-    torch.Tensor.__index__,
-    torch.nonzero,
-    torch.masked_select,
-}
+ASKING = {getattr(torch.Tensor, name) for name in ("item", "tolist", "cpu", "numpy", "nonzero", "masked_select")}
+ASKING |= {getattr(torch.Tensor, f"__{kind}__") for kind in ("bool", "int", "float", "index")}
+ASKING |= {torch.nonzero, torch.masked_select}
 
 
 class Waits(TorchFunctionMode):
@@ -48,9 +30,8 @@ class Waits(TorchFunctionMode):
         self.places = Counter()
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function in ASKING or (
-            function in (torch.Tensor.__getitem__, torch.Tensor.__setitem__) and by_mask(args[1])
-        ):
+        indexing = function in (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+        if function in ASKING or (indexing and by_mask(args[1])):
             self.places[caller()] += 1
         return function(*args, **(kwargs or {}))
 
