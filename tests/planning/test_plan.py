@@ -12,7 +12,7 @@ from transformers import PhiConfig
 from stapo_lite.config import PROJECTIONS, Train, load_config
 from stapo_lite.errors import InputError
 from stapo_lite.model.policy import make_optimizer
-from stapo_lite.planning.plan import GIB, Cards, as_json, make_plan, count_activations, model_sizes, suggest
+from stapo_lite.planning.plan import GIB, Cards, as_json, count_activations, make_plan, model_sizes, suggest
 
 PARAMETERS = {"1.7B": 1_720_574_976, "8B": 8_190_735_360, "14B": 14_768_307_200}
 

@@ -197,3 +197,30 @@ def test_a_checkpoint_says_where_it_was_made(finished, write_config, tmp_path, m
     assert command("train", config, "--resume") == 0
     line = r"^in another environment, so that rounding and draws may differ: prompts \w+ -> \w+, torch \S+ -> 1\.0$"
     assert re.search(line, capsys.readouterr().out, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_with_vllm_a_resumed_step_draws_the_same(write_config, tmp_path, monkeypatch):
+    """Prompts, seed, sampler position and adapter version; on the CPU the completions too."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    from stapo_lite.rollout.vllm_engine import VLLMEngine
+
+    generate, calls = VLLMEngine.generate, []
+
+    def note(engine, prompts, seeds, progress=False):
+        groups = generate(engine, prompts, seeds, progress)
+        ids = [[c.token_ids for c in group] for group in groups]
+        calls.append(([p.token_ids for p in prompts], seeds, groups[0][0].adapter_version, ids))
+        return groups
+
+    monkeypatch.setattr(VLLMEngine, "generate", note)
+    rollout = {"engine": "vllm", "num_generations": 4, "max_completion_length": 8}
+    rollout["vllm"] = {"kv_cache_memory_bytes": 1 << 27}
+    run(write_config(rollout=rollout, train__max_steps=3, log__save_steps=1))
+    flip(tmp_path / "run" / "checkpoint-3" / "state.json")
+    run(write_config(rollout=rollout, train__max_steps=3), resume=True)
+    assert [call[2] for call in calls] == [1, 2, 3, 3]
+    assert calls[3] == calls[2] != calls[1]
+    state = read_state(tmp_path / "run" / "checkpoint-3")
+    assert state["progress"]["prompts_drawn"] == 12
+    assert state["environment"]["engine"].startswith("vllm 0.")
