@@ -1,6 +1,6 @@
 import datasets
 import pytest
-from helpers import ROOT, command
+from helpers import command, shared_data
 from transformers import AutoTokenizer
 
 from stapo_lite.config import Data, Prompting
@@ -11,7 +11,6 @@ from stapo_lite.errors import InputError
 from stapo_lite.files import read_lines, write_lines
 from stapo_lite.training.run import prompt_order
 
-DATA = ROOT.parent / "shared" / "data"
 CHAT = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "2+2 ="}]
 
 
@@ -159,11 +158,9 @@ def test_the_contamination_report(tmp_path, capsys):
 @pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_cleaned_training_set_holds_no_benchmark(every):
     """Its maker removed overlaps by the same rule."""
-    if not DATA.exists():
-        pytest.skip("the shared benchmark data is not here")
     names = ("aime24", "aime25", "amc23", "math500", "minerva", "olympiadbench_674")
-    problems = load_problems([str(DATA / f"{name}.jsonl") for name in names])
-    rows = read_lines(DATA / "train_math_clean.jsonl")[::every]
+    problems = load_problems([str(shared_data(name)) for name in names])
+    rows = read_lines(shared_data("train_math_clean"))[::every]
     assert find_overlaps([row["problem"] for row in rows], problems) == []
     again = find_overlaps([f"Solve this. {p.text} Think." for p in problems[:100]], problems[:100])
     assert {o.row for o in again} == set(range(100))

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 
 import psutil
 import pytest
@@ -15,7 +16,6 @@ from stapo_lite.config import Reward
 from stapo_lite.errors import InputError, RunError
 from stapo_lite.rewards.functions import RewardModel, UserFunction, last_integer_equals, overlong_share
 from stapo_lite.rewards.grading import UNREADABLE, MathGrader, Question, Verdict
-from stapo_lite.rewards.sandbox import Sandbox
 from stapo_lite.types import Completion, Prompt
 
 GENEROUS = 20.0  # seconds: a loaded machine must not fail an honest answer
@@ -29,11 +29,8 @@ def completion(text, answer="4", prompt="2+2?", **columns):
 
 
 def score(functions, completions, **changes):
-    model = RewardModel(Reward(functions=functions, function_timeout=GENEROUS, **changes))
-    try:
+    with closing(RewardModel(Reward(functions=functions, function_timeout=GENEROUS, **changes))) as model:
         model.score(completions, seed=0)
-    finally:
-        model.close()
     return [c.reward for c in completions]
 
 
@@ -64,16 +61,6 @@ def test_a_pathological_answer_costs_at_most_the_limit_and_is_wrong():
         assert SHORT <= time.monotonic() - started < SHORT + 1.0
         assert grader.grade([RIGHT] * 4) == [Verdict(True, "4")] * 4  # and the run goes on
     grader.close()
-
-
-def test_processes_do_not_import_the_trainer(tmp_path, monkeypatch):
-    """Replacing one is quick, and many of them are small."""
-    source = "import sys, stapo_lite.rewards.answers\ndef f(): return sorted({'torch', 'sympy'} & {*sys.modules})"
-    (tmp_path / "look.py").write_text(source, encoding="utf-8")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    sandbox = Sandbox("look:f", GENEROUS, 1 << 30)
-    assert sandbox.call({}) == ["sympy"]
-    sandbox.close()
 
 
 @pytest.mark.parametrize(
@@ -120,24 +107,20 @@ def test_grading_a_file(tmp_path, capsys):
 
 def test_arithmetic_is_the_last_integer():
     right, wrong = [" 22", "17 + 5 = 22.", "022"], ["22 or 23", "-22", "no", "2 2", "9" * 5000]
-    assert all(last_integer_equals(text, "22") for text in right)
-    assert not any(last_integer_equals(text, "22") for text in wrong)
+    assert [text for text in right + wrong if last_integer_equals(text, "22")] == right
 
 
-def test_a_completion_that_was_cut_off_earns_nothing_for_an_early_box():
-    """Token-mean would reinforce all that follows it."""
+def test_scales_and_weights_and_completions_that_were_cut_off():
+    """Token-mean would reinforce all that follows an early box."""
+    pair = [completion("4"), completion("5")]
+    assert score(["arithmetic"], pair, incorrect=0.0, correct=2.0) == [2.0, 0.0]
+    assert score(["arithmetic", "math"], pair, weights=[2.0, 0.5]) == [2.5, -2.5]
     texts = ("the answer is 4", "the answer is 4", r"\boxed{4}" + " and so on" * 3000)
     completions = [completion(text) for text in texts]
     completions[1].truncated = completions[2].truncated = True
     assert score(["math"], completions) == [1.0, -1.0, -1.0]
     assert score(["math"], completions, truncated_is_incorrect=False) == [1.0, -1.0, 1.0]  # it states no answer
     assert score(["arithmetic"], completions) == [1.0, 1.0, 1.0]  # others are not overruled
-
-
-def test_scales_and_weights():
-    pair = [completion("4"), completion("5")]
-    assert score(["arithmetic"], pair, incorrect=0.0, correct=2.0) == [2.0, 0.0]
-    assert score(["arithmetic", "math"], pair, weights=[2.0, 0.5]) == [2.5, -2.5]
 
 
 def test_a_user_function_is_called_as_trl_calls_it(tmp_path, monkeypatch):
@@ -165,7 +148,7 @@ def test_a_user_function_is_called_as_trl_calls_it(tmp_path, monkeypatch):
     for path, message in [
         ("broken_rewards:f", r"cannot be imported \(ValueError: two lines\)"),
         ("my_rewards:nothing", "cannot be imported"),
-        ("no_such_module:f", "cannot be imported"),
+        ("no_such_module:f", r"cannot be imported \(ModuleNotFoundError"),
         ("my_rewards:value", "is a int, not a function"),
         ("maths", "use math, arithmetic or package.module:function"),
     ]:
@@ -175,7 +158,6 @@ def test_a_user_function_is_called_as_trl_calls_it(tmp_path, monkeypatch):
 
 @pytest.fixture
 def user_function(tmp_path, monkeypatch):
-    """A function whose body is given, in a process of its own; it imports what is in `tmp_path`."""
     functions = []
     monkeypatch.syspath_prepend(str(tmp_path))
 
@@ -190,14 +172,12 @@ def user_function(tmp_path, monkeypatch):
         function.close()
 
 
+HOARD, TOO_MUCH = "hoard = [bytearray(1 << 20) for _ in iter(int, 1)]", "took more than 0.2 GiB"
 FAULTS = {
     "raises": ("raise ValueError('two\\nlines')", "raised ValueError: two lines"),
     "hangs in C": ("import re; re.match('(a+)+b', 'a' * 50)", "took longer than 2 s"),
-    "takes all memory": ("hoard = [bytearray(1 << 20) for _ in iter(int, 1)]", r"took more than 0.2 GiB"),
-    "starts a process that takes all memory": (
-        "import subprocess; subprocess.run([sys.executable, '-c', 'x = [bytearray(1 << 20) for _ in iter(int, 1)]'])",
-        r"took more than 0.2 GiB",
-    ),
+    "takes all memory": (HOARD, TOO_MUCH),
+    "its process takes all memory": (f"import subprocess; subprocess.run([sys.executable, '-c', '{HOARD}'])", TOO_MUCH),
     "is killed": ("os.kill(os.getpid(), 9)", "ended its process with status -9"),
     "too few": ("return [1.0]", "returned 1 values, not 2"),
     "no numbers": ("return [sys, float('nan')]", "returned no finite number"),
