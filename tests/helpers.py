@@ -47,7 +47,7 @@ CASES = {
     "high-entropy": ({"s2t": {"preset": "high-entropy"}}, {"silence": "high-entropy"}),
     "random": ({"s2t": {"preset": "random"}}, {"silence": "random"}),
     "justrl": ({"algorithm": "justrl"}, NO_S2T),
-    "justrl watching paper-v1": (
+    "justrl, v1": (
         {"algorithm": "justrl", "s2t": {"preset": "paper-v1"}},
         NO_S2T | {"population": "all", "q": 0.8},
     ),
@@ -252,12 +252,9 @@ def measured(policy, completions, max_tokens=10_000):
     """Statistics of the policy now for each completion."""
     budget = max_tokens if isinstance(max_tokens, TokenBudget) else TokenBudget(max_tokens)
     batch = pack(completions, policy.device)
-    return split(batch, *measure(policy, batch, range(len(completions)), budget))
-
-
-def split(batch, *values):
-    parts = zip(*(value.split([len(c.token_ids) for c in batch.completions]) for value in values), strict=True)
-    return dict(zip(batch.completions, itertools.starmap(TokenStatistics, parts), strict=True))
+    lengths = [len(c.token_ids) for c in completions]
+    parts = (value.split(lengths) for value in measure(policy, batch, range(len(completions)), budget))
+    return dict(zip(completions, itertools.starmap(TokenStatistics, zip(*parts, strict=True)), strict=True))
 
 
 def packed(policy, completions, old=None):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import command, run
+from helpers import command, run, write_yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -46,9 +46,8 @@ def refused(monkeypatch, capsys, tmp_path):
     return check
 
 
-BOMB = b"model: m\noutput_dir: o\na: &a [x,x,x,x,x,x,x,x,x]\n" + b"".join(
-    b"%c: &%c [%s]\n" % (c, c, b",".join([b"*%c" % (c - 1)] * 9)) for c in range(98, 112)
-)
+DOUBLINGS = [b"%c: &%c [%s]\n" % (c, c, b",".join([b"*%c" % (c - 1)] * 9)) for c in range(98, 112)]
+BOMB = b"model: m\noutput_dir: o\na: &a [x,x,x,x,x,x,x,x,x]\n" + b"".join(DOUBLINGS)
 CONFIGS = [
     (b"", "must be a YAML mapping"),
     (b"model: \xff\xfe\xfa", "cannot be read as YAML"),
@@ -119,6 +118,10 @@ def test_malformed_datasets(refused, write_config, tmp_path, source, message):
     assert message in refused(config)
 
 
+def lower_rank(weights):
+    weights.update({name: weight[:4].contiguous() for name, weight in weights.items() if "lora_A" in name})
+
+
 FORMATS = {
     ".json": (lambda path: json.loads(path.read_text("utf-8")), lambda value, path: path.write_text(json.dumps(value))),
     ".safetensors": (load_file, partial(save_file, metadata={"format": "pt"})),
@@ -186,12 +189,8 @@ def finished(tiny_model, tmp_path_factory):
     tree["rollout"] = {"engine": "transformers", "num_generations": 2, "max_completion_length": 4}
     tree["train"] = {"max_steps": 1, "batch_size": 1, "mini_batch_size": 1}
     run(tree)
-    (folder / "config.yaml").write_text(json.dumps(tree), encoding="utf-8")
+    write_yaml(folder / "config.yaml", tree)
     return folder
-
-
-def lower_rank(tensors):
-    tensors.update({name: t[:4].contiguous() for name, t in tensors.items() if "lora_A" in name})
 
 
 NO_STATE, NO_FIT = "state.json is not that of a checkpoint", "does not fit this run ("
@@ -204,10 +203,7 @@ CHECKPOINTS = {
     "metrics that are lists": (write("../metrics.jsonl", "[1]\n"), "line 1: must be a JSON object"),
     "an adapter of another rank": (edit("adapter_model.safetensors", lower_rank), NO_FIT),
     "half an optimiser": (edit("optimizer.pt", lambda o: o.pop("param_groups")), NO_FIT),
-    "moments of another shape": (
-        edit("optimizer.pt", lambda o: o["state"][0].update(exp_avg=torch.ones(2, 2))),
-        NO_FIT,
-    ),
+    "moments of another shape": (edit("optimizer.pt", lambda o: o["state"][0].update(exp_avg=torch.ones(2))), NO_FIT),
     "fewer parameters": (edit("optimizer.pt", lambda o: o["param_groups"][0].update(params=[0])), NO_FIT),
 }
 

@@ -66,7 +66,7 @@ def finished(tiny_model, tmp_path_factory):
 
 @pytest.fixture
 def config(finished, tiny_model, tmp_path):
-    """Configs of evaluations that go on in a copy of the finished one."""
+    """For evaluations that go on in a copy of the finished one."""
     shutil.copytree(finished[0], tmp_path, dirs_exist_ok=True)
     return partial(write_config, tiny_model, tmp_path)
 
@@ -89,9 +89,8 @@ def drawn(folder):
 
 def test_an_evaluation_leaves_everything_behind(finished):
     folder, printed = finished[0] / "eval", finished[1]
-    assert {path.name for path in folder.iterdir()} == (
-        {"config.yaml", "settings.json", "samples-0.jsonl", "verdicts.jsonl", "results.json", "results.md"}
-    )
+    names = {"config.yaml", "settings.json", "samples-0.jsonl", "verdicts.jsonl", "results.json", "results.md"}
+    assert {path.name for path in folder.iterdir()} == names
     assert printed.rstrip().endswith(f"results: {folder}")
     for table in printed.split("\n\n")[:2]:
         assert table.strip() in (folder / "results.md").read_text(encoding="utf-8")
@@ -99,9 +98,8 @@ def test_an_evaluation_leaves_everything_behind(finished):
     assert {name: list(rates) for name, rates in results["rates"].items()} == {"aime24": ["0", "1"], "mine": ["t"]}
     assert (results["temperature"], results["top_p"]) == (0.7, 0.9)
     assert len({line["seed"] for line in read_lines(folder / "samples-0.jsonl")}) == 12
-    assert [(v["benchmark"], v["id"], v["sample"]) for v in read_lines(folder / "verdicts.jsonl")] == (
-        [("aime24", i, k) for i in "01" for k in range(4)] + [("mine", "t", k) for k in range(4)]
-    )
+    expected = [(name, i, k) for name, i in (("aime24", "0"), ("aime24", "1"), ("mine", "t")) for k in range(4)]
+    assert [(v["benchmark"], v["id"], v["sample"]) for v in read_lines(folder / "verdicts.jsonl")] == expected
     resolved, other = (load_eval_config(folder / "config.yaml", o) for o in ([], ["decoding=training-aligned"]))
     assert (resolved.decoding, resolved.rollout.temperature, resolved.rollout.top_p) == ("justrl", 0.7, 0.9)
     assert (other.rollout.temperature, other.rollout.top_p) == (1.0, 1.0)

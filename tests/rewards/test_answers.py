@@ -66,10 +66,9 @@ EQUAL = {
     "mixed numbers": [(r"1\frac{4}{5}", "1.8"), (r"137 \frac12", "137 1/2")],
     "thousands": [(r"\$32,\!348", "32348"), (r"10,\!080", "10{,}080"), ("1 000 000", "1,000,000")],
     "per cent and degrees": [(r"28\%", "28"), (r"28\%", "0.28"), (r"90^\circ", "90")],
-    "units in text": [(r"864 \mbox{ inches}^2", "864"), ("5.4", r"5.4 \text{ cents}")],
+    "units": [(r"864 \mbox{ inches}^2", "864"), ("5.4", r"5.4 \text{ cents}"), ("310", "310 K"), ("10", "10 m/s^2")],
     "units in words": [("45", "45 minutes"), ("125", "125 miles"), ("125 miles", "125"), ("1.6", "1.6cm")],
     "units of physics": [("9.81", r"9.81 \, \mathrm{m/s^{2}}"), ("5", r"5 \mathrm{~W~m^{-2}}")],
-    "plain units": [("310", "310 K"), ("10", "10 m/s^2")],
     "words and choices": [(r"\text{Evelyn}", "evelyn."), (r"\text{(C)}", "C")],
     "labels": [("x=5", "5"), ("(p,q)=(3,2)", "(3,2)"), ("f(x)=2x", "2x")],
     "approximations": [("1/3", r"x = \frac{1}{3} \approx 0.33"), ("5", r"\approx 5")],
@@ -215,7 +214,6 @@ def rewrites(gold):
 
 
 def perturbed(gold):
-    """Other digits, signs and powers."""
     position = next((i for i, c in enumerate(gold) if c.isdigit() and "_{" not in gold[max(0, i - 2) : i]), None)
     if position is not None:
         yield gold[:position] + str((int(gold[position]) + 1) % 10) + gold[position + 1 :]
@@ -231,25 +229,18 @@ def perturbed(gold):
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_every_gold_matches_its_rewrites_and_no_perturbed_value(name, every):
     chosen = golds(name)[::every]
-    missed = [
-        (gold, text)
-        for gold, ordered in chosen
-        for text in rewrites(gold)
-        if not equivalent(gold, final_answer(f"So it is $\\boxed{{{text}}}$.") or "", ordered=ordered)
-    ]
+    read = [(g, final_answer(f"So it is $\\boxed{{{text}}}$.") or "", o) for g, o in chosen for text in rewrites(g)]
+    missed = [(gold, answer) for gold, answer, ordered in read if not equivalent(gold, answer, ordered=ordered)]
     taken = [(g, text) for g, ordered in chosen for text in perturbed(g) if equivalent(g, text, ordered=ordered)]
     assert (missed, taken) == ([], [])
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("{" * 20_000, "(" * 20_000, " " * 20_000, r"\boxed{" * 3000, "5" + r" \text{a}" * 30 + "!x"),
-        *("answer is a " * 500, "the answer is" + " " * 4000, "答案是很多的字" * 600),
-        *("The answer is the answer is " * 150, r"\boxed{1}" + "\n" * 3000 + r"! \boxed{2}"),
-    ],
-    ids=range(10),
-)
+HOSTILE = ["{" * 20_000, "(" * 20_000, " " * 20_000, r"\boxed{" * 3000, "5" + r" \text{a}" * 30 + "!x"]
+HOSTILE += ["answer is a " * 500, "the answer is" + " " * 4000, "答案是很多的字" * 600]
+HOSTILE += ["The answer is the answer is " * 150, r"\boxed{1}" + "\n" * 3000 + r"! \boxed{2}"]
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_text_is_read_quickly(text):
     started = time.monotonic()
     assert not equivalent("5", text)

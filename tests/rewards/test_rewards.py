@@ -1,4 +1,3 @@
-import json
 import math
 import os
 import re
@@ -6,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import psutil
 import pytest
@@ -14,6 +13,7 @@ from helpers import command
 
 from stapo_lite.config import Reward
 from stapo_lite.errors import InputError, RunError
+from stapo_lite.files import read_lines, write_lines
 from stapo_lite.rewards.functions import RewardModel, UserFunction, last_integer_equals, overlong_share
 from stapo_lite.rewards.grading import UNREADABLE, MathGrader, Question, Verdict
 from stapo_lite.types import Completion, Prompt
@@ -86,13 +86,12 @@ def test_grading_a_file(tmp_path, capsys):
         {"gold": "4.2", "pred": 4.25, "form": "answer", "tolerance": 0.1},
         {"gold": "4", "pred": "no idea", "form": "response"},
     ]
-    cases.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_lines(cases, rows)
     arguments = ["grade", cases, "--out", out, "--timeout", GENEROUS, "--num-workers", 1]
     assert command(*arguments) == 0
     assert capsys.readouterr().out == f"6 graded, 4 correct, 1 without an answer: {out}\n"
-    written = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
     verdicts = [True, True, True, False, True, False]
-    assert written == [row | {"correct": correct} for row, correct in zip(rows, verdicts, strict=True)]
+    assert read_lines(out) == [row | {"correct": correct} for row, correct in zip(rows, verdicts, strict=True)]
     for text, message in [
         ('{"gold": "1"}', ", case 1: pred must be text or a number, got None"),
         ('{"gold": null, "pred": "1"}', ", case 1: gold must be"),
@@ -158,18 +157,15 @@ def test_a_user_function_is_called_as_trl_calls_it(tmp_path, monkeypatch):
 
 @pytest.fixture
 def user_function(tmp_path, monkeypatch):
-    functions = []
     monkeypatch.syspath_prepend(str(tmp_path))
+    with ExitStack() as stack:
 
-    def make(body, timeout=GENEROUS):
-        source = f"import os, sys, random, time\ndef f(completions, **columns):\n    {body}\n"
-        (tmp_path / "faulty.py").write_text(source, encoding="utf-8")
-        functions.append(UserFunction("faulty:f", timeout, 1 << 30))
-        return functions[-1]
+        def make(body, timeout=GENEROUS):
+            source = f"import os, sys, random, time\ndef f(completions, **columns):\n    {body}\n"
+            (tmp_path / "faulty.py").write_text(source, encoding="utf-8")
+            return stack.enter_context(closing(UserFunction("faulty:f", timeout, 1 << 30)))
 
-    yield make
-    for function in functions:
-        function.close()
+        yield make
 
 
 HOARD, TOO_MUCH = "hoard = [bytearray(1 << 20) for _ in iter(int, 1)]", "took more than 0.2 GiB"
@@ -263,18 +259,12 @@ def test_a_functions_draws_follow_from_the_seed(user_function):
     assert second == again != other
 
 
-def test_a_functions_process_ends_with_its_parent(tmp_path):
-    """Killed while the function hung."""
+def test_a_function_that_hangs_ends_with_its_parent(tmp_path):
     (tmp_path / "slow.py").write_text("def f(**columns):\n    print('hangs', flush=True)\n    while True: pass\n")
-    program = (
-        "from stapo_lite.rewards.functions import UserFunction\nfrom stapo_lite.types import Completion, Prompt\n"
-        "f = UserFunction('slow:f', 3.0, 1 << 30)\n"
-        "f([Completion(Prompt('p', [1], 'a'), [1], [0.0], False, 0)], 0)\n"
-    )
-    path = os.pathsep.join([str(tmp_path), *sys.path])
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}
-    ) as parent:
+    program = "from stapo_lite.rewards.sandbox import Sandbox; Sandbox('slow:f', 3.0, 1 << 30).call({})"
+    command = [sys.executable, "-c", program]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as parent:
         assert parent.stdout.readline() == "hangs\n"
         parent.kill()
         assert parent.stdout.read() == ""  # the worker, which writes there too, has ended

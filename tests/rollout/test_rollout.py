@@ -136,19 +136,15 @@ def test_each_sample_follows_from_its_own_seed(engine, make_policy):
     assert {c.truncated for c in first} == {False, True}
 
 
-def test_more_prompt_tokens_than_fit_into_one_pass(engine, make_policy):
+def test_a_stream_that_is_left_early_leaves_nothing_behind(engine, make_policy):
+    """Also of more prompt tokens than fit into one pass."""
     engine.publish(make_policy(), next(VERSIONS))
     prompts = [Prompt("", [10 + (i + 13 * t) % 250 for t in range(380)], answer="") for i in range(16)]
-    assert len(drawn(engine, prompts, list(range(16)))) == 16
-
-
-def test_a_stream_that_is_left_early_leaves_nothing_behind(engine, make_policy):
-    engine.publish(make_policy(), next(VERSIONS))
-    expected = drawn_ids(engine, PROMPTS, [1, 2, 3])
-    stream = engine.stream(PROMPTS * 20, range(60), DECODING)
+    expected = drawn_ids(engine, prompts, range(16))
+    stream = engine.stream(prompts * 2, range(32), DECODING)
     next(stream)
     stream.close()
-    assert drawn_ids(engine, PROMPTS, [1, 2, 3]) == expected
+    assert drawn_ids(engine, prompts, range(16)) == expected
 
 
 def test_an_adapter_from_its_folder(vllm_engine, make_policy, tmp_path):
@@ -233,10 +229,8 @@ def test_a_vllm_that_dies_is_started_anew_for_what_is_missing(vllm_engine, make_
     expected = drawn_ids(vllm_engine, PROMPTS * 4, range(12))
     dying(14)  # of 12 tokens, 16 sequences at a time: some groups have ended
     groups = generate(vllm_engine, PROMPTS * 4)
-    (left,) = re.findall(
-        r"vLLM failed while it sampled \(RuntimeError: the device fell off the bus\): starting it anew for (\d+) of 12",
-        caplog.text,
-    )
+    failure = r"vLLM failed while it sampled \(RuntimeError: the device fell off the bus\)"
+    (left,) = re.findall(failure + r": starting it anew for (\d+) of 12", caplog.text)
     assert 0 < int(left) < 12
     assert [group[0].prompt for group in groups] == PROMPTS * 4
     assert [len(group) for group in groups] == [4] * 12

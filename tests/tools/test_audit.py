@@ -77,17 +77,14 @@ def browser():
     executable = next(filter(None, map(shutil.which, names)), None)
     if executable is None:
         pytest.skip("no Chromium on the PATH")
-    with playwright.sync_playwright() as p:
-        browser = p.chromium.launch(
-            executable_path=executable, args=["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-        )
+    options = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    with playwright.sync_playwright() as p, p.chromium.launch(executable_path=executable, args=options) as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture
 def open_page(browser):
-    """Open a page that must not complain and must not ask the network."""
+    """Pages must not complain and must not ask the network."""
     complaints = []
 
     def open_(path, width=1200):
@@ -194,11 +191,8 @@ def test_runs_over_each_other(make_run, tmp_path, open_page):
 
 
 def test_mean_and_band_by_hand():
-    runs = [
-        [{"x": 1.0}, {"x": 2.0}, {"x": None}],
-        [{"x": 3.0}, {"x": None}, {"x": None}],
-        [{"x": 5.0}, {"x": 6.0}, {"x": None}, {"x": 9.0}],
-    ]
+    values = [[1.0, 2.0, None], [3.0, None, None], [5.0, 6.0, None, 9.0]]
+    runs = [[{"x": value} for value in run] for run in values]
     curve = seed_curve("stapo", runs, "x")
     assert curve.label == "stapo (3 seeds)"
     assert list(curve.steps) == [1, 2, 3]
@@ -217,9 +211,8 @@ def test_curves_are_called_by_what_differs(make_run):
         "d": {"algorithm": "grpo", "train": {"max_steps": 9}},
     }
     configs = [load_config(make_run(name, **changes) / "config.yaml") for name, changes in runs.items()]
-    a, b, c, d = run_labels(configs)
-    assert (a, c, d) == ("stapo, objective.s2t.tau_p=0.002", "stapo, objective.s2t.tau_p=0.01", "grpo")
-    assert b == a
+    expected = [*["stapo, objective.s2t.tau_p=0.002"] * 2, "stapo, objective.s2t.tau_p=0.01", "grpo"]
+    assert run_labels(configs) == expected
 
 
 def drawn(curves, **options):
