@@ -203,7 +203,7 @@ def test_the_command_suggests_overrides_that_it_takes(planned):
     assert status == 0
     assert output.out.endswith("It fits.\n")
     assert " sequences of the longest length (5,120) at a time" in output.out
-    status, output = planned("14B", "4")
+    status, output = planned("8B", "4", *arguments[2:])
     assert status == 1
     assert output.out.endswith("take a smaller model or a larger card.\n")
 
