@@ -1,6 +1,5 @@
 """Shared models and engines: each is made once per run of the suite."""
 
-import json
 import multiprocessing
 import os
 import sys
@@ -11,9 +10,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import yaml
-from helpers import adapted_policy, tiny_qwen3
+from helpers import adapted_policy, changed, tiny_qwen3, write_yaml
 from random_model import build
+
+from stapo_lite.files import write_lines
 
 
 @pytest.fixture(scope="session")
@@ -48,7 +48,6 @@ def children():
 
 @pytest.fixture
 def make_policy(tiny_model):
-    """Policies over the tiny model."""
     return partial(adapted_policy, tiny_model)
 
 
@@ -59,12 +58,8 @@ def write_config(tiny_model, tmp_path, monkeypatch):
         "def even(completion_ids, **columns): return [float(sum(i % 2 == 0 for i in ids)) for ids in completion_ids]\n",
         encoding="utf-8",
     )
-    (tmp_path / "prompts.jsonl").write_text(
-        "".join(
-            json.dumps({"prompt": f"say {word}", "answer": "a"}) + "\n" for word in ("one", "two", "three", "four")
-        ),
-        encoding="utf-8",
-    )
+    rows = [{"prompt": f"say {word}", "answer": "a"} for word in ("one", "two", "three", "four")]
+    write_lines(tmp_path / "prompts.jsonl", rows)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "parity", raising=False)
 
@@ -88,20 +83,13 @@ def write_config(tiny_model, tmp_path, monkeypatch):
             },
             "log": {"save_steps": 2, "log_completions_steps": 2},
         }
-        for key, value in changes.items():
-            section, _, name = key.partition("__")
-            (tree[section] if name else tree)[name or section] = value
-        path = tmp_path / "config.yaml"
-        path.write_text(yaml.safe_dump(tree), encoding="utf-8")
-        return path
+        return write_yaml(tmp_path / "config.yaml", changed(tree, changes))
 
     return write
 
 
 @pytest.fixture
 def user_reward(write_config, tmp_path):
-    """Replace the user's reward function."""
-
     def replace(source):
         (tmp_path / "parity.py").write_text(source + "\n", encoding="utf-8")
         sys.modules.pop("parity", None)

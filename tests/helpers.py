@@ -1,4 +1,4 @@
-"""What tests share that is no fixture: small models, policies and completions, mini-batches, whole runs."""
+"""Shared by the tests, and no fixtures: small models, policies and completions, mini-batches, whole runs."""
 
 import itertools
 import json
@@ -10,6 +10,7 @@ from pathlib import Path
 import oracle
 import pytest
 import torch
+import yaml
 from accelerate import Accelerator
 from random_model import VOCABULARY, qwen3
 
@@ -46,17 +47,14 @@ CASES = {
     "high-entropy": ({"s2t": {"preset": "high-entropy"}}, {"silence": "high-entropy"}),
     "random": ({"s2t": {"preset": "random"}}, {"silence": "random"}),
     "justrl": ({"algorithm": "justrl"}, NO_S2T),
-    "justrl watching paper-v1": (
+    "justrl, v1": (
         {"algorithm": "justrl", "s2t": {"preset": "paper-v1"}},
         NO_S2T | {"population": "all", "q": 0.8},
     ),
     "dapo": ({"algorithm": "dapo"}, NO_S2T),
     "20-entropy": ({"algorithm": "20-entropy"}, NO_S2T | {"top": 0.2, "renormalize": False}),
     "20-entropy renormalized": ({"algorithm": "20-entropy", "renormalize": True}, NO_S2T | {"top": 0.2}),
-    "grpo": (
-        {"algorithm": "grpo"},
-        NO_S2T | {"aggregation": "sequence-mean", "epsilon_high": 0.2, "beta": 0.04},
-    ),
+    "grpo": ({"algorithm": "grpo"}, NO_S2T | {"aggregation": "sequence-mean", "epsilon_high": 0.2, "beta": 0.04}),
     "dr-grpo": (
         {"algorithm": "dr-grpo"},
         NO_S2T | {"aggregation": "constant", "epsilon_high": 0.2, "max_length": LONGEST},
@@ -84,7 +82,6 @@ LONG = [Prompt("", [10 + (13 * t) % 250 for t in range(300)], answer="")]  # ove
 
 
 def tiny_qwen3(tied: bool):
-    """A transformers config."""
     return qwen3(
         "1.7B",
         vocab_size=VOCABULARY,
@@ -150,6 +147,26 @@ def fake_completions(seed: int, advantages: list[float], longest: int = 9, vocab
     return completions
 
 
+def changed(tree, changes):
+    """A config whose keys `changes` names, those of a section as `section__key`."""
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        (tree.setdefault(section, {}) if name else tree)[name or section] = value
+    return tree
+
+
+def shared_data(name):
+    path = ROOT.parent / "shared" / "data" / f"{name}.jsonl"
+    if not path.exists():
+        pytest.skip(f"{path.name} of the shared benchmark data is not here")
+    return path
+
+
+def write_yaml(path, tree):
+    path.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    return path
+
+
 def run(config, resume=False):
     return list(train(load_config(config), resume))
 
@@ -171,7 +188,7 @@ def without_times(metrics):
 
 
 def same_metrics(metrics, others):
-    """Of two runs, but for times and rounding."""
+    """But for times and rounding."""
     for line, other in zip(without_times(metrics), without_times(others), strict=True):
         assert line.keys() == other.keys()
         for name, value in other.items():
@@ -235,13 +252,9 @@ def measured(policy, completions, max_tokens=10_000):
     """Statistics of the policy now for each completion."""
     budget = max_tokens if isinstance(max_tokens, TokenBudget) else TokenBudget(max_tokens)
     batch = pack(completions, policy.device)
-    return split(batch, *measure(policy, batch, range(len(completions)), budget))
-
-
-def split(batch, *values):
-    """What [N] tensors hold of each completion."""
-    parts = zip(*(value.split([len(c.token_ids) for c in batch.completions]) for value in values), strict=True)
-    return dict(zip(batch.completions, itertools.starmap(TokenStatistics, parts), strict=True))
+    lengths = [len(c.token_ids) for c in completions]
+    parts = (value.split(lengths) for value in measure(policy, batch, range(len(completions)), budget))
+    return dict(zip(completions, itertools.starmap(TokenStatistics, zip(*parts, strict=True)), strict=True))
 
 
 def packed(policy, completions, old=None):

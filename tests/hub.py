@@ -3,7 +3,6 @@
 import base64
 import hashlib
 import json
-import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -26,7 +25,15 @@ class Hub:
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
-            def answer(self, document, status=200):
+            def handle_request(self):
+                size = int(self.headers.get("Content-Length", 0))
+                if self.command == "PUT" and hub.cut and size > 10_000:
+                    hub.cut -= 1
+                    self.rfile.read(size // 2)
+                    self.close_connection = True
+                    return self.connection.close()
+                role = ROLES.get(self.headers.get("Authorization"))
+                status, document = hub.answer(self.command, self.path, self.rfile.read(size), role)
                 body = json.dumps(document).encode()
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
@@ -34,64 +41,7 @@ class Hub:
                 self.end_headers()
                 self.wfile.write(body)
 
-            def do_GET(self):
-                if match := re.fullmatch("/api/models/(.+)/auth-check/write", self.path):
-                    self.answer({}, 200 if match[1].startswith("me/") else 403)
-                elif (name := self.path.removeprefix("/api/models/")) in hub.files:
-                    private = hub.created.get(name, {}).get("visibility") == "private"
-                    self.answer({"id": name, "modelId": name, "private": private, "siblings": [], "tags": []})
-                else:
-                    self.answer({"error": f"unknown {self.path}"}, 404)
-
-            def do_POST(self):
-                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                document = json.loads(body) if body[:1] == b"{" and b"\n" not in body.strip() else None
-                if ROLES.get(self.headers.get("Authorization")) != "write":
-                    self.answer({"error": "Forbidden"}, 403)
-                elif self.path == "/api/repos/create":
-                    name = f"{document.get('organization') or 'me'}/{document['name']}"
-                    if not name.startswith("me/") and name not in hub.files:
-                        return self.answer({"error": "You don't have the rights to create a model here"}, 403)
-                    status = 409 if name in hub.files else 200
-                    hub.files.setdefault(name, {})
-                    hub.created.setdefault(name, document)
-                    self.answer({"url": f"{hub.url}/{name}"}, status)
-                elif self.path == "/api/validate-yaml":
-                    self.answer({"errors": [], "warnings": []})
-                elif "/preupload/" in self.path:
-                    paths = [file["path"] for file in document["files"]]
-                    modes = ["lfs" if path.endswith(".safetensors") else "regular" for path in paths]
-                    known = {"shouldIgnore": False, "oid": None}
-                    files = [{"path": p, "uploadMode": mode} | known for p, mode in zip(paths, modes, strict=True)]
-                    self.answer({"files": files})
-                elif self.path.endswith(".git/info/lfs/objects/batch"):
-                    objects = [
-                        entry | {"actions": {"upload": {"href": f"{hub.url}/lfs/{entry['oid']}", "header": {}}}}
-                        for entry in document["objects"]
-                    ]
-                    self.answer({"transfer": "basic", "objects": objects})
-                elif match := re.fullmatch(r"/api/models/(.+)/commit/main", self.path):
-                    for line in map(json.loads, body.splitlines()):
-                        value = line["value"]
-                        if line["key"] == "file":
-                            hub.files[match[1]][value["path"]] = base64.b64decode(value["content"])
-                        elif line["key"] == "lfsFile":
-                            hub.files[match[1]][value["path"]] = hub.objects[value["oid"]]
-                    self.answer({"commitUrl": f"{hub.url}/{match[1]}/commit/1", "commitOid": "1" * 40})
-                else:
-                    self.answer({"error": f"unknown {self.path}"}, 404)
-
-            def do_PUT(self):
-                size = int(self.headers["Content-Length"])
-                if hub.cut and size > 10_000:
-                    hub.cut -= 1
-                    self.rfile.read(size // 2)
-                    self.close_connection = True
-                    return self.connection.close()
-                content = self.rfile.read(size)
-                oid = hashlib.sha256(content).hexdigest()
-                hub.objects[oid] = content
-                self.answer({}, 200 if self.path.endswith(oid) else 400)
+            do_GET = do_POST = do_PUT = handle_request
 
             def log_message(self, *arguments):
                 pass
@@ -99,6 +49,51 @@ class Hub:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def answer(self, method, path, body, role):
+        """Status and document."""
+        name = path.removeprefix("/api/models/").partition("/auth-check/")[0].partition("/commit/")[0]
+        if method == "PUT":
+            oid = hashlib.sha256(body).hexdigest()
+            self.objects[oid] = body
+            return 200 if path.endswith(oid) else 400, {}
+        if method == "GET" and path.endswith("/auth-check/write"):
+            return 200 if name.startswith("me/") else 403, {}
+        if method == "GET" and name in self.files:
+            private = self.created.get(name, {}).get("visibility") == "private"
+            return 200, {"id": name, "modelId": name, "private": private, "siblings": [], "tags": []}
+        if method == "POST" and role != "write":
+            return 403, {"error": "Forbidden"}
+        if path == "/api/repos/create":
+            document = json.loads(body)
+            name = f"{document.get('organization') or 'me'}/{document['name']}"
+            if not name.startswith("me/") and name not in self.files:
+                return 403, {"error": "You don't have the rights to create a model here"}
+            status = 409 if name in self.files else 200
+            self.files.setdefault(name, {})
+            self.created.setdefault(name, document)
+            return status, {"url": f"{self.url}/{name}"}
+        if path == "/api/validate-yaml":
+            return 200, {"errors": [], "warnings": []}
+        if "/preupload/" in path:
+            known = {"shouldIgnore": False, "oid": None}
+            paths = [file["path"] for file in json.loads(body)["files"]]
+            modes = {path: "lfs" if path.endswith(".safetensors") else "regular" for path in paths}
+            return 200, {"files": [known | {"path": path, "uploadMode": mode} for path, mode in modes.items()]}
+        if path.endswith(".git/info/lfs/objects/batch"):
+            objects = json.loads(body)["objects"]
+            for entry in objects:
+                entry["actions"] = {"upload": {"href": f"{self.url}/lfs/{entry['oid']}", "header": {}}}
+            return 200, {"transfer": "basic", "objects": objects}
+        if path.endswith("/commit/main"):
+            for line in map(json.loads, body.splitlines()):
+                value = line["value"]
+                if line["key"] == "file":
+                    self.files[name][value["path"]] = base64.b64decode(value["content"])
+                elif line["key"] == "lfsFile":
+                    self.files[name][value["path"]] = self.objects[value["oid"]]
+            return 200, {"commitUrl": f"{self.url}/{name}/commit/1", "commitOid": "1" * 40}
+        return 404, {"error": f"unknown {path}"}
 
     def close(self):
         self._server.shutdown()

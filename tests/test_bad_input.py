@@ -3,12 +3,12 @@
 import hashlib
 import json
 import shutil
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import command, run
+from helpers import command, run, write_yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -46,9 +46,8 @@ def refused(monkeypatch, capsys, tmp_path):
     return check
 
 
-BOMB = b"model: m\noutput_dir: o\na: &a [x,x,x,x,x,x,x,x,x]\n" + b"".join(
-    b"%c: &%c [%s]\n" % (c, c, b",".join([b"*%c" % (c - 1)] * 9)) for c in range(98, 112)
-)
+DOUBLINGS = [b"%c: &%c [%s]\n" % (c, c, b",".join([b"*%c" % (c - 1)] * 9)) for c in range(98, 112)]
+BOMB = b"model: m\noutput_dir: o\na: &a [x,x,x,x,x,x,x,x,x]\n" + b"".join(DOUBLINGS)
 CONFIGS = [
     (b"", "must be a YAML mapping"),
     (b"model: \xff\xfe\xfa", "cannot be read as YAML"),
@@ -78,7 +77,6 @@ OVERRIDES = {
     "train={max_steps: 1, max_steps: 2}": "the key 'max_steps' stands there twice",
     'output_dir="a\\0b"': "key 'output_dir': no file can be called so",
     "data.source=" + "x" * 300 + ".jsonl": "key 'data.source': no file can be called so",
-    "reward.functions=[nowhere:f]": "cannot be imported (ModuleNotFoundError",
     "reward.functions=['__import__(\"os\")']": "use math, arithmetic or package.module",
     "output_dir=/dev/null/run": "cannot be written",
     "output_dir=notes.csv": "cannot be written",
@@ -104,8 +102,7 @@ DATASETS = [
     ('{"prompt": "a", "answer": "1"}'.encode("utf-16"), "line 1: not JSON"),
     (GOOD + b"\n3", "line 2: must be a JSON object, got int"),
     (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "line 1: not JSON"),
-    (GOOD + b"\n" + row("null"), "row 2: the prompt must be text or a list of"),
-    (row('[{"role": "user", "content": [{"text": "a"}]}]'), "row 1: the prompt must be"),
+    (row('[{"role": "user", "content": [{"text": "a"}]}]'), "row 1: the prompt must be text or a list of"),
     (row('"say \\ud800"'), "row 1: the prompt is not valid Unicode"),
     (row(answer="true"), "row 1: data.answer_column=answer must be text or a number, got bool"),
     (b'{"prompt": "a"}', "data.answer_column=answer: "),
@@ -119,6 +116,10 @@ def test_malformed_datasets(refused, write_config, tmp_path, source, message):
     config = write_config(reward={"functions": ["arithmetic"]})
     (tmp_path / "prompts.jsonl").write_bytes(source)
     assert message in refused(config)
+
+
+def lower_rank(weights):
+    weights.update({name: weight[:4].contiguous() for name, weight in weights.items() if "lora_A" in name})
 
 
 FORMATS = {
@@ -188,33 +189,22 @@ def finished(tiny_model, tmp_path_factory):
     tree["rollout"] = {"engine": "transformers", "num_generations": 2, "max_completion_length": 4}
     tree["train"] = {"max_steps": 1, "batch_size": 1, "mini_batch_size": 1}
     run(tree)
-    (folder / "config.yaml").write_text(json.dumps(tree), encoding="utf-8")
+    write_yaml(folder / "config.yaml", tree)
     return folder
 
 
-def in_state(change):
-    return edit("state.json", change), "state.json is not that of a checkpoint"
-
-
-def in_optimizer(change):
-    return edit("optimizer.pt", change), "does not fit this run ("
-
-
-def lower_rank(tensors):
-    tensors.update({name: t[:4].contiguous() for name, t in tensors.items() if "lora_A" in name})
-
-
+NO_STATE, NO_FIT = "state.json is not that of a checkpoint", "does not fit this run ("
 CHECKPOINTS = {
-    "no progress": in_state(lambda s: s.pop("progress")),
-    "a negative number": in_state(lambda s: s["progress"].update(halvings=-1)),
-    "a list for the config": in_state(lambda s: s.update(config=[])),
-    "progress of another version": in_state(lambda s: s["progress"].update(epoch=1)),
+    "no progress": (edit("state.json", lambda s: s.pop("progress")), NO_STATE),
+    "a negative number": (edit("state.json", lambda s: s["progress"].update(halvings=-1)), NO_STATE),
+    "a list for the config": (edit("state.json", lambda s: s.update(config=[])), NO_STATE),
+    "progress of another version": (edit("state.json", lambda s: s["progress"].update(epoch=1)), NO_STATE),
     "a list as state": (write("state.json", "[]"), "state.json: must be a JSON object, got list"),
     "metrics that are lists": (write("../metrics.jsonl", "[1]\n"), "line 1: must be a JSON object"),
-    "an adapter of another rank": (edit("adapter_model.safetensors", lower_rank), "does not fit this run ("),
-    "half an optimiser": in_optimizer(lambda o: o.pop("param_groups")),
-    "moments of another shape": in_optimizer(lambda o: o["state"][0].update(exp_avg=torch.zeros(2, 2))),
-    "fewer parameters": in_optimizer(lambda o: o["param_groups"][0].update(params=[0])),
+    "an adapter of another rank": (edit("adapter_model.safetensors", lower_rank), NO_FIT),
+    "half an optimiser": (edit("optimizer.pt", lambda o: o.pop("param_groups")), NO_FIT),
+    "moments of another shape": (edit("optimizer.pt", lambda o: o["state"][0].update(exp_avg=torch.ones(2))), NO_FIT),
+    "fewer parameters": (edit("optimizer.pt", lambda o: o["param_groups"][0].update(params=[0])), NO_FIT),
 }
 
 
@@ -240,6 +230,7 @@ def test_a_resumed_run_that_cannot_go_on_changes_nothing(refused, finished, tmp_
 
 # Fuzzing: a config or an InputError of one line, whatever is given.
 
+cached_tokenizer = cache(AutoTokenizer.from_pretrained)
 checks = [HealthCheck.function_scoped_fixture]
 quick = settings(deadline=None, max_examples=100, derandomize=True, database=None, suppress_health_check=checks)
 KEYS = st.sampled_from([*Config.model_fields, "max_steps", "r", "s2t", "tau_p", "", "a.b", 3, None, True])
@@ -294,6 +285,6 @@ def test_any_response_has_a_final_answer_or_none(text, finished):
 @quick
 @given(prompt=VALUES | st.lists(MESSAGES, max_size=3), answer=VALUES)
 def test_any_row_is_a_prompt_or_one_line(tiny_model, prompt, answer):
-    rows, tokenizer = [{"prompt": prompt, "answer": answer}], AutoTokenizer.from_pretrained(tiny_model)
+    rows, tokenizer = [{"prompt": prompt, "answer": answer}], cached_tokenizer(tiny_model)
     prompting = Prompting(max_prompt_length=100)
     accepted_or_one_line(render_prompts, rows, tokenizer, prompting, "d.jsonl", "prompt", "answer", False)

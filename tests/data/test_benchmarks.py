@@ -1,14 +1,13 @@
 from dataclasses import replace
 
 import pytest
-from helpers import ROOT
+from helpers import shared_data
 
 from stapo_lite.config import BENCHMARK_NAMES
 from stapo_lite.data.benchmarks import BENCHMARKS, load_benchmark
 from stapo_lite.errors import InputError
 from stapo_lite.files import write_lines
 
-DATA = ROOT.parent / "shared" / "data"
 # problems, samples of each
 PROTOCOL = [(30, 32), (30, 32), (40, 32), (500, 4), (272, 4), (674, 4)]
 
@@ -21,9 +20,7 @@ def load(path, *rows, **options):
 @pytest.mark.parametrize(("name", "protocol"), zip(BENCHMARK_NAMES, PROTOCOL, strict=True))
 def test_the_papers_six_and_their_files(name, protocol):
     assert (BENCHMARKS[name].problems, BENCHMARKS[name].num_samples) == protocol
-    path = DATA / {"olympiadbench": "olympiadbench_674.jsonl"}.get(name, f"{name}.jsonl")
-    if not path.exists():
-        pytest.skip(f"{path.name} of the shared benchmark data is not here")
+    path = shared_data({"olympiadbench": "olympiadbench_674"}.get(name, name))
     short, problems, num_samples = load_benchmark(str(path))
     assert (short, len(problems), num_samples) == (name, *protocol)
     assert all(p.text and p.gold and not p.ordered and p.tolerance == 0 for p in problems)
@@ -38,9 +35,8 @@ def test_a_file_of_ones_own(tmp_path):
     ]
     short, problems, num_samples = load(tmp_path / "mine.jsonl", *rows)
     assert (short, num_samples) == ("mine", 1)
-    assert [(p.id, p.gold, p.ordered, p.tolerance) for p in problems] == (
-        [("0", "4", False, 0), ("x", "1, 3", True, 0), ("2", "4.2", False, 0.1), ("3", "1,2", False, 0.5)]
-    )
+    expected = [("0", "4", False, 0), ("x", "1, 3", True, 0), ("2", "4.2", False, 0.1), ("3", "1,2", False, 0.5)]
+    assert [(p.id, p.gold, p.ordered, p.tolerance) for p in problems] == expected
     assert [p.id for p in load(tmp_path / "mine.jsonl", *rows, limit=2)[1]] == ["0", "x"]
     seeds = {p.seed(run, k) for p in problems for run in (0, 1) for k in range(100)}
     assert len(seeds) == 800

@@ -1,6 +1,6 @@
 import datasets
 import pytest
-from helpers import ROOT, command
+from helpers import command, shared_data
 from transformers import AutoTokenizer
 
 from stapo_lite.config import Data, Prompting
@@ -11,7 +11,8 @@ from stapo_lite.errors import InputError
 from stapo_lite.files import read_lines, write_lines
 from stapo_lite.training.run import prompt_order
 
-DATA = ROOT.parent / "shared" / "data"
+SYSTEM = "<|im_start|>system\nShort.<|im_end|>\n"
+ASKED = "<|im_start|>user\n2+2? Go.<|im_end|>\n<|im_start|>assistant\n"
 CHAT = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "2+2 ="}]
 
 
@@ -30,12 +31,8 @@ def render(tokenizer, *prompts, answer_column="answer", filter_overlong=False, *
 @pytest.mark.parametrize(
     ("prompt", "prompting", "text"),
     [
-        (
-            "2+2?",
-            {"system_prompt": "Short.", "prompt_suffix": " Go."},
-            "<|im_start|>system\nShort.<|im_end|>\n<|im_start|>user\n2+2? Go.<|im_end|>\n<|im_start|>assistant\n",
-        ),
-        (CHAT, {"prompt_suffix": " Go."}, "<|im_start|>user\n2+2? Go.<|im_end|>\n<|im_start|>assistant\n2+2 ="),
+        ("2+2?", {"system_prompt": "Short.", "prompt_suffix": " Go."}, SYSTEM + ASKED),
+        (CHAT, {"prompt_suffix": " Go."}, ASKED + "2+2 ="),
         ("2+2=", {"apply_chat_template": False}, "2+2="),
     ],
     ids=["text becomes a user turn", "an assistant message is continued", "without the template"],
@@ -48,13 +45,16 @@ def test_prompts_as_the_model_reads_them(tokenizer, prompt, prompting, text):
     assert CHAT[0]["content"] == "2+2?"  # the user's row is as it was
 
 
-def test_overlong_prompts_are_an_error_or_dropped(tokenizer):
+def test_overlong_prompts_are_an_error_or_dropped_and_missing_answers_an_error_where_one_is_needed(tokenizer):
     with pytest.raises(InputError, match=r"a.jsonl, row 2: the prompt has \d+ tokens, data.max_prompt_length is 40"):
         render(tokenizer, "a", "b" * 60, max_prompt_length=40)
     kept = render(tokenizer, "a", "b" * 60, "c", max_prompt_length=40, filter_overlong=True)
     assert [p.answer for p in kept] == ["0", "2"]
     with pytest.raises(InputError, match="every prompt is longer"):
         render(tokenizer, "a" * 60, max_prompt_length=40, filter_overlong=True)
+    with pytest.raises(InputError, match="row 1: data.answer_column=gold is empty"):
+        render(tokenizer, "p", "q", answer_column="gold")
+    assert [p.answer for p in render(tokenizer, "p", "q", answer_column=None)] == [None, None]
 
 
 def test_chat_templates_that_are_missing_or_refuse(tokenizer):
@@ -70,20 +70,13 @@ def test_chat_templates_that_are_missing_or_refuse(tokenizer):
         render(tokenizer, "2+2?")
 
 
-def test_a_missing_answer_names_its_row_where_one_is_needed(tokenizer):
-    with pytest.raises(InputError, match="row 1: data.answer_column=gold is empty"):
-        render(tokenizer, "p", "q", answer_column="gold")
-    assert [p.answer for p in render(tokenizer, "p", "q", answer_column=None)] == [None, None]
-
-
 def test_rows_of_every_kind_of_source(tmp_path):
     rows = [{"prompt": "when?", "answer": "2024-01-01", "x": 2}, {"prompt": "q", "answer": "3", "x": 4}]
     write_lines(tmp_path / "a.JSONL", rows)
     assert load_rows(Data(source=str(tmp_path / "a.JSONL"))) == rows  # what looks like a date stays text
-    parquet = tmp_path / "a.parquet"
+    parquet, like_the_hub = tmp_path / "a.parquet", tmp_path / "data-set"
     datasets.Dataset.from_list(rows).to_parquet(parquet)
     assert load_rows(Data(source=str(parquet))) == rows
-    like_the_hub = tmp_path / "data-set"
     like_the_hub.mkdir()
     parquet.rename(like_the_hub / "test.parquet")
     assert load_rows(Data(source=str(like_the_hub), split="test")) == rows
@@ -121,8 +114,7 @@ def test_overlaps_by_hand():
         "zero one two three four five six seven eight nine ten eleven",  # all three
         "one two three four five six seven eight nine 10",  # two
         "two three four five six seven eight nine",  # one
-        "ten nine eight seven six five four three two one",
-        "",
+        *("ten nine eight seven six five four three two one", ""),
     ]
     found = find_overlaps(texts, [ten])
     assert [(o.row, o.problem, round(o.share, 3)) for o in found] == [(0, ten, 1.0), (1, ten, 0.667)]
@@ -158,12 +150,9 @@ def test_the_contamination_report(tmp_path, capsys):
 
 @pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_cleaned_training_set_holds_no_benchmark(every):
-    """Its maker removed overlaps by the same rule."""
-    if not DATA.exists():
-        pytest.skip("the shared benchmark data is not here")
     names = ("aime24", "aime25", "amc23", "math500", "minerva", "olympiadbench_674")
-    problems = load_problems([str(DATA / f"{name}.jsonl") for name in names])
-    rows = read_lines(DATA / "train_math_clean.jsonl")[::every]
+    problems = load_problems([str(shared_data(name)) for name in names])
+    rows = read_lines(shared_data("train_math_clean"))[::every]
     assert find_overlaps([row["problem"] for row in rows], problems) == []
     again = find_overlaps([f"Solve this. {p.text} Think." for p in problems[:100]], problems[:100])
     assert {o.row for o in again} == set(range(100))

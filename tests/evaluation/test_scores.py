@@ -44,6 +44,7 @@ def test_majority(pattern, expected):
 
 
 def test_scores_of_a_benchmark():
+    """Answers that only a second judge accepts are kept apart."""
     scores = benchmark_scores([samples("+aa-bb"), samples("++++-+"), samples("abcdef")])
     assert scores == {
         "problems": 3,
@@ -58,14 +59,11 @@ def test_scores_of_a_benchmark():
         "no_answer": pytest.approx(2 / 18),
     }
     assert 0 <= scores["low"] < 1 / 3 < scores["high"] <= 1
-
-
-def test_answers_that_a_second_judge_accepts_are_kept_apart():
     scores = benchmark_scores([samples("+-") + samples("a", accepted=True) + samples("b", accepted=False)])
     assert (scores["avg"], scores["verified"], scores["asked"]) == (0.25, 0.5, 2)
 
 
-def test_intervals_against_the_normal_approximation():
+def test_intervals_against_the_normal_approximation_and_paired():
     rng = random.Random(0)
     values = [rng.random() for _ in range(400)]
     mean = sum(values) / 400
@@ -78,10 +76,7 @@ def test_intervals_against_the_normal_approximation():
     assert average_scores([[0.5] * 10, [0.25]]) == {"avg": 0.375, "low": 0.375, "high": 0.375}  # each counts the same
     both = average_scores([values, [0.2] * 4])
     assert both["high"] - both["low"] == pytest.approx((scores["high"] - scores["low"]) / 2, rel=0.02)
-
-
-def test_the_difference_is_paired():
-    """Two runs that differ by the same on every problem: no uncertainty, however hard the problems differ."""
+    # Two runs that differ by the same on every problem: no uncertainty, however hard the problems differ.
     a, b = [[0.0, 0.25, 0.5, 0.75]], [[0.25, 0.5, 0.75, 1.0]]
     assert paired_difference(a, b) == {"avg": 0.25, "low": 0.25, "high": 0.25}
 
@@ -93,10 +88,9 @@ def results(**benchmarks):
 
 
 def cells(table):
-    """Without the line under the head."""
-    lines = table.splitlines()
-    assert len({len(line) for line in lines}) == 1
-    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[:1] + lines[2:]]
+    head, line, *rows = table.splitlines()
+    assert {len(row) for row in (head, *rows)} == {len(line)}
+    return [[cell.strip() for cell in row.split("|")[1:-1]] for row in (head, *rows)]
 
 
 def test_tables():

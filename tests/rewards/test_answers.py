@@ -1,24 +1,16 @@
-import json
 import re
 import time
 
 import pytest
-from helpers import ROOT
+from helpers import shared_data
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from stapo_lite.files import read_lines
 from stapo_lite.rewards.__main__ import grade_file
 from stapo_lite.rewards.answers import canonical, equivalent, final_answer, grade
 
-DATA = ROOT.parent / "shared" / "data"
 BENCHMARKS = ("aime24", "aime25", "amc23", "math500", "minerva", "olympiadbench_674")
-
-
-def read(name):
-    path = DATA / f"{name}.jsonl"
-    if not path.exists():
-        pytest.skip(f"{path.name} of the shared benchmark data is not here")
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -74,10 +66,9 @@ EQUAL = {
     "mixed numbers": [(r"1\frac{4}{5}", "1.8"), (r"137 \frac12", "137 1/2")],
     "thousands": [(r"\$32,\!348", "32348"), (r"10,\!080", "10{,}080"), ("1 000 000", "1,000,000")],
     "per cent and degrees": [(r"28\%", "28"), (r"28\%", "0.28"), (r"90^\circ", "90")],
-    "units in text": [(r"864 \mbox{ inches}^2", "864"), ("5.4", r"5.4 \text{ cents}")],
+    "units": [(r"864 \mbox{ inches}^2", "864"), ("5.4", r"5.4 \text{ cents}"), ("310", "310 K"), ("10", "10 m/s^2")],
     "units in words": [("45", "45 minutes"), ("125", "125 miles"), ("125 miles", "125"), ("1.6", "1.6cm")],
     "units of physics": [("9.81", r"9.81 \, \mathrm{m/s^{2}}"), ("5", r"5 \mathrm{~W~m^{-2}}")],
-    "plain units": [("310", "310 K"), ("10", "10 m/s^2")],
     "words and choices": [(r"\text{Evelyn}", "evelyn."), (r"\text{(C)}", "C")],
     "labels": [("x=5", "5"), ("(p,q)=(3,2)", "(3,2)"), ("f(x)=2x", "2x")],
     "approximations": [("1/3", r"x = \frac{1}{3} \approx 0.33"), ("5", r"\approx 5")],
@@ -94,16 +85,12 @@ EQUAL = {
     "functions of numpy": [("np.arcsin(10/13)", r"\arcsin\left(\frac{10}{13}\right)")],
     "complex numbers": [(r"-8-8 \sqrt{3} i", r"-8-8i\sqrt3"), (r"1+\sqrt{3} i", r"1+i\sqrt{3}"), ("2+3i", "3i+2")],
     "complex logarithms": [(r"\ln 2 + i\pi / 3", r"\ln 2+\frac{i\pi}{3}")],
-    "complex functions": [
-        (r"\frac{e^{2 i t}}{(2+2 i)}", answer) for answer in (r"\frac{e^{2it}}{2+2i}", r"\frac{1-i}{4}e^{2it}")
-    ],
+    "complex functions": [(r"\frac{e^{2 i t}}{(2+2 i)}", r"\frac{e^{2it}}{2+2i}")],
+    "complex denominators": [(r"\frac{e^{2 i t}}{(2+2 i)}", r"\frac{1-i}{4}e^{2it}")],
     "responses": [(RESPONSE, r"\frac{2-\omega^2-\frac{i\omega}{4}}{4-\frac{63}{16}\omega^2+\omega^4}")],
     "orders of terms": [("a + b + c", "c+b+a"), ("1 - t", "-t+1"), ("2x+4y-3=0", r"y=-\frac{1}{2}x+\frac{3}{4}")],
-    "fractions of letters": [
-        (r"\frac{K-1}{L}", "(K-1)/L"),
-        (r"\frac1m t", r"\frac tm"),
-        (r"\frac1{\sqrt2}c", r"\frac c{\sqrt2}"),
-    ],
+    "fractions of letters": [(r"\frac{K-1}{L}", "(K-1)/L"), (r"\frac1m t", r"\frac tm")],
+    "fractions with roots": [(r"\frac1{\sqrt2}c", r"\frac c{\sqrt2}")],
     "subscripts": [(FIELD, r"\frac{E_1+2E_2}{3}")],
     "derivatives": [(MOTION, r"b v + m\frac{dv}{dt} = f"), (r"y^{\prime}+r y-r x(t)=0", "y' + ry - r x(t) = 0")],
     "powers of letters": [(r"\frac{a M^{1 / 3}}{G M^{2 / 3}+b}", r"\frac{aM^{1/3}}{GM^{2/3}+b}")],
@@ -129,28 +116,15 @@ DIFFERENT = {
     "labels": [("x=5", "6"), ("a=1, b=2", "a=2, b=1"), ("N=n", "N=n+1"), ("a^2 + b = 0", "0")],
     "words and choices": [(r"\text{even}", r"\text{odd}"), ("C", "(B) 12"), ("E", r"\mathrm{E}*2")],
     "functions": [("np.arcsin(10/13)", r"\arcsin(11/13)")],
-    "capitals": [
-        ("kT", "kt"),
-        ("mR^2", "mr^2"),
-        (r"\frac{25}{2}R", r"\frac{25}{2}r"),
-        (r"\frac{E_1}{2}", r"\frac{e_1}{2}"),
-    ],
+    "capitals": [("kT", "kt"), ("mR^2", "mr^2")],
+    "capitals and fractions": [(r"\frac{25}{2}R", r"\frac{25}{2}r"), (r"\frac{E_1}{2}", r"\frac{e_1}{2}")],
     "subscripts": [(FIELD, r"\frac{1}{4} E_{1}+\frac{2}{3} E_{2}"), ("c_1+c_2 t", "c_1+c_2")],
     "powers": [(r"m_{p} c^{2}\left(\gamma^{2}-1\right)", r"m_{p} c^{2}\gamma^{2}")],
     "derivatives": [(MOTION, r"m \frac{d w}{d t}+b v=f"), ("f'", "f"), ("y'+ry=0", "y+ry=0")],
-    "letters that are no units": [
-        ("$6m$", "6"),
-        ("5m", "5"),
-        (r"\frac{37}{4} m", r"\frac{37}{4}"),
-        ("x + 5", "x + 5 m"),
-    ],
+    "letters that are no units": [("$6m$", "6"), ("5m", "5"), ("x + 5", "x + 5 m")],
+    "letters behind fractions": [(r"\frac{37}{4} m", r"\frac{37}{4}"), (r"\frac1m t", r"\frac1m")],
     "factors": [("2ab", "2"), ("2 xyz", "2"), (r"\frac12 abc", r"\frac12"), ("4h^2", "4"), (r"2\pi r h", r"2\pi r")],
-    "terms and factors": [
-        ("2a+3h", "2a+3"),
-        (r"\frac{1}{\sqrt2}c", r"\frac1{\sqrt2}"),
-        (r"\frac1m t", r"\frac1m"),
-        ("2", "2x"),
-    ],
+    "terms and factors": [("2a+3h", "2a+3"), (r"\frac{1}{\sqrt2}c", r"\frac1{\sqrt2}"), ("2", "2x")],
 }
 
 
@@ -191,10 +165,8 @@ def test_one_spelling_for_votes():
 
 def test_cases_of_other_projects_own_suites(tmp_path):
     """The labels that begin with `policy` are choices (docs/grading.md), and so is the order of a plain list."""
-    read("verify_cases")
-    grade_file(DATA / "verify_cases.jsonl", tmp_path / "verdicts.jsonl", timeout=20.0, num_workers=2)
-    lines = [json.loads(line) for line in (tmp_path / "verdicts.jsonl").read_text(encoding="utf-8").splitlines()]
-    cases = [case for case in lines if not case.get("note", "").startswith("policy")]
+    grade_file(shared_data("verify_cases"), tmp_path / "verdicts.jsonl", timeout=20.0, num_workers=2)
+    cases = [case for case in read_lines(tmp_path / "verdicts.jsonl") if not case.get("note", "").startswith("policy")]
     assert sum(case["correct"] == case["equal"] for case in cases) >= 0.985 * len(cases)
     order = "order-sensitive list semantics"
     assert [c for c in cases if c["correct"] and not c["equal"] and c.get("note") != order] == []
@@ -226,8 +198,8 @@ def test_an_answer_of_several_values_is_not_right_for_several_golds(wrapper, sep
 
 
 def golds(name):
-    multiple = {row["id"] for row in read("olympiadbench_meta") if row["is_multiple_answer"]}
-    return [(row["answer"], name != "math500" and row["id"] not in multiple) for row in read(name)]
+    multiple = {row["id"] for row in read_lines(shared_data("olympiadbench_meta")) if row["is_multiple_answer"]}
+    return [(row["answer"], name != "math500" and row["id"] not in multiple) for row in read_lines(shared_data(name))]
 
 
 def rewrites(gold):
@@ -242,7 +214,6 @@ def rewrites(gold):
 
 
 def perturbed(gold):
-    """Other digits, signs and powers."""
     position = next((i for i, c in enumerate(gold) if c.isdigit() and "_{" not in gold[max(0, i - 2) : i]), None)
     if position is not None:
         yield gold[:position] + str((int(gold[position]) + 1) % 10) + gold[position + 1 :]
@@ -258,27 +229,19 @@ def perturbed(gold):
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_every_gold_matches_its_rewrites_and_no_perturbed_value(name, every):
     chosen = golds(name)[::every]
-    missed = [
-        (gold, text)
-        for gold, ordered in chosen
-        for text in rewrites(gold)
-        if not equivalent(gold, final_answer(f"So it is $\\boxed{{{text}}}$.") or "", ordered=ordered)
-    ]
+    read = [(g, final_answer(f"So it is $\\boxed{{{text}}}$.") or "", o) for g, o in chosen for text in rewrites(g)]
+    missed = [(gold, answer) for gold, answer, ordered in read if not equivalent(gold, answer, ordered=ordered)]
     taken = [(g, text) for g, ordered in chosen for text in perturbed(g) if equivalent(g, text, ordered=ordered)]
     assert (missed, taken) == ([], [])
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("{" * 20_000, "(" * 20_000, " " * 20_000, r"\boxed{" * 3000, "5" + r" \text{a}" * 30 + "!x"),
-        *("answer is a " * 500, "the answer is" + " " * 4000, "答案是很多的字" * 600),
-        *("The answer is the answer is " * 150, r"\boxed{1}" + "\n" * 3000 + r"! \boxed{2}"),
-    ],
-    ids=range(10),
-)
+HOSTILE = ["{" * 20_000, "(" * 20_000, " " * 20_000, r"\boxed{" * 3000, "5" + r" \text{a}" * 30 + "!x"]
+HOSTILE += ["answer is a " * 500, "the answer is" + " " * 4000, "答案是很多的字" * 600]
+HOSTILE += ["The answer is the answer is " * 150, r"\boxed{1}" + "\n" * 3000 + r"! \boxed{2}"]
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_text_is_read_quickly(text):
-    """What is slow all the same ends with its worker."""
     started = time.monotonic()
     assert not equivalent("5", text)
     assert not equivalent(text, "5")

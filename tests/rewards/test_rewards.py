@@ -1,4 +1,3 @@
-import json
 import math
 import os
 import re
@@ -6,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack, closing
 
 import psutil
 import pytest
@@ -13,9 +13,9 @@ from helpers import command
 
 from stapo_lite.config import Reward
 from stapo_lite.errors import InputError, RunError
+from stapo_lite.files import read_lines, write_lines
 from stapo_lite.rewards.functions import RewardModel, UserFunction, last_integer_equals, overlong_share
 from stapo_lite.rewards.grading import UNREADABLE, MathGrader, Question, Verdict
-from stapo_lite.rewards.sandbox import Sandbox
 from stapo_lite.types import Completion, Prompt
 
 GENEROUS = 20.0  # seconds: a loaded machine must not fail an honest answer
@@ -29,11 +29,8 @@ def completion(text, answer="4", prompt="2+2?", **columns):
 
 
 def score(functions, completions, **changes):
-    model = RewardModel(Reward(functions=functions, function_timeout=GENEROUS, **changes))
-    try:
+    with closing(RewardModel(Reward(functions=functions, function_timeout=GENEROUS, **changes))) as model:
         model.score(completions, seed=0)
-    finally:
-        model.close()
     return [c.reward for c in completions]
 
 
@@ -66,16 +63,6 @@ def test_a_pathological_answer_costs_at_most_the_limit_and_is_wrong():
     grader.close()
 
 
-def test_processes_do_not_import_the_trainer(tmp_path, monkeypatch):
-    """Replacing one is quick, and many of them are small."""
-    source = "import sys, stapo_lite.rewards.answers\ndef f(): return sorted({'torch', 'sympy'} & {*sys.modules})"
-    (tmp_path / "look.py").write_text(source, encoding="utf-8")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    sandbox = Sandbox("look:f", GENEROUS, 1 << 30)
-    assert sandbox.call({}) == ["sympy"]
-    sandbox.close()
-
-
 @pytest.mark.parametrize(
     ("python", "reason"),
     [("/nowhere", r"\(no process can be started \(No such file"), ("/bin/false", r"\(ended its process with status 1")],
@@ -99,13 +86,12 @@ def test_grading_a_file(tmp_path, capsys):
         {"gold": "4.2", "pred": 4.25, "form": "answer", "tolerance": 0.1},
         {"gold": "4", "pred": "no idea", "form": "response"},
     ]
-    cases.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_lines(cases, rows)
     arguments = ["grade", cases, "--out", out, "--timeout", GENEROUS, "--num-workers", 1]
     assert command(*arguments) == 0
     assert capsys.readouterr().out == f"6 graded, 4 correct, 1 without an answer: {out}\n"
-    written = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
     verdicts = [True, True, True, False, True, False]
-    assert written == [row | {"correct": correct} for row, correct in zip(rows, verdicts, strict=True)]
+    assert read_lines(out) == [row | {"correct": correct} for row, correct in zip(rows, verdicts, strict=True)]
     for text, message in [
         ('{"gold": "1"}', ", case 1: pred must be text or a number, got None"),
         ('{"gold": null, "pred": "1"}', ", case 1: gold must be"),
@@ -120,24 +106,20 @@ def test_grading_a_file(tmp_path, capsys):
 
 def test_arithmetic_is_the_last_integer():
     right, wrong = [" 22", "17 + 5 = 22.", "022"], ["22 or 23", "-22", "no", "2 2", "9" * 5000]
-    assert all(last_integer_equals(text, "22") for text in right)
-    assert not any(last_integer_equals(text, "22") for text in wrong)
+    assert [text for text in right + wrong if last_integer_equals(text, "22")] == right
 
 
-def test_a_completion_that_was_cut_off_earns_nothing_for_an_early_box():
-    """Token-mean would reinforce all that follows it."""
+def test_scales_and_weights_and_completions_that_were_cut_off():
+    """Token-mean would reinforce all that follows an early box."""
+    pair = [completion("4"), completion("5")]
+    assert score(["arithmetic"], pair, incorrect=0.0, correct=2.0) == [2.0, 0.0]
+    assert score(["arithmetic", "math"], pair, weights=[2.0, 0.5]) == [2.5, -2.5]
     texts = ("the answer is 4", "the answer is 4", r"\boxed{4}" + " and so on" * 3000)
     completions = [completion(text) for text in texts]
     completions[1].truncated = completions[2].truncated = True
     assert score(["math"], completions) == [1.0, -1.0, -1.0]
     assert score(["math"], completions, truncated_is_incorrect=False) == [1.0, -1.0, 1.0]  # it states no answer
     assert score(["arithmetic"], completions) == [1.0, 1.0, 1.0]  # others are not overruled
-
-
-def test_scales_and_weights():
-    pair = [completion("4"), completion("5")]
-    assert score(["arithmetic"], pair, incorrect=0.0, correct=2.0) == [2.0, 0.0]
-    assert score(["arithmetic", "math"], pair, weights=[2.0, 0.5]) == [2.5, -2.5]
 
 
 def test_a_user_function_is_called_as_trl_calls_it(tmp_path, monkeypatch):
@@ -165,7 +147,7 @@ def test_a_user_function_is_called_as_trl_calls_it(tmp_path, monkeypatch):
     for path, message in [
         ("broken_rewards:f", r"cannot be imported \(ValueError: two lines\)"),
         ("my_rewards:nothing", "cannot be imported"),
-        ("no_such_module:f", "cannot be imported"),
+        ("no_such_module:f", r"cannot be imported \(ModuleNotFoundError"),
         ("my_rewards:value", "is a int, not a function"),
         ("maths", "use math, arithmetic or package.module:function"),
     ]:
@@ -175,29 +157,23 @@ def test_a_user_function_is_called_as_trl_calls_it(tmp_path, monkeypatch):
 
 @pytest.fixture
 def user_function(tmp_path, monkeypatch):
-    """A function whose body is given, in a process of its own; it imports what is in `tmp_path`."""
-    functions = []
     monkeypatch.syspath_prepend(str(tmp_path))
+    with ExitStack() as stack:
 
-    def make(body, timeout=GENEROUS):
-        source = f"import os, sys, random, time\ndef f(completions, **columns):\n    {body}\n"
-        (tmp_path / "faulty.py").write_text(source, encoding="utf-8")
-        functions.append(UserFunction("faulty:f", timeout, 1 << 30))
-        return functions[-1]
+        def make(body, timeout=GENEROUS):
+            source = f"import os, sys, random, time\ndef f(completions, **columns):\n    {body}\n"
+            (tmp_path / "faulty.py").write_text(source, encoding="utf-8")
+            return stack.enter_context(closing(UserFunction("faulty:f", timeout, 1 << 30)))
 
-    yield make
-    for function in functions:
-        function.close()
+        yield make
 
 
+HOARD, TOO_MUCH = "hoard = [bytearray(1 << 20) for _ in iter(int, 1)]", "took more than 0.2 GiB"
 FAULTS = {
     "raises": ("raise ValueError('two\\nlines')", "raised ValueError: two lines"),
     "hangs in C": ("import re; re.match('(a+)+b', 'a' * 50)", "took longer than 2 s"),
-    "takes all memory": ("hoard = [bytearray(1 << 20) for _ in iter(int, 1)]", r"took more than 0.2 GiB"),
-    "starts a process that takes all memory": (
-        "import subprocess; subprocess.run([sys.executable, '-c', 'x = [bytearray(1 << 20) for _ in iter(int, 1)]'])",
-        r"took more than 0.2 GiB",
-    ),
+    "takes all memory": (HOARD, TOO_MUCH),
+    "its process takes all memory": (f"import subprocess; subprocess.run([sys.executable, '-c', '{HOARD}'])", TOO_MUCH),
     "is killed": ("os.kill(os.getpid(), 9)", "ended its process with status -9"),
     "too few": ("return [1.0]", "returned 1 values, not 2"),
     "no numbers": ("return [sys, float('nan')]", "returned no finite number"),
@@ -283,18 +259,12 @@ def test_a_functions_draws_follow_from_the_seed(user_function):
     assert second == again != other
 
 
-def test_a_functions_process_ends_with_its_parent(tmp_path):
-    """Killed while the function hung."""
+def test_a_function_that_hangs_ends_with_its_parent(tmp_path):
     (tmp_path / "slow.py").write_text("def f(**columns):\n    print('hangs', flush=True)\n    while True: pass\n")
-    program = (
-        "from stapo_lite.rewards.functions import UserFunction\nfrom stapo_lite.types import Completion, Prompt\n"
-        "f = UserFunction('slow:f', 3.0, 1 << 30)\n"
-        "f([Completion(Prompt('p', [1], 'a'), [1], [0.0], False, 0)], 0)\n"
-    )
-    path = os.pathsep.join([str(tmp_path), *sys.path])
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}
-    ) as parent:
+    program = "from stapo_lite.rewards.sandbox import Sandbox; Sandbox('slow:f', 3.0, 1 << 30).call({})"
+    command = [sys.executable, "-c", program]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as parent:
         assert parent.stdout.readline() == "hangs\n"
         parent.kill()
         assert parent.stdout.read() == ""  # the worker, which writes there too, has ended

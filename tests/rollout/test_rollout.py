@@ -6,6 +6,7 @@ import re
 import shutil
 from contextlib import closing, nullcontext
 from types import SimpleNamespace
+from unittest.mock import Mock, call
 
 import psutil
 import pytest
@@ -16,7 +17,7 @@ from transformers import AutoConfig
 from stapo_lite.config import PROJECTIONS, Engine, load_config
 from stapo_lite.errors import InputError, RunError
 from stapo_lite.planning.plan import as_json, model_sizes
-from stapo_lite.rollout import Decoding, check_engine, resolve_engine
+from stapo_lite.rollout import MAX_RETRIES, Decoding, check_engine, resolve_engine
 from stapo_lite.rollout.transformers_engine import TransformersEngine
 from stapo_lite.rollout.vllm_options import BATCHED_TOKENS, check_vllm, fp32_head
 from stapo_lite.types import Prompt
@@ -72,10 +73,10 @@ def drawn_ids(engine, prompts, seeds):
     return [c.token_ids for c in drawn(engine, prompts, seeds)]
 
 
-def test_groups_follow_the_protocol(engine, make_policy):
+def test_groups_follow_the_protocol_and_the_seed(engine, make_policy):
     policy, now = make_policy(), next(VERSIONS)
     engine.publish(policy, now)
-    groups = generate(engine, PROMPTS)
+    groups = generate(engine, PROMPTS, seed=3)
     assert [len(group) for group in groups] == [SAMPLING.num_generations] * len(PROMPTS)
     for prompt, group in zip(PROMPTS, groups, strict=True):
         for completion in group:
@@ -88,21 +89,14 @@ def test_groups_follow_the_protocol(engine, make_policy):
     assert any(c.truncated for group in groups for c in group)
     assert len({tuple(c.token_ids) for group in groups for c in group}) > len(PROMPTS)
     assert gap(policy, groups).max() < 1e-4
-
-
-def test_draws_follow_from_the_seed(engine, make_policy):
-    def draw(seed):
-        engine.publish(make_policy(), next(VERSIONS))
-        return tokens(generate(engine, PROMPTS, seed=seed))
-
-    first = draw(3)
-    assert draw(3) == first
-    assert draw(4) != first
+    engine.publish(policy, next(VERSIONS))
+    assert tokens(generate(engine, PROMPTS, seed=3)) == tokens(groups)
+    assert tokens(generate(engine, PROMPTS, seed=4)) != tokens(groups)
 
 
 def deviations(completions, p):
-    """Of the first tokens' frequencies from their probabilities, in standard deviations: each common token's, and that
-    of the others together."""
+    """How far first tokens' frequencies are from their probabilities, in standard deviations: each common token's, and
+    that of the others together."""
     counts = torch.bincount(torch.tensor([c.token_ids[0] for c in completions]), minlength=len(p)).float()
     common = p > 0.015
     assert common.sum() > 3
@@ -110,26 +104,16 @@ def deviations(completions, p):
     return (counts - len(completions) * p) / (len(completions) * p * (1 - p)).sqrt().clamp(min=1e-9)
 
 
-def first_token(policy):
-    """The trainer's probabilities of a completion's first token."""
+def test_groups_come_from_the_tempered_distribution_and_streamed_samples_from_its_nucleus(engine, make_policy):
+    """That is the smallest set of tokens that holds a probability of `top_p`."""
+    policy = make_policy()
+    engine.publish(policy, next(VERSIONS))
     with torch.no_grad():
         logits = policy.model(input_ids=torch.tensor([PROMPTS[0].token_ids])).logits[0, -1]
-    return torch.softmax(logits / SAMPLING.temperature, -1)
-
-
-def test_completions_come_from_the_tempered_distribution(engine, make_policy):
-    """Nothing is cut off or sharpened."""
-    policy = make_policy()
-    engine.publish(policy, next(VERSIONS))
+    tempered = torch.softmax(logits / SAMPLING.temperature, -1)
     groups = generate(engine, [PROMPTS[0]] * 128)
-    assert deviations(list(itertools.chain(*groups)), first_token(policy)).abs().max() < 4
-
-
-def test_streamed_samples_come_from_the_nucleus(engine, make_policy):
-    """The smallest set of tokens that holds a probability of `top_p`."""
-    policy = make_policy()
-    engine.publish(policy, next(VERSIONS))
-    p, order = first_token(policy).sort(descending=True)
+    assert deviations(list(itertools.chain(*groups)), tempered).abs().max() < 4
+    p, order = tempered.sort(descending=True)
     nucleus = torch.zeros_like(p).scatter(0, order, p * (p.cumsum(0) - p < 0.6))
     completions = drawn(engine, [PROMPTS[0]] * 512, range(512), Decoding(1, SAMPLING.temperature, 0.6))
     assert deviations(completions, nucleus / nucleus.sum()).abs().max() < 4
@@ -152,19 +136,15 @@ def test_each_sample_follows_from_its_own_seed(engine, make_policy):
     assert {c.truncated for c in first} == {False, True}
 
 
-def test_more_prompt_tokens_than_fit_into_one_pass(engine, make_policy):
+def test_a_stream_that_is_left_early_leaves_nothing_behind(engine, make_policy):
+    """Also of more prompt tokens than fit into one pass."""
     engine.publish(make_policy(), next(VERSIONS))
     prompts = [Prompt("", [10 + (i + 13 * t) % 250 for t in range(380)], answer="") for i in range(16)]
-    assert len(drawn(engine, prompts, list(range(16)))) == 16
-
-
-def test_a_stream_that_is_left_early_leaves_nothing_behind(engine, make_policy):
-    engine.publish(make_policy(), next(VERSIONS))
-    expected = drawn_ids(engine, PROMPTS, [1, 2, 3])
-    stream = engine.stream(PROMPTS * 20, range(60), DECODING)
+    expected = drawn_ids(engine, prompts, range(16))
+    stream = engine.stream(prompts * 2, range(32), DECODING)
     next(stream)
     stream.close()
-    assert drawn_ids(engine, PROMPTS, [1, 2, 3]) == expected
+    assert drawn_ids(engine, prompts, range(16)) == expected
 
 
 def test_an_adapter_from_its_folder(vllm_engine, make_policy, tmp_path):
@@ -193,47 +173,47 @@ def test_every_target_module_reaches_vllm(vllm_engine, make_policy, projection, 
     assert gap(policy, groups).max() > 1e-2
 
 
-def test_a_new_version_does_not_see_the_cache_of_the_one_before(vllm_parts, make_policy):
+def test_a_new_version_does_not_see_the_cache_of_the_one_before(engine, make_policy):
     first, second = make_policy(adapter_seed=1), make_policy(adapter_seed=2)
     for policy, other in ((first, second), (second, first), (first, second)):
-        vllm_parts.engine.publish(policy, next(VERSIONS))
-        groups = generate(vllm_parts.engine, LONG)
+        engine.publish(policy, next(VERSIONS))
+        groups = generate(engine, LONG)
         assert gap(policy, groups).max() < 1e-4
         assert gap(other, groups).mean() > 1e-2
-    assert len(list(vllm_parts.adapters.glob("*/*"))) == 1  # old versions leave no files
 
 
-def test_publishing_never_touches_the_base(vllm_engine, make_policy):
+def test_publishing_never_touches_the_base_and_leaves_no_old_files(vllm_parts, make_policy):
     """With an adapter that is zero, vLLM serves the base bit for bit as before any adapter."""
 
-    def serve():
-        vllm_engine.publish(make_policy(scale=0.0), next(VERSIONS))
-        return [c.rollout_logprobs for group in generate(vllm_engine, PROMPTS) for c in group]
+    def serve(scale):
+        vllm_parts.engine.publish(make_policy(scale=scale), next(VERSIONS))
+        assert len(list(vllm_parts.adapters.glob("*/*"))) == 1
+        return [c.rollout_logprobs for group in generate(vllm_parts.engine, PROMPTS) for c in group]
 
-    before = serve()
-    vllm_engine.publish(make_policy(), next(VERSIONS))
-    generate(vllm_engine, PROMPTS)
-    assert serve() == before
+    before, _, after = serve(0.0), serve(0.1), serve(0.0)
+    assert after == before
 
 
-def test_arguments_of_the_config_reach_vllm(vllm_parts, tiny_model):
+def test_arguments_of_the_config_reach_vllm_which_listens_to_this_machine_only(vllm_parts, tiny_model):
     """The KV cache of `rollout.vllm.kv_cache_memory_bytes` holds as many tokens as the plan says."""
     cache = vllm_parts.config.cache_config
     per_token = 4 * model_sizes(as_json(AutoConfig.from_pretrained(tiny_model))).kv_per_token
     assert cache.num_gpu_blocks * cache.block_size == pytest.approx(2**27 / per_token, rel=0.01)
     assert vllm_parts.config.model_config.logprobs_mode == "processed_logprobs"
+    connections = psutil.Process().net_connections()
+    assert {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN} <= {"127.0.0.1", "::1"}
 
 
 @pytest.fixture
 def dying(monkeypatch):
-    """Let vLLM's forward pass fail for real at its `first` call and the `count - 1` after it."""
+    """Let vLLM's forward pass fail for real at its call of a number, once."""
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-    def let(first, count=1):
+    def let(number):
         execute, calls = CPUModelRunner.execute_model, itertools.count()
 
         def failing(runner, *arguments, **options):
-            if first <= next(calls) < first + count:
+            if next(calls) == number:
                 raise RuntimeError("the device\nfell off the bus")
             return execute(runner, *arguments, **options)
 
@@ -247,37 +227,20 @@ def test_a_vllm_that_dies_is_started_anew_for_what_is_missing(vllm_engine, make_
     vllm_engine.publish(make_policy(adapter_seed=2), next(VERSIONS))
     vllm_engine.publish(policy, now)
     expected = drawn_ids(vllm_engine, PROMPTS * 4, range(12))
-    dying(first=14)  # of 12 tokens, 16 sequences at a time: some groups have ended
+    dying(14)  # of 12 tokens, 16 sequences at a time: some groups have ended
     groups = generate(vllm_engine, PROMPTS * 4)
-    (left,) = re.findall(
-        r"vLLM failed while it sampled \(RuntimeError: the device fell off the bus\): starting it anew for (\d+) of 12",
-        caplog.text,
-    )
+    failure = r"vLLM failed while it sampled \(RuntimeError: the device fell off the bus\)"
+    (left,) = re.findall(failure + r": starting it anew for (\d+) of 12", caplog.text)
     assert 0 < int(left) < 12
     assert [group[0].prompt for group in groups] == PROMPTS * 4
     assert [len(group) for group in groups] == [4] * 12
     assert {c.adapter_version for group in groups for c in group} == {now}
     assert gap(policy, groups).max() < 1e-4
-    dying(first=5)
+    dying(5)
     assert drawn_ids(vllm_engine, PROMPTS * 4, range(12)) == expected
     assert len(re.findall("starting it anew", caplog.text)) == 2
     vllm_engine.publish(policy, next(VERSIONS))
     assert gap(policy, generate(vllm_engine, LONG)).max() < 1e-4
-
-
-def test_a_vllm_that_keeps_dying_ends_the_run(tiny_model, make_policy, dying, monkeypatch, caplog):
-    monkeypatch.setattr("stapo_lite.rollout.vllm_engine.MAX_RETRIES", 1)
-    with closing(make_vllm(tiny_model, "float32")) as engine:
-        engine.publish(make_policy(), 1)
-        dying(first=1, count=100)
-        with pytest.raises(RunError, match=r"fell off the bus\), after 1 restarts"):
-            generate(engine, PROMPTS)
-    assert caplog.text.count("starting it anew for 3 of 3 prompts") == 1
-
-
-def test_vllm_listens_to_this_machine_only(vllm_engine):
-    connections = psutil.Process().net_connections()
-    assert {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN} <= {"127.0.0.1", "::1"}
 
 
 def test_a_model_that_vllm_cannot_serve_is_one_line(tiny_model, tmp_path):
@@ -345,10 +308,7 @@ def test_each_vllm_has_its_limits(monkeypatch, vllm, plugin, quantization, level
     ("given", "problem"),
     [
         ({"kv_cache_dtype": "fp8", "speculative_config": {"method": "ngram"}}, None),
-        (
-            {"kv_cach_dtype": "fp8"},
-            r"vllm.kv_cach_dtype: not an engine argument of vLLM .*; did you mean 'kv_cache_dtyp",
-        ),
+        ({"kv_cach_dtype": "fp8"}, r"vllm.kv_cach_dtype: not an engine argument of vLLM .*; did you mean 'kv_cache_dt"),
         ({"zzz": 1}, r"rollout.vllm.zzz: not an engine argument of vLLM .*; see vLLM's documentation"),
         ({"logprobs_mode": "raw_logprobs"}, "rollout.vllm.logprobs_mode: the run sets it itself"),
         ({"kv_cache_dtype": "fp8", "max_model_len": 9}, "rollout.vllm.max_model_len: the run sets it itself"),
@@ -362,39 +322,32 @@ def test_arguments_that_vllm_gets(given, problem):
 
 
 @pytest.fixture
-def recorded(monkeypatch):
-    """The engine as on a GPU, whose vLLM notes what it is asked for."""
+def start(monkeypatch):
+    """How vLLM is started: as on a GPU, one that only notes what it is asked for."""
     vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
     from vllm.platforms import current_platform
 
-    calls = []
-
-    class Recorder:
-        def __init__(self, model, **options):
-            calls.append(options)
-            self.llm_engine = self.engine_core = self
-
-        def sleep(self, level):
-            calls.append(f"sleep {level}")
-
-        def wake_up(self, tags=None):
-            calls.append("wake")
-            if calls.count("wake") >= 2:
-                raise RuntimeError("CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:62")
-
-        def shutdown(self):
-            calls.append("shutdown")
-
-    monkeypatch.setattr(vllm, "LLM", Recorder)
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda platform: False)
     for name in ("synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
-    return calls
+    monkeypatch.setattr(vllm, "LLM", start := Mock())
+    return start
 
 
-def test_a_card_that_is_full_when_vllm_wakes_is_one_line(recorded, tiny_model):
+def test_a_vllm_that_keeps_dying_ends_the_run(start, tiny_model, caplog):
+    start.return_value.llm_engine.step.side_effect = RuntimeError("the device\nfell off the bus")
+    engine = make_vllm(tiny_model, "float32")
+    with pytest.raises(RunError, match=rf"fell off the bus\), after {MAX_RETRIES} restarts"):
+        generate(engine, PROMPTS)
+    engine.close()
+    assert start.call_count == 1 + caplog.text.count("starting it anew for 3 of 3 prompts") == 1 + MAX_RETRIES
+
+
+def test_a_card_that_is_full_when_vllm_wakes_is_one_line(start, tiny_model):
+    llm, full = start.return_value, RuntimeError("CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:62")
+    llm.wake_up.side_effect = [None, full, full]
     engine = make_vllm(tiny_model, "bfloat16")
-    options = recorded.pop()
+    options = start.call_args.kwargs
     assert options["max_num_batched_tokens"] == BATCHED_TOKENS  # what the planner counts on
     assert options["hf_overrides"] == {"head_dtype": "float32"}  # logits as the trainer's
     engine.sleep()
@@ -403,7 +356,8 @@ def test_a_card_that_is_full_when_vllm_wakes_is_one_line(recorded, tiny_model):
     with pytest.raises(RunError, match=r"lower rollout.gpu_memory_utilization, or set train.park_trainer=true"):
         engine.wake()
     engine.close()  # wakes it first: else the next engine of the process does not get its memory
-    assert recorded == ["sleep 1", "wake", "sleep 1", "wake", "wake", "shutdown"]
+    slept, shut_down = call.sleep(level=1), call.llm_engine.engine_core.shutdown()
+    assert llm.mock_calls == [slept, call.wake_up(), slept, call.wake_up(), call.wake_up(), shut_down]
 
 
 def test_a_quantised_head_keeps_its_type(tiny_model, tmp_path):

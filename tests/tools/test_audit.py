@@ -4,8 +4,7 @@ import shutil
 import statistics
 
 import pytest
-import yaml
-from helpers import command
+from helpers import command, write_yaml
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
@@ -47,17 +46,12 @@ def token(step, number, kept, **values):
 
 @pytest.fixture
 def make_run(tmp_path):
-    """A run folder as training leaves it."""
-
     def make(name="run", steps=3, tokens=None, reward=0.0, **changes):
         folder = tmp_path / name
         folder.mkdir()
-        tree = {"model": "some/model", "output_dir": str(folder)} | changes
-        (folder / "config.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
-        write_lines(
-            folder / "metrics.jsonl",
-            [metrics(s, reward=reward + s, tau_h=None if s == 2 else 2.5) for s in range(1, steps + 1)],
-        )
+        write_yaml(folder / "config.yaml", {"model": "some/model", "output_dir": str(folder)} | changes)
+        lines = [metrics(s, reward=reward + s, tau_h=None if s == 2 else 2.5) for s in range(1, steps + 1)]
+        write_lines(folder / "metrics.jsonl", lines)
         if tokens is not None:
             line = {"tau_p": 0.002, "tau_h": 2.5, "tokens": [3, 1, 90, 6], "gradient_norm": [1.2, 1.1, 0.1, None]}
             line["points"] = [[0.9, 0.1, 0.05], [0.3, 2.0, 0.9]]
@@ -83,23 +77,18 @@ def browser():
     executable = next(filter(None, map(shutil.which, names)), None)
     if executable is None:
         pytest.skip("no Chromium on the PATH")
-    with playwright.sync_playwright() as p:
-        browser = p.chromium.launch(
-            executable_path=executable, args=["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-        )
+    options = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    with playwright.sync_playwright() as p, p.chromium.launch(executable_path=executable, args=options) as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture
 def open_page(browser):
-    """Open a page that must not complain and must not ask the network."""
-    contexts, complaints = [], []
+    """Pages must not complain and must not ask the network."""
+    complaints = []
 
     def open_(path, width=1200):
-        context = browser.new_context(viewport={"width": width, "height": 800})
-        contexts.append(context)
-        page = context.new_page()
+        page = browser.new_page(viewport={"width": width, "height": 800})
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("request", lambda r: None if r.url.startswith(("file:", "data:")) else complaints.append(r.url))
@@ -107,8 +96,6 @@ def open_page(browser):
         return page
 
     yield open_
-    for context in contexts:
-        context.close()
     assert complaints == []
 
 
@@ -192,11 +179,8 @@ def test_runs_with_less_to_show(make_run, open_page):
 
 
 def test_runs_over_each_other(make_run, tmp_path, open_page):
-    folders = [
-        make_run("a0", reward=1.0, seed=0),
-        make_run("a1", reward=2.0, seed=1, steps=4),
-        make_run("b", reward=5.0, algorithm="grpo"),
-    ]
+    folders = [make_run("a0", reward=1.0, seed=0), make_run("a1", reward=2.0, seed=1, steps=4)]
+    folders.append(make_run("b", reward=5.0, algorithm="grpo"))
     page = open_page(compare(folders, tmp_path / "compared"), width=375)
     assert page.locator("figure").count() == 6
     assert page.evaluate("document.documentElement.scrollWidth") <= 375
@@ -207,11 +191,8 @@ def test_runs_over_each_other(make_run, tmp_path, open_page):
 
 
 def test_mean_and_band_by_hand():
-    runs = [
-        [{"x": 1.0}, {"x": 2.0}, {"x": None}],
-        [{"x": 3.0}, {"x": None}, {"x": None}],
-        [{"x": 5.0}, {"x": 6.0}, {"x": None}, {"x": 9.0}],
-    ]
+    values = [[1.0, 2.0, None], [3.0, None, None], [5.0, 6.0, None, 9.0]]
+    runs = [[{"x": value} for value in run] for run in values]
     curve = seed_curve("stapo", runs, "x")
     assert curve.label == "stapo (3 seeds)"
     assert list(curve.steps) == [1, 2, 3]
@@ -230,29 +211,25 @@ def test_curves_are_called_by_what_differs(make_run):
         "d": {"algorithm": "grpo", "train": {"max_steps": 9}},
     }
     configs = [load_config(make_run(name, **changes) / "config.yaml") for name, changes in runs.items()]
-    assert run_labels(configs) == [
-        "stapo, objective.s2t.tau_p=0.002",
-        "stapo, objective.s2t.tau_p=0.002",
-        "stapo, objective.s2t.tau_p=0.01",
-        "grpo",
-    ]
+    expected = [*["stapo, objective.s2t.tau_p=0.002"] * 2, "stapo, objective.s2t.tau_p=0.01", "grpo"]
+    assert run_labels(configs) == expected
 
 
-def drawn(draw, *arguments, **options):
+def drawn(curves, **options):
     axes = Figure().subplots()
-    draw(axes, *arguments, **options)
+    charts.lines(axes, curves, "share", **options)
     return axes
 
 
 def test_a_logarithmic_chart_leaves_zeros_out_and_its_band_has_no_hole():
     curve = Curve("$x$", [1, 2, 3], [0.1, 0.0, None], low=[-0.1, 0.0, None], high=[1.0, 0.0, None])
-    axes = drawn(charts.lines, [curve, curve], "share", log=True)
+    axes = drawn([curve, curve], log=True)
     assert axes.get_yscale() == "log"
     assert [value == value for value in axes.lines[0].get_ydata()] == [True, False, False]
     assert axes.collections[0].get_paths()[0].vertices[:, 1].min() == 0.1
     assert not axes.get_legend().get_texts()[0].get_parse_math()
-    assert drawn(charts.lines, [Curve("x", [1], [0.0])], "share", log=True).get_yscale() == "linear"
-    assert drawn(charts.lines, [curve], "share").lines[0].get_ydata()[1] == 0.0
+    assert drawn([Curve("x", [1], [0.0])], log=True).get_yscale() == "linear"
+    assert drawn([curve]).lines[0].get_ydata()[1] == 0.0
 
 
 def test_parts_of_a_character_are_told_apart():
