@@ -1,0 +1,156 @@
+"""The methods that the paper compares, on one task, with seeds: what STAPO does to reward and entropy.
+
+    python benchmarks/experiments.py [--only stapo justrl ...] [--seeds 0 1 2] [--at-once 2] [--out FOLDER]
+
+Runs what has no result yet, the methods of a seed before those of the next, a few at once with one thread each. A run
+that is interrupted goes on from its checkpoint in `runs/`. A finished one leaves in OUT/METHOD-SEED: `metrics.jsonl`,
+`held_out.jsonl` (what the adapter does on prompts that it never trained on), `config.yaml`, and `environment.json` with
+the commit. Settings are fixed in `experiments.yaml` and below, before any run; none is chosen by its outcome.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import writing
+from common import commit
+
+HERE = Path(__file__).parent
+CONFIG = HERE / "experiments.yaml"
+METHODS = {
+    "stapo": ["algorithm=stapo"],
+    "justrl": ["algorithm=justrl"],
+    "grpo": ["algorithm=grpo"],
+    "20-entropy": ["algorithm=20-entropy"],
+    "full": ["algorithm=stapo", "objective.s2t.preset=full"],
+    "high-entropy": ["algorithm=stapo", "objective.s2t.preset=high-entropy"],
+    "random": ["algorithm=stapo", "objective.s2t.preset=random"],
+}
+"""Overrides of each method; the last three are the paper's ablations of which candidates are silenced."""
+HELD_OUT_STEPS = 10
+"""Steps between two looks at the held-out prompts."""
+
+
+def train_one(method: str, seed: int, folder: Path, out: Path, overrides: Sequence[str]) -> None:
+    """Train, or go on, and write the result."""
+    from stapo_lite.config import load_config
+    from stapo_lite.data.prompts import render_prompts
+    from stapo_lite.files import read_lines, write_lines
+    from stapo_lite.training.loop import assign_advantages, mini_batches, sample_groups
+    from stapo_lite.training.opening import open_run
+    from stapo_lite.training.run import Run
+    from stapo_lite.training.update import update
+
+    rows, held_out = writing.prompts()
+    folder.mkdir(parents=True, exist_ok=True)
+    write_lines(folder / "prompts.jsonl", rows)
+    own = [f"seed={seed}", f"output_dir={folder}", f"data.source={folder / 'prompts.jsonl'}"]
+    config = load_config(CONFIG, [*METHODS[method], *own, *overrides])
+    looks = {line["step"]: line for line in read_lines(folder / "held_out.jsonl")}
+
+    def look(run: Run, step: int) -> None:
+        """Note what the engine's adapter does on the held-out prompts, once a step; the clock stands."""
+        if step not in looks:
+            looks[step] = {"step": step} | judge(run, prompts)
+            write_lines(folder / "held_out.jsonl", looks.values())
+        run.clock.start()
+
+    with open_run(config, resume=True) as run:
+        prompts = render_prompts(held_out, run.tokenizer, config.data, "held out", "prompt", None, False)
+        for step in run.steps():
+            rollouts = sample_groups(run, step)  # of the adapter after the step before, which the engine has now
+            if (step - 1) % HELD_OUT_STEPS == 0:
+                look(run, step - 1)
+            assign_advantages(run, rollouts.batch)
+            updates = [update(run.learner, batch) for batch in mini_batches(run, rollouts.batch)]
+            run.record(step, rollouts, updates)
+        run.engine.publish(run.policy, version=config.train.max_steps + 1)
+        look(run, config.train.max_steps)
+    out.mkdir(parents=True, exist_ok=True)
+    for name in ("metrics.jsonl", "held_out.jsonl"):
+        write_lines(out / name, map(short, read_lines(folder / name)))
+    config_text = (folder / "config.yaml").read_text("utf-8").replace(str(Path.home()), "~")
+    (out / "config.yaml").write_text(config_text, encoding="utf-8")
+    environment = json.loads((folder / "environment.json").read_text("utf-8")) | {"commit": commit()}
+    (out / "environment.json").write_text(json.dumps(environment, indent=1) + "\n", encoding="utf-8")
+
+
+def judge(run: Any, prompts: Sequence[Any]) -> dict[str, Any]:
+    """One answer to each prompt from the engine: reward, length, and per token what the policy and the untrained base
+    think of it, in nats: `nll`, `base_nll`, and `entropy` of the policy's whole distribution."""
+    import torch
+
+    from stapo_lite.rollout import Decoding
+    from stapo_lite.types import derived_seed
+
+    rollout = run.config.rollout
+    decoding = Decoding(rollout.max_completion_length, rollout.temperature, top_p=1.0)
+    seeds = [derived_seed("held out", number) for number in range(len(prompts))]  # the same for every run and step
+    answers = dict(run.engine.stream(prompts, seeds, decoding))
+    completions = [answers[number] for number in range(len(prompts))]
+    texts = run.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
+    for completion, text in zip(completions, texts, strict=True):
+        completion.text = text
+    run.rewards.score(completions, seed=0)
+    with torch.no_grad():
+        parts = [completions[i : i + 20] for i in range(0, len(completions), 20)]
+        now = [run.policy.statistics(part) for part in parts]
+        base = torch.cat([run.policy.reference_logprobs(part) for part in parts])
+    return {
+        "reward": fmean(c.reward for c in completions),
+        "completion_length": fmean(len(c.token_ids) for c in completions),
+        "truncated_share": fmean(c.truncated for c in completions),
+        "nll": -torch.cat([s.logprobs for s in now]).mean().item(),
+        "base_nll": -base.mean().item(),
+        "entropy": torch.cat([s.entropy for s in now]).mean().item(),
+        "samples": [[c.prompt.columns["word"], c.text, c.reward] for c in completions[:4]],
+    }
+
+
+def short(line: dict[str, Any]) -> dict[str, Any]:
+    """Six significant digits, for the file's sake."""
+    return {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in line.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=METHODS, default=list(METHODS), help="these methods")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--at-once", type=int, default=2, help="runs side by side")
+    parser.add_argument("--out", type=Path, default=HERE / "results/writing")
+    parser.add_argument("--work", type=Path, default=Path("runs/writing"), help="run folders, with checkpoints")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of experiments.yaml")
+    parser.add_argument("--here", action="store_true", help="train in this process, not in one for each run")
+    given = parser.parse_args()
+    wanted = [f"{method}-{seed}" for seed, method in itertools.product(given.seeds, given.only)]
+    names = [name for name in wanted if not (given.out / name / "environment.json").exists()]
+
+    def start(name: str) -> int:
+        method, _, seed = name.rpartition("-")
+        if given.here:
+            train_one(method, int(seed), given.work / name, given.out / name, given.set)
+            return 0
+        folders = ["--out", str(given.out), "--work", str(given.work), "--set", *given.set]
+        command = [sys.executable, __file__, "--here", "--only", method, "--seeds", seed, *folders]
+        given.work.mkdir(parents=True, exist_ok=True)
+        with (given.work / f"{name}.log").open("w") as log:
+            status = subprocess.run(
+                command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=log, stderr=log
+            ).returncode
+        print(f"{name}: {'finished' if status == 0 else f'failed, see {log.name}'}", flush=True)
+        return status
+
+    with ThreadPoolExecutor(1 if given.here else given.at_once) as pool:
+        raise SystemExit(max(pool.map(start, names), default=0))
+
+
+if __name__ == "__main__":
+    main()
