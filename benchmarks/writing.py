@@ -3,8 +3,8 @@
     Write two sentences about {topic}. Use the word "{word}" in the second sentence, and make it a question.
 
 An answer is right, 1 or 0, where it has exactly two sentences, the second one is a question and holds the word, and the
-first one does not. One worked example in the prompt lifts the untrained SmolLM2-135M-Instruct to 7 % right answers,
-from 1 % without it.
+first one does not. One worked example in the prompt lifts the untrained SmolLM2-135M-Instruct to 5 % right answers
+from 1 %. An empty system message replaces the 16 tokens of the chat template's own.
 """
 
 import itertools
@@ -39,6 +39,7 @@ def prompts() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 def messages(topic: str, word: str) -> list[dict[str, str]]:
     """The worked example, and the request."""
     return [
+        {"role": "system", "content": ""},
         {"role": "user", "content": REQUEST.format("a storm", "table")},
         {"role": "assistant", "content": EXAMPLE},
         {"role": "user", "content": REQUEST.format(topic, word)},
@@ -48,7 +49,7 @@ def messages(topic: str, word: str) -> list[dict[str, str]]:
 def right(text: str, word: str) -> bool:
     """Whether an answer is as it was asked for; one that was cut off does not end in a sentence."""
     sentences = re.split(r"(?<=[.!?])[\"')]*\s+", text.strip())
-    if len(sentences) != 2 or not re.search(r"[.!?][\"')]*$", sentences[0]):
+    if len(sentences) != 2:
         return False
     holds = [re.search(rf"\b{word}\b", sentence, re.IGNORECASE) is not None for sentence in sentences]
     return holds == [False, True] and sentences[1].rstrip("\"')").endswith("?")
