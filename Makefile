@@ -25,7 +25,7 @@ endif
 LAUNCH := GOMP_SPINCOUNT=3000 $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 	--num_cpu_threads_per_process $(shell nproc)
 
-.PHONY: install install-dev quickstart check test test-all lint notebooks docs clean
+.PHONY: install install-dev quickstart check test test-all lint notebooks experiments docs clean
 
 install: .venv/installed
 install-dev: .venv/installed-dev
@@ -66,6 +66,10 @@ lint: install-dev
 
 notebooks: install-dev  ## run them and keep their outputs
 	cd notebooks && OMP_NUM_THREADS=$(shell nproc) GOMP_SPINCOUNT=3000 ../$(BIN)/jupyter execute --inplace *.ipynb
+
+experiments: install-dev  ## compare the methods: those of their runs that are missing, half an hour each on a core
+	$(BIN)/python benchmarks/experiments.py
+	$(BIN)/python benchmarks/experiments_report.py --figure docs/experiments.png
 
 docs: install-dev  ## regenerate the config reference
 	$(BIN)/python docs/make_config.py > docs/config.md

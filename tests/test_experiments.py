@@ -1,15 +1,17 @@
 """The experiments' task by hand, and one of their runs at toy size."""
 
 import json
+import math
 import os
 import subprocess
 import sys
 
+import experiments_report
 import pytest
 import writing
 from helpers import ROOT
 
-from stapo_lite.files import read_lines
+from stapo_lite.files import read_lines, write_lines
 
 
 @pytest.mark.parametrize(
@@ -40,6 +42,39 @@ def test_held_out_prompts_are_never_trained_on():
     assert len(set(texts)) == 500
     assert all(row["word"] in row["prompt"][-1]["content"] for row in train + held_out)
     assert writing.prompts() == (train, held_out)
+
+
+def test_a_report_of_runs_by_hand(tmp_path):
+    """Two methods, two seeds: rewards rise to 1 or stay at 0.2, entropies fall to 1 or stay at 3."""
+    for method, rises in (("stapo", True), ("grpo", False)):
+        for seed in (0, 1):
+            folder = tmp_path / f"{method}-{seed}"
+            folder.mkdir()
+            (folder / "environment.json").write_text("{}", encoding="utf-8")
+            lines = [
+                {
+                    "reward": min(1.0, step / 8) if rises else 0.2, "sampled_nll": 1.0 + seed if rises else 3.0,
+                    "silenced_share": 0.01 if rises else 0.0, "spurious_share": 0.01, "spurious_gradient_share": None,
+                }
+                for step in range(1, 13)
+            ]  # fmt: skip
+            write_lines(folder / "metrics.jsonl", lines)
+            write_lines(folder / "held_out.jsonl", [{"reward": 0.9 if rises else 0.2 + seed / 10, "base_nll": 4.0}])
+    found = experiments_report.load(tmp_path)
+    runs = {m: {s: experiments_report.measures(*lines) for s, lines in seeds.items()} for m, seeds in found.items()}
+    stapo = runs["stapo"][0]
+    assert stapo["steps to 0.5"] == 6  # the mean of 2/8 to 6/8
+    assert stapo["held-out reward"] == 0.9
+    assert stapo["entropy (sampled nll)"] == 1.0
+    assert stapo["silenced, %"] == pytest.approx(1.0)
+    assert math.isnan(runs["grpo"][1]["steps to 0.5"])
+    cells = {row.split("|")[1].strip(): row for row in experiments_report.table(runs).splitlines()}
+    assert "0.25 ± 0.07" in cells["grpo"]
+    assert "none" in cells["grpo"]
+    difference = experiments_report.differences(runs).splitlines()[-1]
+    assert [cell.strip() for cell in difference.split("|")[1:-1]] == ["grpo", "2", "-0.65", "0.50", "+1.50", "0.50"]
+    experiments_report.draw(found, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow

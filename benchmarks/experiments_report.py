@@ -1,0 +1,142 @@
+"""What the experiments found: a table, paired differences and a figure, from the results of `experiments.py`.
+
+    python benchmarks/experiments_report.py [--results FOLDER] [--figure docs/experiments.png]
+
+Everything is a number per run first; methods are compared seed by seed. The test of a difference is the exact paired
+permutation test (the sign of each seed's difference is flipped), whose smallest p with n seeds is 2 / 2^n: with three
+seeds nothing can be significant, and the table says so by its p.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+from scipy.stats import permutation_test
+
+from stapo_lite.evaluation.results import markdown
+from stapo_lite.files import read_lines
+from stapo_lite.training.charts import COLOURS
+
+HERE = Path(__file__).parent
+WINDOW = 5
+"""Steps over which curves and last values are means."""
+Runs = dict[str, dict[int, dict[str, float]]]
+"""Method -> seed -> measure -> value."""
+
+
+def load(folder: Path) -> dict[str, dict[int, tuple[list[dict], list[dict]]]]:
+    """Metrics and held-out lines by method and seed."""
+    found: dict[str, dict[int, tuple[list[dict], list[dict]]]] = {}
+    for run in sorted(folder.glob("*/environment.json")):
+        method, _, seed = run.parent.name.rpartition("-")
+        lines = read_lines(run.parent / "metrics.jsonl"), read_lines(run.parent / "held_out.jsonl")
+        found.setdefault(method, {})[int(seed)] = lines
+    return found
+
+
+def smooth(metrics: Sequence[dict[str, Any]], name: str) -> list[float]:
+    """Means of a metric over WINDOW steps, the first ones over fewer; a step without a value is left out."""
+    windows = [metrics[max(0, i + 1 - WINDOW) : i + 1] for i in range(len(metrics))]
+    return [fmean([m[name] for m in window if m[name] is not None] or [float("nan")]) for window in windows]
+
+
+def measures(metrics: list[dict[str, Any]], held_out: list[dict[str, Any]]) -> dict[str, float]:
+    """One run in numbers."""
+    reward, last = smooth(metrics, "reward"), held_out[-1]
+    reached = [step for step, value in enumerate(reward, start=1) if step >= WINDOW and value >= 0.5]
+    mean = {name: fmean(m[name] or 0.0 for m in metrics) for name in ("silenced_share", "spurious_share")}
+    mass = [m["spurious_gradient_share"] for m in metrics if m["spurious_gradient_share"] is not None]
+    return {
+        "held-out reward": last["reward"],
+        "reward, all steps": fmean(m["reward"] for m in metrics),
+        "steps to 0.5": reached[0] if reached else float("nan"),
+        "entropy (sampled nll)": smooth(metrics, "sampled_nll")[-1],
+        "nll under the base": last["base_nll"],
+        "spurious, %": 100 * mean["spurious_share"],
+        "their gradient, %": 100 * fmean(mass) if mass else 0.0,
+        "silenced, %": 100 * mean["silenced_share"],
+    }
+
+
+def table(runs: Runs) -> str:
+    """Mean and standard deviation of each measure over seeds; steps to 0.5 over the runs that got there."""
+    names = list(next(iter(next(iter(runs.values())).values())))
+    rows = [["method", "seeds", *names]]
+    for method, seeds in runs.items():
+        cells = []
+        for name in names:
+            values = [value for run in seeds.values() if (value := run[name]) == value]
+            spread = f" ± {stdev(values):.2f}" if len(values) > 1 else ""
+            missing = f" ({len(values)} of {len(seeds)})" if len(values) < len(seeds) else ""
+            cells.append(f"{fmean(values):.2f}{spread}{missing}" if values else "none")
+        rows.append([method, str(len(seeds)), *cells])
+    return markdown(rows)
+
+
+def mean_difference(a: np.ndarray, b: np.ndarray, axis: int) -> Any:
+    """The statistic of the permutation test."""
+    return (a - b).mean(axis)
+
+
+def differences(runs: Runs, base: str = "stapo") -> str:
+    """Paired differences of every method from one, and the permutation test's p."""
+    rows = [["less " + base, "pairs", "held-out reward", "p", "entropy (sampled nll)", "p"]]
+    for method, seeds in runs.items():
+        common = sorted(seeds.keys() & runs.get(base, {}).keys())
+        if method == base or len(common) < 2:
+            continue
+        cells = []
+        for name in ("held-out reward", "entropy (sampled nll)"):
+            pairs = [np.array([side[seed][name] for seed in common]) for side in (seeds, runs[base])]
+            test = permutation_test(
+                pairs, lambda a, b, axis: (a - b).mean(axis), vectorized=True, permutation_type="samples"
+            )
+            cells += [f"{test.statistic:+.2f}", f"{test.pvalue:.2f}"]
+        rows.append([method, str(len(common)), *cells])
+    return markdown(rows)
+
+
+def draw(found: dict[str, dict[int, tuple[list[dict], list[dict]]]], path: Path) -> None:
+    """Reward and entropy over the steps: the mean over seeds in a band of one standard deviation, named at its end."""
+    figure, panels = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for axes, (name, label) in zip(panels, (("reward", "reward"), ("sampled_nll", "entropy [nats]")), strict=True):
+        for (method, seeds), colour in zip(found.items(), COLOURS, strict=False):
+            curves = np.array([smooth(metrics, name) for metrics, _ in seeds.values()])
+            steps, middle = np.arange(1, curves.shape[1] + 1), curves.mean(0)
+            axes.plot(steps, middle, color=colour, linewidth=1.6)
+            if len(curves) > 1:
+                spread = curves.std(0, ddof=1)
+                axes.fill_between(steps, middle - spread, middle + spread, color=colour, alpha=0.15, linewidth=0)
+            axes.annotate(
+                method, (steps[-1], middle[-1]), (4, 0), textcoords="offset points", color=colour, va="center"
+            )
+        axes.set(xlabel="step", ylabel=label)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.margins(x=0.02)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=HERE / "results/writing")
+    parser.add_argument("--figure", type=Path)
+    given = parser.parse_args()
+    found = load(given.results)
+    if not found:
+        raise SystemExit(f"{given.results}: no finished run")
+    runs = {method: {seed: measures(*lines) for seed, lines in seeds.items()} for method, seeds in found.items()}
+    print(f"{table(runs)}\n\n{differences(runs)}")
+    if given.figure:
+        draw(found, given.figure)
+
+
+if __name__ == "__main__":
+    main()
