@@ -84,8 +84,9 @@ def train_one(method: str, seed: int, folder: Path, out: Path, overrides: Sequen
 
 
 def judge(run: Any, prompts: Sequence[Any]) -> dict[str, Any]:
-    """One answer to each prompt from the engine: reward, length, and per token what the policy and the untrained base
-    think of it, in nats: `nll`, `base_nll`, and `entropy` of the policy's whole distribution."""
+    """One answer to each prompt from the engine: reward, the share with all of it, length, and per token what the
+    policy and the untrained base think of it, in nats: `nll`, `base_nll`, and `entropy` of the policy's whole
+    distribution."""
     import torch
 
     from stapo_lite.rollout import Decoding
@@ -106,6 +107,7 @@ def judge(run: Any, prompts: Sequence[Any]) -> dict[str, Any]:
         base = torch.cat([run.policy.reference_logprobs(part) for part in parts])
     return {
         "reward": fmean(c.reward for c in completions),
+        "right_share": fmean(c.reward == 1 for c in completions),
         "completion_length": fmean(len(c.token_ids) for c in completions),
         "truncated_share": fmean(c.truncated for c in completions),
         "nll": -torch.cat([s.logprobs for s in now]).mean().item(),

@@ -55,6 +55,7 @@ def measures(metrics: list[dict[str, Any]], held_out: list[dict[str, Any]]) -> d
     mass = [m["spurious_gradient_share"] for m in metrics if m["spurious_gradient_share"] is not None]
     return {
         "held-out reward": last["reward"],
+        "all right": last["right_share"],
         "reward, all steps": fmean(m["reward"] for m in metrics),
         "steps to 0.5": reached[0] if reached else float("nan"),
         "entropy (sampled nll)": smooth(metrics, "sampled_nll")[-1],

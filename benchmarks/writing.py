@@ -1,10 +1,13 @@
 """Constrained writing: a task where tokens stay uncertain for long, so that spurious ones live (docs/results.md).
 
-    Write two sentences about {topic}. Use the word "{word}" in the second sentence, and make it a question.
+    Write two sentences about {topic} in the same number of words. Use the word "{word}" in the second one, and make it
+    a question.
 
-An answer is right, 1 or 0, where it has exactly two sentences, the second one is a question and holds the word, and the
-first one does not. One worked example in the prompt lifts the untrained SmolLM2-135M-Instruct to 5 % right answers
-from 1 %. An empty system message replaces the 16 tokens of the chat template's own.
+An answer that is not exactly two sentences earns 0; one that is earns a quarter, and a quarter for each of the others:
+the word stands in the second sentence and not in the first, the second is a question, both have as many words. The
+untrained SmolLM2-135M-Instruct writes two sentences in 20 % of its answers, of which a fifth have the word where it
+belongs, an eighth are questions and one in 25 counts right. The first three are learned soon; counting is not, so that
+rewards still differ when a run ends. An empty system message replaces the 16 tokens of the chat template's own.
 """
 
 import itertools
@@ -22,8 +25,7 @@ WORDS = (
     "simple", "circle", "bright", "wooden", "gentle", "secret", "distant", "heavy", "narrow", "copper", "hidden",
     "broken", "velvet",
 )  # fmt: skip
-REQUEST = 'Write two sentences about {}. Use the word "{}" in the second sentence, and make it a question.'
-EXAMPLE = "The storm came in the night and shook every door. Who will bring the soup to the table now?"
+REQUEST = 'Write two sentences about {} in the same number of words. Use the word "{}" in the second one, and make it a question.'
 HELD_OUT = 100
 """Pairs of a topic and a word that no training prompt has."""
 
@@ -37,24 +39,21 @@ def prompts() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 def messages(topic: str, word: str) -> list[dict[str, str]]:
-    """The worked example, and the request."""
-    return [
-        {"role": "system", "content": ""},
-        {"role": "user", "content": REQUEST.format("a storm", "table")},
-        {"role": "assistant", "content": EXAMPLE},
-        {"role": "user", "content": REQUEST.format(topic, word)},
-    ]
+    """The request."""
+    return [{"role": "system", "content": ""}, {"role": "user", "content": REQUEST.format(topic, word)}]
 
 
-def right(text: str, word: str) -> bool:
-    """Whether an answer is as it was asked for; one that was cut off does not end in a sentence."""
+def score(text: str, word: str) -> float:
+    """Quarters for what an answer has of what it was asked for; one that was cut off does not end in a sentence."""
     sentences = re.split(r"(?<=[.!?])[\"')]*\s+", text.strip())
-    if len(sentences) != 2:
-        return False
+    if len(sentences) != 2 or not re.search(r"[.!?][\"')]*$", sentences[1]):
+        return 0.0
     holds = [re.search(rf"\b{word}\b", sentence, re.IGNORECASE) is not None for sentence in sentences]
-    return holds == [False, True] and sentences[1].rstrip("\"')").endswith("?")
+    asks = sentences[1].rstrip("\"')").endswith("?")
+    first, second = (len(sentence.split()) for sentence in sentences)
+    return (1 + (holds == [False, True]) + asks + (first == second)) / 4
 
 
 def reward(completions: list[list[dict[str, str]]], word: list[str], **_: Any) -> list[float]:
     """The reward function, called as TRL calls it."""
-    return [float(right(completion[0]["content"], one)) for completion, one in zip(completions, word, strict=True)]
+    return [score(completion[0]["content"], one) for completion, one in zip(completions, word, strict=True)]

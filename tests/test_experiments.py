@@ -15,24 +15,24 @@ from stapo_lite.files import read_lines, write_lines
 
 
 @pytest.mark.parametrize(
-    ("text", "right"),
+    ("text", "score"),
     [
-        ("The sea is wide. Who has seen its stone walls?", True),
-        ('He said: "The sea is wide." Who has seen its Stone walls?', True),
-        ("The sea is wide! Is it stone? ", True),
-        ("The sea is wide. Who has seen its stones?", False),
-        ("The stone sea is wide. Who has seen its stone walls?", False),
-        ("The sea is wide. It has stone walls.", False),
-        ("The sea is wide. It is. Who has seen its stone walls?", False),
-        ("Who has seen the stone walls of the sea?", False),
-        ("The sea is wide. Who has seen its stone walls", False),
-        ("The sea is wide, who has seen its stone walls?", False),
-        ("", False),
+        ("The sea is wide and deep. Who built its stone walls?", 0.75),
+        ("The sea is wide and deep. Who has built its stone walls?", 1.0),
+        ('He said: "The sea is wide." Who has ever seen its Stone?', 1.0),
+        ("The sea is wide! Is it stone? ", 0.75),
+        ("The sea is wide and deep. Who has built its stones walls?", 0.75),
+        ("The stone sea is so wide. Who has built its stone walls?", 0.75),
+        ("The sea is wide. It has stone walls.", 0.75),
+        ("The sea is wide. It is. Who has seen its stone walls?", 0.0),
+        ("Who has seen the stone walls of the sea?", 0.0),
+        ("The sea is wide. Who has seen its stone walls", 0.0),
+        ("", 0.0),
     ],
 )
-def test_answers_by_hand(text, right):
-    assert writing.right(text, "stone") == right
-    assert writing.reward([[{"role": "assistant", "content": text}]], ["stone"], prompts=[]) == [right]
+def test_answers_by_hand(text, score):
+    assert writing.score(text, "stone") == score
+    assert writing.reward([[{"role": "assistant", "content": text}]], ["stone"], prompts=[]) == [score]
 
 
 def test_held_out_prompts_are_never_trained_on():
@@ -59,7 +59,10 @@ def test_a_report_of_runs_by_hand(tmp_path):
                 for step in range(1, 13)
             ]  # fmt: skip
             write_lines(folder / "metrics.jsonl", lines)
-            write_lines(folder / "held_out.jsonl", [{"reward": 0.9 if rises else 0.2 + seed / 10, "base_nll": 4.0}])
+            write_lines(
+                folder / "held_out.jsonl",
+                [{"reward": 0.9 if rises else 0.2 + seed / 10, "right_share": 0.5, "base_nll": 4.0}],
+            )
     found = experiments_report.load(tmp_path)
     runs = {m: {s: experiments_report.measures(*lines) for s, lines in seeds.items()} for m, seeds in found.items()}
     stapo = runs["stapo"][0]
