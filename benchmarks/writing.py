@@ -25,7 +25,10 @@ WORDS = (
     "simple", "circle", "bright", "wooden", "gentle", "secret", "distant", "heavy", "narrow", "copper", "hidden",
     "broken", "velvet",
 )  # fmt: skip
-REQUEST = 'Write two sentences about {} in the same number of words. Use the word "{}" in the second one, and make it a question.'
+REQUEST = (
+    "Write two sentences about {} in the same number of words. "
+    'Use the word "{}" in the second one, and make it a question.'
+)
 HELD_OUT = 100
 """Pairs of a topic and a word that no training prompt has."""
 
