@@ -1,11 +1,12 @@
 """The methods that the paper compares, on one task, with seeds: what STAPO does to reward and entropy.
 
-    python benchmarks/experiments.py [--only stapo justrl ...] [--seeds 0 1 2] [--at-once 2] [--out FOLDER]
+    python benchmarks/experiments.py [--only stapo justrl ...] [--seeds 0 1 2] [--at-once 2] [--results FOLDER]
 
 Runs what has no result yet, the methods of a seed before those of the next, a few at once with one thread each. A run
-that is interrupted goes on from its checkpoint in `runs/`. A finished one leaves in OUT/METHOD-SEED: `metrics.jsonl`,
-`held_out.jsonl` (what the adapter does on prompts that it never trained on), `config.yaml`, and `environment.json` with
-the commit. Settings are fixed in `experiments.yaml` and below, before any run; none is chosen by its outcome.
+that is interrupted goes on from its checkpoint in `runs/`. A finished one leaves in FOLDER/METHOD-SEED:
+`metrics.jsonl`, `held_out.jsonl` (what the adapter does on prompts that it never trained on), `config.yaml`, and
+`environment.json` with the commit. Settings are fixed in `experiments.yaml` and below, before any run; none is chosen
+by its outcome.
 """
 
 import argparse
@@ -127,20 +128,20 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=METHODS, default=list(METHODS), help="these methods")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--at-once", type=int, default=2, help="runs side by side")
-    parser.add_argument("--out", type=Path, default=HERE / "results/writing")
+    parser.add_argument("--results", type=Path, default=HERE / "results/writing")
     parser.add_argument("--work", type=Path, default=Path("runs/writing"), help="run folders, with checkpoints")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of experiments.yaml")
     parser.add_argument("--here", action="store_true", help="train in this process, not in one for each run")
     given = parser.parse_args()
     wanted = [f"{method}-{seed}" for seed, method in itertools.product(given.seeds, given.only)]
-    names = [name for name in wanted if not (given.out / name / "environment.json").exists()]
+    names = [name for name in wanted if not (given.results / name / "environment.json").exists()]
 
     def start(name: str) -> int:
         method, _, seed = name.rpartition("-")
         if given.here:
-            train_one(method, int(seed), given.work / name, given.out / name, given.set)
+            train_one(method, int(seed), given.work / name, given.results / name, given.set)
             return 0
-        folders = ["--out", str(given.out), "--work", str(given.work), "--set", *given.set]
+        folders = ["--results", str(given.results), "--work", str(given.work), "--set", *given.set]
         command = [sys.executable, __file__, "--here", "--only", method, "--seeds", seed, *folders]
         given.work.mkdir(parents=True, exist_ok=True)
         with (given.work / f"{name}.log").open("w") as log:

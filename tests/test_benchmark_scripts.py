@@ -23,6 +23,8 @@ SMOKE = {
     "grading": "DATA --answers 20 --workers 1",
     "lm_head": "--tokens 48 --hidden 32 --vocabulary 300 --pairs 1",
     "mismatch": f"--model MODEL --only '{WAY}'",
+    "one_update": "--steps 2 --every 1 --set model=MODEL data.max_prompt_length=200 rollout.max_completion_length=8 "
+    "dtype=float32 rollout.engine=transformers objective.s2t.tau_p=0.2 reward.functions=[parity:even]",
     "overlap": "CONFIG --pairs 1 --steps 3",
     "presets": "CONFIG train.max_steps=2 objective.s2t.tau_p=0.1 --algorithms stapo dapo",
     "s2t_statistics": "CONFIG train.max_steps=2 objective.s2t.tau_p=0.1",
@@ -40,6 +42,7 @@ CHECKS = {
     "grading": lambda r: r["labelled_cases"]["ours"] == {"cases": 2, "agree": 2, "false_positives": 0},
     "lm_head": lambda r: r["hidden 32"]["largest error"]["ours"]["logprob"] < 1e-5,
     "mismatch": lambda r: 0 < r[WAY]["gap"]["mean |d|"] < r[WAY]["effect of the adapter"]["mean |d|"],
+    "one_update": lambda r: r["means"]["with less without: log-probability, silenced"]["avg"] < 0,
     "overlap": lambda r: r["max_lag=0"]["lag_mean"] == 0 < r["max_lag=1"]["lag_mean"] <= 1,
     "soak": lambda r: r["growth"]["checkpoints"] == {"second fifth": 2, "last fifth": 2},
     "sync": lambda r: r["drift"]["after 2"]["ours: vLLM"]["differing"] == 0,
@@ -59,7 +62,7 @@ def test_benchmark(tiny_model, write_config, tmp_path, name):
     for stem, rows in {"verify_cases": cases, "amc23": problems}.items():
         (tmp_path / f"{stem}.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     places = {"MODEL": tiny_model, "CONFIG": write_config(), "DATA": tmp_path}
-    options = [str(places.get(word, word)) for word in shlex.split(SMOKE[name])]
+    options = [str(places.get(word, word)) for word in shlex.split(SMOKE[name].replace("=MODEL", f"={tiny_model}"))]
     out = tmp_path / "out.json"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)}
     environment |= {"CUDA_VISIBLE_DEVICES": ""} if name == "gpu_suite" else {}

@@ -86,7 +86,7 @@ def test_a_finished_run_is_not_made_again(tiny_model, tmp_path):
         toy = ["train.max_steps=2", "data.max_prompt_length=440", "rollout.max_completion_length=8"]
         toy += [f"model={tiny_model}", "dtype=float32", "rollout.engine=transformers", "log.log_completions_steps=0"]
         command = [sys.executable, "benchmarks/experiments.py", "--only", "stapo", "random", "--seeds", "3"]
-        command += ["--out", str(tmp_path / "out"), "--work", str(tmp_path / "work"), "--set", *toy]
+        command += ["--results", str(tmp_path / "out"), "--work", str(tmp_path / "work"), "--set", *toy]
         done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         return done.stdout
