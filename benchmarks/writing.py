@@ -1,13 +1,14 @@
 """Constrained writing: a task where tokens stay uncertain for long, so that spurious ones live (docs/results.md).
 
-    Write two sentences about {topic} in the same number of words. Use the word "{word}" in the second one, and make it
-    a question.
+    Write two sentences about {topic}, the first one of {n} words, the second one of {m} words. Use the word "{word}" in
+    the second one.
 
-An answer that is not exactly two sentences earns 0; one that is earns a quarter, and a quarter for each of the others:
-the word stands in the second sentence and not in the first, the second is a question, both have as many words. The
-untrained SmolLM2-135M-Instruct writes two sentences in 20 % of its answers, of which a fifth have the word where it
-belongs, an eighth are questions and one in 25 counts right. The first three are learned soon; counting is not, so that
-rewards still differ when a run ends. An empty system message replaces the 16 tokens of the chat template's own.
+An answer that is not exactly two sentences earns 0. One that is earns a quarter, a quarter where the word stands in the
+second sentence and not in the first, and for each sentence a quarter over one more than the words that it has too many
+or too few. The untrained SmolLM2-135M-Instruct writes two sentences in 16 % of its answers, a quarter of them with the
+word where it belongs. Numbers of words, 6 to 14, are drawn for each prompt, so that no one phrase serves all: an easier
+task, which asked for equal numbers and a question, ended after 45 steps in "What is a bridge? What is a heavy?" with
+every method that was tried (results/pilot). An empty system message replaces the 16 tokens of the chat template's own.
 """
 
 import itertools
@@ -26,8 +27,8 @@ WORDS = (
     "broken", "velvet",
 )  # fmt: skip
 REQUEST = (
-    "Write two sentences about {} in the same number of words. "
-    'Use the word "{}" in the second one, and make it a question.'
+    "Write two sentences about {topic}, the first one of {first} words, the second one of {second} words. "
+    'Use the word "{word}" in the second one.'
 )
 HELD_OUT = 100
 """Pairs of a topic and a word that no training prompt has."""
@@ -35,28 +36,30 @@ HELD_OUT = 100
 
 def prompts() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Rows to train on, 400, and those held out, 100: the same for every run."""
+    generator = random.Random(0)
     pairs = list(itertools.product(TOPICS, WORDS))
-    random.Random(0).shuffle(pairs)
-    rows = [{"prompt": messages(topic, word), "word": word} for topic, word in pairs]
+    generator.shuffle(pairs)
+    rows = []
+    for topic, word in pairs:
+        asked = {"word": word, "first": generator.randint(6, 14), "second": generator.randint(6, 14)}
+        request = {"role": "user", "content": REQUEST.format(topic=topic, **asked)}
+        rows.append({"prompt": [{"role": "system", "content": ""}, request]} | asked)
     return rows[HELD_OUT:], rows[:HELD_OUT]
 
 
-def messages(topic: str, word: str) -> list[dict[str, str]]:
-    """The request."""
-    return [{"role": "system", "content": ""}, {"role": "user", "content": REQUEST.format(topic, word)}]
-
-
-def score(text: str, word: str) -> float:
-    """Quarters for what an answer has of what it was asked for; one that was cut off does not end in a sentence."""
+def score(text: str, word: str, first: int, second: int) -> float:
+    """The reward of an answer, from 0 to 1; one that was cut off does not end in a sentence."""
     sentences = re.split(r"(?<=[.!?])[\"')]*\s+", text.strip())
     if len(sentences) != 2 or not re.search(r"[.!?][\"')]*$", sentences[1]):
         return 0.0
     holds = [re.search(rf"\b{word}\b", sentence, re.IGNORECASE) is not None for sentence in sentences]
-    asks = sentences[1].rstrip("\"')").endswith("?")
-    first, second = (len(sentence.split()) for sentence in sentences)
-    return (1 + (holds == [False, True]) + asks + (first == second)) / 4
+    off = [abs(len(s.split()) - asked) for s, asked in zip(sentences, (first, second), strict=True)]
+    return (1 + (holds == [False, True]) + 1 / (1 + off[0]) + 1 / (1 + off[1])) / 4
 
 
-def reward(completions: list[list[dict[str, str]]], word: list[str], **_: Any) -> list[float]:
+def reward(
+    completions: list[list[dict[str, str]]], word: list[str], first: list[int], second: list[int], **_: Any
+) -> list[float]:
     """The reward function, called as TRL calls it."""
-    return [score(completion[0]["content"], one) for completion, one in zip(completions, word, strict=True)]
+    texts = [completion[0]["content"] for completion in completions]
+    return [score(*one) for one in zip(texts, word, first, second, strict=True)]

@@ -17,13 +17,12 @@ from stapo_lite.files import read_lines, write_lines
 @pytest.mark.parametrize(
     ("text", "score"),
     [
-        ("The sea is wide and deep. Who built its stone walls?", 0.75),
-        ("The sea is wide and deep. Who has built its stone walls?", 1.0),
-        ('He said: "The sea is wide." Who has ever seen its Stone?', 1.0),
-        ("The sea is wide! Is it stone? ", 0.75),
-        ("The sea is wide and deep. Who has built its stones walls?", 0.75),
-        ("The stone sea is so wide. Who has built its stone walls?", 0.75),
-        ("The sea is wide. It has stone walls.", 0.75),
+        ("The sea is wide. Who has built its stone walls?", 1.0),
+        ('"The sea is wide." It has seven high Stone walls.', 1.0),
+        ("The wide sea is deep. It has seven low stone walls.", (1 + 1 + 1 / 2 + 1) / 4),
+        ("It is wide! Is it stone? ", (1 + 1 + 1 / 2 + 1 / 4) / 4),
+        ("The sea is wide. Who has built the stones around it?", (1 + 0 + 1 + 1 / 2) / 4),
+        ("The stone is wide. Who has built its stone walls?", 0.75),
         ("The sea is wide. It is. Who has seen its stone walls?", 0.0),
         ("Who has seen the stone walls of the sea?", 0.0),
         ("The sea is wide. Who has seen its stone walls", 0.0),
@@ -31,8 +30,9 @@ from stapo_lite.files import read_lines, write_lines
     ],
 )
 def test_answers_by_hand(text, score):
-    assert writing.score(text, "stone") == score
-    assert writing.reward([[{"role": "assistant", "content": text}]], ["stone"], prompts=[]) == [score]
+    """Four words, then six with `stone`."""
+    assert writing.score(text, "stone", 4, 6) == score
+    assert writing.reward([[{"role": "assistant", "content": text}]], ["stone"], [4], [6], prompts=[]) == [score]
 
 
 def test_held_out_prompts_are_never_trained_on():
@@ -40,7 +40,7 @@ def test_held_out_prompts_are_never_trained_on():
     assert (len(train), len(held_out)) == (400, 100)
     texts = [row["prompt"][-1]["content"] for row in train + held_out]
     assert len(set(texts)) == 500
-    assert all(row["word"] in row["prompt"][-1]["content"] for row in train + held_out)
+    assert all(f'"{row["word"]}"' in row["prompt"][-1]["content"] for row in train + held_out)
     assert writing.prompts() == (train, held_out)
 
 

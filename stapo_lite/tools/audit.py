@@ -32,7 +32,13 @@ MARKS = str.maketrans({" ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍"})
 COMPARED = (
     # file, metric, axis, logarithmic, caption
     ("reward", "reward", "mean reward", False, "Reward."),
-    ("entropy", "entropy", "entropy [nats]", False, "Entropy: collapse and explosion show here first."),
+    (
+        "entropy",
+        "sampled_nll",
+        "entropy [nats]",
+        False,
+        "Entropy of all completions: collapse shows here first.",
+    ),
     ("spurious", "spurious_share", "spurious share", True, "Tokens that STAPO silences, or would silence."),
     ("spurious_gradient", "spurious_gradient_share", "their gradient share", True, "Their gradient, silenced or not."),
     ("grad_norm", "grad_norm", "gradient norm", False, "Norm of the adapter's gradient before clipping."),
@@ -150,12 +156,17 @@ def run_charts(metrics: Metrics) -> Charts:
         steps = [line["step"] for line in metrics]
         return Curve(label, steps, *([line[name] for line in metrics] for name in (metric, *band)))
 
-    entropies = [curve("entropy", "mean", "entropy_p10", "entropy_p90"), curve("entropy_p50", "median")]
+    entropies = [
+        curve("entropy", "mean", "entropy_p10", "entropy_p90"),
+        curve("entropy_p50", "median"),
+        curve("sampled_nll", "all completions"),
+    ]
     shares = [curve(f"{name}_share", name) for name in ("candidate", "spurious", "silenced")]
     return {
         "reward": ("Mean reward of the sampled completions.", png(lines, [curve("reward", "reward")], "mean reward")),
         "entropy": (
-            "Entropy of the next-token distribution: mean, median, and the band from its 10 % to its 90 % quantile.",
+            "Entropy of the next-token distribution in completions with an advantage: mean, median, and the band from "
+            "its 10 % to its 90 % quantile; and over all completions, estimated by what was sampled.",
             png(lines, entropies, "nats"),
         ),
         "silenced": (

@@ -10,7 +10,7 @@ from stapo_lite.training.tracking import run_metrics, show
 ROWS = (
     # label, metric, format
     ("reward", "reward", ".3f"),
-    ("entropy [nats]", "entropy", ".3f"),
+    ("entropy [nats]", "sampled_nll", ".3f"),
     ("silenced share", "silenced_share", ".2e"),
     ("completion length", "completion_length", ".1f"),
     ("tokens/s", "tokens_per_second", ".0f"),

@@ -19,8 +19,8 @@ HOSTILE = "</script><b id=oops>$x$"
 
 def metrics(step, **values):
     names = (
-        "reward", "entropy", "entropy_p10", "entropy_p50", "entropy_p90", "candidate_share", "spurious_share",
-        "silenced_share", "spurious_gradient_share", "tau_h", "grad_norm", "completion_length",
+        "reward", "entropy", "sampled_nll", "entropy_p10", "entropy_p50", "entropy_p90", "candidate_share",
+        "spurious_share", "silenced_share", "spurious_gradient_share", "tau_h", "grad_norm", "completion_length",
     )  # fmt: skip
     return {"step": step, "tau_p": 0.002} | dict.fromkeys(names, 0.1 * step) | values
 
