@@ -23,7 +23,7 @@ SMOKE = {
     "grading": "DATA --answers 20 --workers 1",
     "lm_head": "--tokens 48 --hidden 32 --vocabulary 300 --pairs 1",
     "mismatch": f"--model MODEL --only '{WAY}'",
-    "one_update": "--steps 2 --every 1 --set model=MODEL data.max_prompt_length=200 rollout.max_completion_length=8 "
+    "one_update": "--steps 2 --every 1 --set model=MODEL data.max_prompt_length=300 rollout.max_completion_length=8 "
     "dtype=float32 rollout.engine=transformers objective.s2t.tau_p=0.2 reward.functions=[parity:even]",
     "overlap": "CONFIG --pairs 1 --steps 3",
     "presets": "CONFIG train.max_steps=2 objective.s2t.tau_p=0.1 --algorithms stapo dapo",
