@@ -188,7 +188,7 @@ def without_times(metrics):
 
 
 def same_metrics(metrics, others):
-    """But for times and rounding."""
+    """Compare two runs, but for times and rounding."""
     for line, other in zip(without_times(metrics), without_times(others), strict=True):
         assert line.keys() == other.keys()
         for name, value in other.items():

@@ -34,10 +34,9 @@ async def ask_for_key(request: Any, go_on: Callable[[Any], Awaitable[Any]]) -> A
 
 def server_arguments(config: Config, host: str, port: int, on_cpu: bool) -> list[str]:
     """The arguments that vLLM's server is started with."""
-    r = config.rollout
-    longest, lag = config.data.max_prompt_length + r.max_completion_length, r.max_lag
+    r, longest = config.rollout, config.max_sequence_length
     arguments = engine_arguments(
-        r.model or config.model, config.dtype, longest, r, config.lora, max_loras=lag + 1, on_cpu=on_cpu
+        r.model or config.model, config.dtype, longest, r, config.lora, max_loras=r.max_lag + 1, on_cpu=on_cpu
     )
     arguments |= {"host": host, "port": port, "uvicorn_log_level": "warning"}
     arguments["middleware"] = "stapo_lite.rollout.serve.ask_for_key"
