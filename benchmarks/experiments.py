@@ -21,8 +21,19 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import torch
 import writing
 from common import commit
+
+from stapo_lite.config import Config, load_config
+from stapo_lite.data.prompts import render_prompts
+from stapo_lite.files import read_lines, write_lines
+from stapo_lite.rollout import Decoding
+from stapo_lite.training.loop import assign_advantages, mini_batches, sample_groups
+from stapo_lite.training.opening import open_run
+from stapo_lite.training.run import Run
+from stapo_lite.training.update import update
+from stapo_lite.types import Prompt, derived_seed
 
 HERE = Path(__file__).parent
 CONFIG = HERE / "experiments.yaml"
@@ -40,21 +51,23 @@ HELD_OUT_STEPS = 10
 """Steps between two looks at the held-out prompts."""
 
 
-def train_one(method: str, seed: int, folder: Path, out: Path, overrides: Sequence[str]) -> None:
-    """Train, or go on, and write the result."""
-    from stapo_lite.config import load_config
-    from stapo_lite.data.prompts import render_prompts
-    from stapo_lite.files import read_lines, write_lines
-    from stapo_lite.training.loop import assign_advantages, mini_batches, sample_groups
-    from stapo_lite.training.opening import open_run
-    from stapo_lite.training.run import Run
-    from stapo_lite.training.update import update
-
+def prepare(method: str, seed: int, folder: Path, overrides: Sequence[str]) -> tuple[Config, list[dict[str, Any]]]:
+    """Write the prompts to the run folder; return the config of the run and the rows held out."""
     rows, held_out = writing.prompts()
     folder.mkdir(parents=True, exist_ok=True)
     write_lines(folder / "prompts.jsonl", rows)
     own = [f"seed={seed}", f"output_dir={folder}", f"data.source={folder / 'prompts.jsonl'}"]
-    config = load_config(CONFIG, [*METHODS[method], *own, *overrides])
+    return load_config(CONFIG, [*METHODS[method], *own, *overrides]), held_out
+
+
+def render_held_out(rows: Sequence[dict[str, Any]], run: Run) -> list[Prompt]:
+    """The held-out prompts as the model reads them."""
+    return render_prompts(rows, run.tokenizer, run.config.data, "held out", "prompt", None, filter_overlong=False)
+
+
+def train_one(method: str, seed: int, folder: Path, out: Path, overrides: Sequence[str]) -> None:
+    """Train, or go on, and write the result."""
+    config, held_out = prepare(method, seed, folder, overrides)
     looks = {line["step"]: line for line in read_lines(folder / "held_out.jsonl")}
 
     def look(run: Run, step: int) -> None:
@@ -65,7 +78,7 @@ def train_one(method: str, seed: int, folder: Path, out: Path, overrides: Sequen
         run.clock.start()
 
     with open_run(config, resume=True) as run:
-        prompts = render_prompts(held_out, run.tokenizer, config.data, "held out", "prompt", None, False)
+        prompts = render_held_out(held_out, run)
         for step in run.steps():
             rollouts = sample_groups(run, step)  # of the adapter after the step before, which the engine has now
             if (step - 1) % HELD_OUT_STEPS == 0:
@@ -84,15 +97,10 @@ def train_one(method: str, seed: int, folder: Path, out: Path, overrides: Sequen
     (out / "environment.json").write_text(json.dumps(environment, indent=1) + "\n", encoding="utf-8")
 
 
-def judge(run: Any, prompts: Sequence[Any]) -> dict[str, Any]:
+def judge(run: Run, prompts: Sequence[Prompt]) -> dict[str, Any]:
     """One answer to each prompt from the engine: reward, the share with all of it, length, and per token what the
     policy and the untrained base think of it, in nats: `nll`, `base_nll`, and `entropy` of the policy's whole
     distribution."""
-    import torch
-
-    from stapo_lite.rollout import Decoding
-    from stapo_lite.types import derived_seed
-
     rollout = run.config.rollout
     decoding = Decoding(rollout.max_completion_length, rollout.temperature, top_p=1.0)
     seeds = [derived_seed("held out", number) for number in range(len(prompts))]  # the same for every run and step
@@ -107,7 +115,7 @@ def judge(run: Any, prompts: Sequence[Any]) -> dict[str, Any]:
         now = [run.policy.statistics(part) for part in parts]
         base = torch.cat([run.policy.reference_logprobs(part) for part in parts])
     return {
-        "reward": fmean(c.reward for c in completions),
+        "reward": fmean(c.reward or 0.0 for c in completions),
         "right_share": fmean(c.reward == 1 for c in completions),
         "completion_length": fmean(len(c.token_ids) for c in completions),
         "truncated_share": fmean(c.truncated for c in completions),

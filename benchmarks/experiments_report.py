@@ -96,9 +96,7 @@ def differences(runs: Runs, base: str = "stapo") -> str:
         cells = []
         for name in ("held-out reward", "entropy (sampled nll)"):
             pairs = [np.array([side[seed][name] for seed in common]) for side in (seeds, runs[base])]
-            test = permutation_test(
-                pairs, lambda a, b, axis: (a - b).mean(axis), vectorized=True, permutation_type="samples"
-            )
+            test = permutation_test(pairs, mean_difference, vectorized=True, permutation_type="samples")
             cells += [f"{test.statistic:+.2f}", f"{test.pvalue:.2f}"]
         rows.append([method, str(len(common)), *cells])
     return markdown(rows)

@@ -11,7 +11,6 @@ the silenced tokens carry. Means and 95 % intervals (bootstrap over states).
 """
 
 import argparse
-import copy
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,15 +19,12 @@ from typing import Any
 
 import experiments
 import torch
-import writing
 from common import save
 
 from stapo_lite.algorithm.microbatches import MiniBatch
 from stapo_lite.algorithm.objective import logit_gradient_norm
-from stapo_lite.config import load_config
-from stapo_lite.data.prompts import render_prompts
 from stapo_lite.evaluation.scores import average_scores
-from stapo_lite.files import write_lines
+from stapo_lite.training.checkpoint import take_snapshot
 from stapo_lite.training.loop import assign_advantages, mini_batches, sample_groups
 from stapo_lite.training.opening import open_run
 from stapo_lite.training.run import Run
@@ -41,16 +37,15 @@ from stapo_lite.types import TokenStatistics
 def same_state(run: Run) -> Iterator[None]:
     """Put adapter, optimiser and counts back afterwards."""
     learner = run.learner
-    values = {name: p.detach().clone() for name, p in run.policy.parameters.items()}
-    optimizer, progress = copy.deepcopy(learner.optimizer.state_dict()), copy.copy(learner.progress)
+    snapshot = take_snapshot(learner.progress, run.policy, learner.optimizer)
     rate = learner.optimizer.param_groups[0]["lr"]
     yield
     with torch.no_grad():
         for name, parameter in run.policy.parameters.items():
-            parameter.copy_(values[name])
-    learner.optimizer.load_state_dict(optimizer)
-    learner.progress.__dict__.update(progress.__dict__)
-    learner.begin_step(rate)
+            parameter.copy_(snapshot.adapter[name])
+    learner.optimizer.load_state_dict(snapshot.optimizer)
+    learner.progress = snapshot.progress
+    learner.begin_step(rate)  # also the objective of the config
 
 
 def switch(run: Run, enabled: bool) -> None:
@@ -115,21 +110,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of experiments.yaml")
     given = parser.parse_args()
-    rows, held_out = writing.prompts()
     states: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "prompts.jsonl"
-        write_lines(source, rows)
-        own = [f"seed={given.seed}", f"output_dir={folder}/run", f"data.source={source}", "log.save_steps=0"]
-        own += [*experiments.METHODS["justrl"], f"train.max_steps={given.steps}"]
-        config = load_config(experiments.CONFIG, [*own, *given.set])
+        overrides = ["log.save_steps=0", f"train.max_steps={given.steps}", *given.set]
+        config, held_out = experiments.prepare("justrl", given.seed, Path(folder), overrides)
         with open_run(config) as run:
-            prompts = render_prompts(held_out, run.tokenizer, config.data, "held out", "prompt", None, False)
+            prompts = experiments.render_held_out(held_out, run)
             for step in run.steps():
                 rollouts = sample_groups(run, step)
                 assign_advantages(run, rollouts.batch)
                 if step % given.every == 0:
-                    found = compare(run, next(mini_batches(run, rollouts.batch)), prompts, 10**6 + 2 * step)
+                    with same_state(run):  # whatever the comparison switches on
+                        found = compare(run, next(mini_batches(run, rollouts.batch)), prompts, 10**6 + 2 * step)
                     states += [] if found is None else [{"step": step} | found]
                 updates = [update(run.learner, batch) for batch in mini_batches(run, rollouts.batch)]
                 run.record(step, rollouts, updates)
