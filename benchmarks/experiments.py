@@ -69,6 +69,7 @@ def train_one(method: str, seed: int, folder: Path, out: Path, overrides: Sequen
     """Train, or go on, and write the result."""
     config, held_out = prepare(method, seed, folder, overrides)
     looks = {line["step"]: line for line in read_lines(folder / "held_out.jsonl")}
+    version = commit()
 
     def look(run: Run, step: int) -> None:
         """Note what the engine's adapter does on the held-out prompts, once a step; the clock stands."""
@@ -93,7 +94,7 @@ def train_one(method: str, seed: int, folder: Path, out: Path, overrides: Sequen
         write_lines(out / name, map(short, read_lines(folder / name)))
     config_text = (folder / "config.yaml").read_text("utf-8").replace(str(Path.home()), "~")
     (out / "config.yaml").write_text(config_text, encoding="utf-8")
-    environment = json.loads((folder / "environment.json").read_text("utf-8")) | {"commit": commit()}
+    environment = json.loads((folder / "environment.json").read_text("utf-8")) | {"commit": version}
     (out / "environment.json").write_text(json.dumps(environment, indent=1) + "\n", encoding="utf-8")
 
 
