@@ -1,12 +1,12 @@
-"""The methods that the paper compares, on one task, with seeds: what STAPO does to reward and entropy.
+"""The methods that the paper compares, with seeds: what STAPO does to reward and entropy.
 
-    python benchmarks/experiments.py [--only stapo justrl ...] [--seeds 0 1 2] [--at-once 2] [--results FOLDER]
+    python benchmarks/experiments.py [STUDY] [--only stapo justrl ...] [--seeds 0 1 2] [--at-once 2] [--results FOLDER]
 
-Runs what has no result yet, the methods of a seed before those of the next, a few at once with one thread each. A run
-that is interrupted goes on from its checkpoint in `runs/`. A finished one leaves in FOLDER/METHOD-SEED:
-`metrics.jsonl`, `held_out.jsonl` (what the adapter does on prompts that it never trained on), `config.yaml`, and
-`environment.json` with the commit. Settings are fixed in `experiments.yaml` and below, before any run; none is chosen
-by its outcome.
+A study is a task, its methods and what it changes in `experiments.yaml`. Runs what has no result yet, the methods of a
+seed before those of the next, a few at once with one thread each. A run that is interrupted goes on from its checkpoint
+in `runs/STUDY`. A finished one leaves in FOLDER/METHOD-SEED: `metrics.jsonl`, `held_out.jsonl` (what the adapter does
+on prompts that it never trained on), `config.yaml`, and `environment.json` with the commit. Settings are fixed in
+`experiments.yaml` and below, before any run; none is chosen by its outcome.
 """
 
 import argparse
@@ -19,8 +19,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
+import alliteration
 import torch
 import writing
 from common import commit
@@ -42,22 +44,48 @@ METHODS = {
     "justrl": ["algorithm=justrl"],
     "grpo": ["algorithm=grpo"],
     "20-entropy": ["algorithm=20-entropy"],
+    # The paper's ablations of which candidates are silenced.
     "full": ["algorithm=stapo", "objective.s2t.preset=full"],
     "high-entropy": ["algorithm=stapo", "objective.s2t.preset=high-entropy"],
     "random": ["algorithm=stapo", "objective.s2t.preset=random"],
+    # Its two thresholds, 0.002 and 0.75.
+    "tau_p=0.0005": ["algorithm=stapo", "objective.s2t.tau_p=0.0005"],
+    "tau_p=0.008": ["algorithm=stapo", "objective.s2t.tau_p=0.008"],
+    "q=0.5": ["algorithm=stapo", "objective.s2t.quantile=0.5"],
+    "q=0.9": ["algorithm=stapo", "objective.s2t.quantile=0.9"],
 }
-"""Overrides of each method; the last three are the paper's ablations of which candidates are silenced."""
+"""Overrides of each method."""
+
+
+class Study(NamedTuple):
+    """What is compared, on which task, with which other settings."""
+
+    methods: Sequence[str]
+    overrides: Sequence[str] = ()
+    task: ModuleType = writing
+
+
+STUDIES = {
+    "writing": Study(("stapo", "justrl", "grpo", "20-entropy", "full", "high-entropy", "random")),
+    "unstable": Study(("stapo", "justrl"), ["train.learning_rate=1.0e-3"]),
+    "alliteration": Study(("stapo", "justrl", "random"), task=alliteration),
+    "sensitivity": Study(("tau_p=0.0005", "tau_p=0.008", "q=0.5", "q=0.9"), ["train.max_steps=30"]),
+}
+"""The main one first; `sensitivity` is compared with the first steps of its `stapo`."""
 HELD_OUT_STEPS = 10
 """Steps between two looks at the held-out prompts."""
 
 
-def prepare(method: str, seed: int, folder: Path, overrides: Sequence[str]) -> tuple[Config, list[dict[str, Any]]]:
+def prepare(
+    study: Study, method: str, seed: int, folder: Path, overrides: Sequence[str]
+) -> tuple[Config, list[dict[str, Any]]]:
     """Write the prompts to the run folder; return the config of the run and the rows held out."""
-    rows, held_out = writing.prompts()
+    rows, held_out = study.task.prompts()
     folder.mkdir(parents=True, exist_ok=True)
     write_lines(folder / "prompts.jsonl", rows)
     own = [f"seed={seed}", f"output_dir={folder}", f"data.source={folder / 'prompts.jsonl'}"]
-    return load_config(CONFIG, [*METHODS[method], *own, *overrides]), held_out
+    own.append(f"reward.functions=[{study.task.__name__}:reward]")
+    return load_config(CONFIG, [*METHODS[method], *study.overrides, *own, *overrides]), held_out
 
 
 def render_held_out(rows: Sequence[dict[str, Any]], run: Run) -> list[Prompt]:
@@ -65,9 +93,9 @@ def render_held_out(rows: Sequence[dict[str, Any]], run: Run) -> list[Prompt]:
     return render_prompts(rows, run.tokenizer, run.config.data, "held out", "prompt", None, filter_overlong=False)
 
 
-def train_one(method: str, seed: int, folder: Path, out: Path, overrides: Sequence[str]) -> None:
+def train_one(study: Study, method: str, seed: int, folder: Path, out: Path, overrides: Sequence[str]) -> None:
     """Train, or go on, and write the result."""
-    config, held_out = prepare(method, seed, folder, overrides)
+    config, held_out = prepare(study, method, seed, folder, overrides)
     looks = {line["step"]: line for line in read_lines(folder / "held_out.jsonl")}
     version = commit()
 
@@ -89,6 +117,11 @@ def train_one(method: str, seed: int, folder: Path, out: Path, overrides: Sequen
             run.record(step, rollouts, updates)
         run.engine.publish(run.policy, version=config.train.max_steps + 1)
         look(run, config.train.max_steps)
+    keep(folder, out, version)
+
+
+def keep(folder: Path, out: Path, version: str) -> None:
+    """Write the result of a finished run, which `version` of the code has made."""
     out.mkdir(parents=True, exist_ok=True)
     for name in ("metrics.jsonl", "held_out.jsonl"):
         write_lines(out / name, map(short, read_lines(folder / name)))
@@ -123,7 +156,7 @@ def judge(run: Run, prompts: Sequence[Prompt]) -> dict[str, Any]:
         "nll": -torch.cat([s.logprobs for s in now]).mean().item(),
         "base_nll": -base.mean().item(),
         "entropy": torch.cat([s.entropy for s in now]).mean().item(),
-        "samples": [[c.prompt.columns["word"], c.text, c.reward] for c in completions[:4]],
+        "samples": [[c.prompt.columns, c.text, c.reward] for c in completions[:4]],
     }
 
 
@@ -134,29 +167,31 @@ def short(line: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=METHODS, default=list(METHODS), help="these methods")
+    parser.add_argument("study", nargs="?", choices=STUDIES, default="writing")
+    parser.add_argument("--only", nargs="+", choices=METHODS, help="these methods of the study")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--at-once", type=int, default=2, help="runs side by side")
-    parser.add_argument("--results", type=Path, default=HERE / "results/writing")
-    parser.add_argument("--work", type=Path, default=Path("runs/writing"), help="run folders, with checkpoints")
+    parser.add_argument("--results", type=Path, help="default: benchmarks/results/STUDY")
+    parser.add_argument("--work", type=Path, help="run folders, with checkpoints; default: runs/STUDY")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of experiments.yaml")
     parser.add_argument("--here", action="store_true", help="train in this process, not in one for each run")
     given = parser.parse_args()
-    wanted = [f"{method}-{seed}" for seed, method in itertools.product(given.seeds, given.only)]
-    names = [name for name in wanted if not (given.results / name / "environment.json").exists()]
+    study = STUDIES[given.study]
+    results, work = given.results or HERE / "results" / given.study, given.work or Path("runs") / given.study
+    wanted = [f"{method}-{seed}" for seed, method in itertools.product(given.seeds, given.only or study.methods)]
+    names = [name for name in wanted if not (results / name / "environment.json").exists()]
 
     def start(name: str) -> int:
         method, _, seed = name.rpartition("-")
         if given.here:
-            train_one(method, int(seed), given.work / name, given.results / name, given.set)
+            train_one(study, method, int(seed), work / name, results / name, given.set)
             return 0
-        folders = ["--results", str(given.results), "--work", str(given.work), "--set", *given.set]
-        command = [sys.executable, __file__, "--here", "--only", method, "--seeds", seed, *folders]
-        given.work.mkdir(parents=True, exist_ok=True)
-        with (given.work / f"{name}.log").open("w") as log:
-            status = subprocess.run(
-                command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=log, stderr=log
-            ).returncode
+        folders = ["--results", str(results), "--work", str(work), "--set", *given.set]
+        command = [sys.executable, __file__, given.study, "--here", "--only", method, "--seeds", seed, *folders]
+        work.mkdir(parents=True, exist_ok=True)
+        with (work / f"{name}.log").open("w") as log:
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            status = subprocess.run(command, env=environment, stdout=log, stderr=log).returncode
         print(f"{name}: {'finished' if status == 0 else f'failed, see {log.name}'}", flush=True)
         return status
 

@@ -18,6 +18,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.axes import Axes
 from scipy.stats import permutation_test
 
 from stapo_lite.evaluation.results import markdown
@@ -27,6 +28,8 @@ from stapo_lite.training.charts import COLOURS
 HERE = Path(__file__).parent
 WINDOW = 5
 """Steps over which curves and last values are means."""
+FIGURE = (("stapo", "justrl", "grpo", "20-entropy", "trl-dapo"), ("stapo", "full", "high-entropy", "random"))
+"""Methods in each row of the figure."""
 Runs = dict[str, dict[int, dict[str, float]]]
 """Method -> seed -> measure -> value."""
 
@@ -51,8 +54,11 @@ def measures(metrics: list[dict[str, Any]], held_out: list[dict[str, Any]]) -> d
     """One run in numbers."""
     reward, last = smooth(metrics, "reward"), held_out[-1]
     reached = [step for step, value in enumerate(reward, start=1) if step >= WINDOW and value >= 0.5]
-    mean = {name: fmean(m[name] or 0.0 for m in metrics) for name in ("silenced_share", "spurious_share")}
-    mass = [m["spurious_gradient_share"] for m in metrics if m["spurious_gradient_share"] is not None]
+
+    def percent(name: str) -> float:
+        """Mean over the steps that have it."""
+        return 100 * fmean([m[name] for m in metrics if m.get(name) is not None] or [float("nan")])
+
     return {
         "held-out reward": last["reward"],
         "all right": last["right_share"],
@@ -60,9 +66,9 @@ def measures(metrics: list[dict[str, Any]], held_out: list[dict[str, Any]]) -> d
         "steps to 0.5": reached[0] if reached else float("nan"),
         "entropy (sampled nll)": smooth(metrics, "sampled_nll")[-1],
         "nll under the base": last["base_nll"],
-        "spurious, %": 100 * mean["spurious_share"],
-        "their gradient, %": 100 * fmean(mass) if mass else 0.0,
-        "silenced, %": 100 * mean["silenced_share"],
+        "spurious, %": percent("spurious_share"),
+        "their gradient, %": percent("spurious_gradient_share"),
+        "silenced, %": percent("silenced_share"),
     }
 
 
@@ -103,24 +109,43 @@ def differences(runs: Runs, base: str = "stapo") -> str:
 
 
 def draw(found: dict[str, dict[int, tuple[list[dict], list[dict]]]], path: Path) -> None:
-    """Reward and entropy over the steps: the mean over seeds in a band of one standard deviation, named at its end."""
-    figure, panels = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for axes, (name, label) in zip(panels, (("reward", "reward"), ("sampled_nll", "entropy [nats]")), strict=True):
-        for (method, seeds), colour in zip(found.items(), COLOURS, strict=False):
-            curves = np.array([smooth(metrics, name) for metrics, _ in seeds.values()])
-            steps, middle = np.arange(1, curves.shape[1] + 1), curves.mean(0)
-            axes.plot(steps, middle, color=colour, linewidth=1.6)
-            if len(curves) > 1:
-                spread = curves.std(0, ddof=1)
-                axes.fill_between(steps, middle - spread, middle + spread, color=colour, alpha=0.15, linewidth=0)
-            axes.annotate(
-                method, (steps[-1], middle[-1]), (4, 0), textcoords="offset points", color=colour, va="center"
-            )
-        axes.set(xlabel="step", ylabel=label)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.margins(x=0.02)
+    """Reward and entropy over the steps, the paper's methods above and the ablations of the mask below: the mean over
+    seeds in a band of one standard deviation, named at its end."""
+    rows = [present for row in FIGURE if (present := [method for method in row if method in found])]
+    size = (10, 0.5 + 3.5 * len(rows))
+    figure, panels = plt.subplots(len(rows), 2, figsize=size, layout="constrained", squeeze=False, sharey="col")
+    colours = dict(zip(dict.fromkeys(method for row in FIGURE for method in row), COLOURS, strict=False))
+    for methods, line in zip(rows, panels, strict=True):
+        for axes, (name, label) in zip(line, (("reward", "reward"), ("sampled_nll", "entropy [nats]")), strict=True):
+            ends = {method: band(axes, found[method], name, colours[method]) for method in methods}
+            axes.set(xlabel="step", ylabel=label)
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.margins(x=0.02)
+            place_names(axes, ends, colours)
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def band(axes: Axes, seeds: dict[int, tuple[list[dict], list[dict]]], name: str, colour: str) -> tuple[int, float]:
+    """Draw one method; return where its line ends."""
+    curves = np.array([smooth(metrics, name) for metrics, _ in seeds.values()])
+    steps, middle = np.arange(1, curves.shape[1] + 1), curves.mean(0)
+    axes.plot(steps, middle, color=colour, linewidth=1.6)
+    if len(curves) > 1:
+        spread = curves.std(0, ddof=1)
+        axes.fill_between(steps, middle - spread, middle + spread, color=colour, alpha=0.15, linewidth=0)
+    return int(steps[-1]), float(middle[-1])
+
+
+def place_names(axes: Axes, ends: dict[str, tuple[int, float]], colours: dict[str, str]) -> None:
+    """Write each method's name where its line ends, moved up where it would stand on another."""
+    low, high = axes.get_ylim()
+    lowest = low
+    for method, (step, value) in sorted(ends.items(), key=lambda end: end[1][1]):
+        lowest = max(lowest, value)
+        end = (step, lowest)
+        axes.annotate(method, end, (4, 0), textcoords="offset points", color=colours[method], va="center")
+        lowest += 0.06 * (high - low)
 
 
 def main() -> None:

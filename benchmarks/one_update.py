@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import experiments
 import torch
 from common import save
+from experiments import STUDIES, judge, prepare, render_held_out
 
 from stapo_lite.algorithm.microbatches import MiniBatch
 from stapo_lite.algorithm.objective import logit_gradient_norm
@@ -96,7 +96,7 @@ def compare(run: Run, batch: MiniBatch, prompts: list[Any], version: int) -> dic
             for group, mask in groups.items():
                 found[f"{name}: log-probability, {group}"] = (after.logprobs - before.logprobs)[mask].mean().item()
             run.engine.publish(run.policy, version=version + index)
-            found[f"{name}: held-out reward"] = experiments.judge(run, prompts)["reward"]
+            found[f"{name}: held-out reward"] = judge(run, prompts)["reward"]
     for measured in ("entropy", "log-probability, silenced", "log-probability, all others", "held-out reward"):
         found[f"with less without: {measured}"] = found[f"with the mask: {measured}"] - found[f"without: {measured}"]
     return found
@@ -108,14 +108,14 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=3, help="steps between two states")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of experiments.yaml")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of yaml")
     given = parser.parse_args()
     states: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as folder:
         overrides = ["log.save_steps=0", f"train.max_steps={given.steps}", *given.set]
-        config, held_out = experiments.prepare("justrl", given.seed, Path(folder), overrides)
+        config, held_out = prepare(STUDIES["writing"], "justrl", given.seed, Path(folder), overrides)
         with open_run(config) as run:
-            prompts = experiments.render_held_out(held_out, run)
+            prompts = render_held_out(held_out, run)
             for step in run.steps():
                 rollouts = sample_groups(run, step)
                 assign_advantages(run, rollouts.batch)

@@ -42,18 +42,28 @@ def prompts() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     rows = []
     for topic, word in pairs:
         asked = {"word": word, "first": generator.randint(6, 14), "second": generator.randint(6, 14)}
-        request = {"role": "user", "content": REQUEST.format(topic=topic, **asked)}
-        rows.append({"prompt": [{"role": "system", "content": ""}, request]} | asked)
+        rows.append(row(REQUEST.format(topic=topic, **asked), asked))
     return rows[HELD_OUT:], rows[:HELD_OUT]
 
 
+def row(request: str, columns: dict[str, Any]) -> dict[str, Any]:
+    """A row of the data: messages and what the reward needs."""
+    return {"prompt": [{"role": "system", "content": ""}, {"role": "user", "content": request}]} | columns
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences of an answer; none where the last one has no end, as where an answer was cut off."""
+    found = re.split(r"(?<=[.!?])[\"')]*\s+", text.strip())
+    return found if re.search(r"[.!?][\"')]*$", found[-1]) else []
+
+
 def score(text: str, word: str, first: int, second: int) -> float:
-    """The reward of an answer, from 0 to 1; one that was cut off does not end in a sentence."""
-    sentences = re.split(r"(?<=[.!?])[\"')]*\s+", text.strip())
-    if len(sentences) != 2 or not re.search(r"[.!?][\"')]*$", sentences[1]):
+    """The reward of an answer, from 0 to 1."""
+    found = sentences(text)
+    if len(found) != 2:
         return 0.0
-    holds = [re.search(rf"\b{word}\b", sentence, re.IGNORECASE) is not None for sentence in sentences]
-    off = [abs(len(s.split()) - asked) for s, asked in zip(sentences, (first, second), strict=True)]
+    holds = [re.search(rf"\b{word}\b", sentence, re.IGNORECASE) is not None for sentence in found]
+    off = [abs(len(s.split()) - asked) for s, asked in zip(found, (first, second), strict=True)]
     return (1 + (holds == [False, True]) + 1 / (1 + off[0]) + 1 / (1 + off[1])) / 4
 
 

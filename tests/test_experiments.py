@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import alliteration
 import experiments_report
 import pytest
 import writing
@@ -35,13 +36,30 @@ def test_answers_by_hand(text, score):
     assert writing.reward([[{"role": "assistant", "content": text}]], ["stone"], [4], [6], prompts=[]) == [score]
 
 
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("Big birds bring bread.", True),
+        ("\"Bread, (butter) and 'beer'!\"", True),
+        ("Bread is bread, and butter is bread.", False),
+        ("Bread is better. Birds bring it.", False),
+        ("Big birds bring bread", False),
+        ("", False),
+    ],
+)
+def test_alliterations_by_hand(text, right):
+    assert alliteration.reward([[{"role": "assistant", "content": text}]], ["b"], prompts=[]) == [float(right)]
+
+
 def test_held_out_prompts_are_never_trained_on():
-    train, held_out = writing.prompts()
-    assert (len(train), len(held_out)) == (400, 100)
-    texts = [row["prompt"][-1]["content"] for row in train + held_out]
-    assert len(set(texts)) == 500
-    assert all(f'"{row["word"]}"' in row["prompt"][-1]["content"] for row in train + held_out)
-    assert writing.prompts() == (train, held_out)
+    for task, count in ((writing, 400), (alliteration, 300)):
+        train, held_out = task.prompts()
+        assert (len(train), len(held_out)) == (count, 100)
+        texts = [row["prompt"][-1]["content"] for row in train + held_out]
+        assert len(set(texts)) == count + 100
+        asked = [f'"{row["word"]}"' if task is writing else f" {row['letter'].upper()}." for row in train + held_out]
+        assert all(part in text for part, text in zip(asked, texts, strict=True))
+        assert task.prompts() == (train, held_out)
 
 
 def test_a_report_of_runs_by_hand(tmp_path):
@@ -80,18 +98,26 @@ def test_a_report_of_runs_by_hand(tmp_path):
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
-def test_a_finished_run_is_not_made_again(tiny_model, tmp_path):
-    def experiments():
+@pytest.fixture
+def experiment(tiny_model, tmp_path):
+    """A function that runs one of the scripts at toy size and returns what it prints."""
+
+    def run(script, *arguments):
         toy = ["train.max_steps=2", "data.max_prompt_length=440", "rollout.max_completion_length=8"]
         toy += [f"model={tiny_model}", "dtype=float32", "rollout.engine=transformers", "log.log_completions_steps=0"]
-        command = [sys.executable, "benchmarks/experiments.py", "--only", "stapo", "random", "--seeds", "3"]
-        command += ["--results", str(tmp_path / "out"), "--work", str(tmp_path / "work"), "--set", *toy]
+        folders = ["--results", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
+        command = [sys.executable, f"benchmarks/{script}", *arguments, *folders, "--set", *toy]
         done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    assert sorted(experiments().splitlines()) == ["random-3: finished", "stapo-3: finished"]
+    return run
+
+
+@pytest.mark.slow
+def test_a_finished_run_is_not_made_again(experiment, tmp_path):
+    first = experiment("experiments.py", "alliteration", "--only", "stapo", "random", "--seeds", "3")
+    assert sorted(first.splitlines()) == ["random-3: finished", "stapo-3: finished"]
     for name in ("random-3", "stapo-3"):
         left = tmp_path / "out" / name
         assert [line["step"] for line in read_lines(left / "metrics.jsonl")] == [1, 2]
@@ -100,5 +126,19 @@ def test_a_finished_run_is_not_made_again(tiny_model, tmp_path):
         # A new adapter changes nothing: policy and base are the same before the first step.
         assert looks[0]["nll"] == pytest.approx(looks[0]["base_nll"], abs=1e-5)
         assert len(json.loads((left / "environment.json").read_text("utf-8"))["commit"]) == 40
-        assert f"output_dir: {tmp_path / 'work' / name}" in (left / "config.yaml").read_text("utf-8")
-    assert experiments() == ""
+        config = (left / "config.yaml").read_text("utf-8")
+        assert f"output_dir: {tmp_path / 'work' / name}" in config
+        assert "- alliteration:reward" in config
+    assert experiment("experiments.py", "alliteration", "--only", "stapo", "random", "--seeds", "3") == ""
+
+
+@pytest.mark.slow
+def test_trl_takes_the_same_task(experiment, tmp_path):
+    experiment("experiments_trl.py", "--seed", "3")
+    metrics, held_out = experiments_report.load(tmp_path / "out")["trl-dapo"][3]
+    assert [line["step"] for line in metrics] == [1, 2]
+    # Two steps change little: TRL's measure of entropy is ours.
+    assert metrics[-1]["sampled_nll"] == pytest.approx(held_out[-1]["entropy"], rel=0.1)
+    measured = experiments_report.measures(metrics, held_out)
+    assert measured["held-out reward"] == 0
+    assert math.isnan(measured["silenced, %"])

@@ -216,12 +216,12 @@ class Run:
             logger.warning("checkpoint-%d was not written (%s)", self.snapshot.progress.step, one_line(error))
 
     def finish(self) -> None:
-        """Write adapter and report.
+        """Write adapter and report, if a step was taken.
 
         Raises:
             RunError: the disk is full.
         """
-        if not self.accelerator.is_main_process:
+        if not self.accelerator.is_main_process or self.progress.step == 0:
             return
         with full_disk_is_a_run_error(self.folder):
             self.flush_logs()

@@ -1,0 +1,100 @@
+"""Is our baseline handicapped? TRL's GRPOTrainer on the task, settings and budget of the experiments.
+
+    python benchmarks/experiments_trl.py [--seed 0] [--results FOLDER]
+
+TRL's `loss_type="dapo"` is `justrl`: token mean, clip 0.2 and 0.28, no KL, no mask. TRL generates with transformers,
+the engine that it has on a CPU; its trained adapter answers the held-out prompts through ours, as those of all runs do.
+Leaves `trl-dapo-SEED` beside the results of `experiments.py`; begins anew where it was interrupted.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+import writing
+from common import commit
+from datasets import Dataset
+from experiments import HERE, STUDIES, judge, keep, prepare, render_held_out
+from peft import LoraConfig
+from torch import Tensor
+from transformers import PrinterCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from stapo_lite.config import Config
+from stapo_lite.files import write_lines
+from stapo_lite.training.opening import open_run
+
+
+def train(config: Config) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    """TRL's run: a line of metrics for each step of ours, and the adapter."""
+    lora, objective, train, rollout = config.lora, config.objective, config.train, config.rollout
+    updates = train.batch_size // train.mini_batch_size
+    arguments = GRPOConfig(
+        output_dir=config.output_dir,
+        seed=config.seed,
+        use_cpu=not torch.cuda.is_available(),
+        model_init_kwargs={"dtype": config.dtype},
+        bf16=config.dtype == "bfloat16",
+        max_steps=updates * train.max_steps,
+        logging_steps=updates,
+        steps_per_generation=updates,
+        per_device_train_batch_size=train.mini_batch_size * rollout.num_generations,
+        gradient_checkpointing=train.gradient_checkpointing,
+        num_generations=rollout.num_generations,
+        max_completion_length=rollout.max_completion_length,
+        temperature=rollout.temperature,
+        loss_type="dapo",
+        epsilon=objective.epsilon,
+        epsilon_high=objective.epsilon_high,
+        beta=objective.beta,
+        scale_rewards=objective.scale_rewards,
+        learning_rate=train.learning_rate,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=updates * train.warmup_steps,
+        weight_decay=train.weight_decay,
+        max_grad_norm=train.max_grad_norm,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    trainer = GRPOTrainer(
+        model=config.model,
+        reward_funcs=writing.reward,
+        args=arguments,
+        train_dataset=Dataset.from_list(writing.prompts()[0]),
+        peft_config=LoraConfig(r=lora.r, lora_alpha=lora.lora_alpha, target_modules=list(lora.target_modules)),
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    logged = [line for line in trainer.state.log_history if "reward" in line]
+    metrics = [
+        {"step": step, "reward": line["reward"], "sampled_nll": line["entropy"], "grad_norm": line["grad_norm"]}
+        for step, line in enumerate(logged, start=1)
+    ]  # TRL's entropy is over all tokens, as ours of the samples
+    return metrics, {name: p.detach() for name, p in trainer.model.named_parameters() if p.requires_grad}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--results", type=Path, default=HERE / "results/writing")
+    parser.add_argument("--work", type=Path, default=Path("runs/writing"))
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of experiments.yaml")
+    given = parser.parse_args()
+    name, version = f"trl-dapo-{given.seed}", commit()
+    folder = given.work / name
+    config, held_out = prepare(STUDIES["writing"], "justrl", given.seed, folder, given.set)
+    metrics, adapter = train(config)
+    with open_run(config) as run, torch.no_grad():
+        for parameter_name, parameter in run.policy.parameters.items():
+            parameter.copy_(adapter[parameter_name])
+        run.engine.publish(run.policy, version=1)
+        judged = {"step": config.train.max_steps} | judge(run, render_held_out(held_out, run))
+    write_lines(folder / "metrics.jsonl", metrics)
+    write_lines(folder / "held_out.jsonl", [judged])
+    keep(folder, given.results / name, version)
+
+
+if __name__ == "__main__":
+    main()
