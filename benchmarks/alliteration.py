@@ -13,13 +13,15 @@ from typing import Any
 
 import writing
 
+from stapo_lite.tools.one_sentence import TOPICS, sentences
+
 LETTERS = "abcdefghijklmnoprstw"
 REQUEST = "Write one sentence about {topic} with three words that begin with the letter {letter}."
 
 
 def prompts() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Rows to train on, 300, and those held out, 100: the same for every run."""
-    pairs = list(itertools.product(writing.TOPICS, LETTERS))
+    pairs = list(itertools.product(TOPICS, LETTERS))
     random.Random(0).shuffle(pairs)
     asked = ((REQUEST.format(topic=topic, letter=letter.upper()), {"letter": letter}) for topic, letter in pairs)
     rows = [writing.row(*one) for one in asked]
@@ -36,4 +38,4 @@ def right(text: str, letter: str) -> bool:
     """Whether an answer has all that was asked for."""
     words = {word.strip(string.punctuation) for word in text.lower().split()}
     fitting = [word for word in words if word.startswith(letter)]
-    return len(writing.sentences(text)) == 1 and len(fitting) >= 3
+    return len(sentences(text)) == 1 and len(fitting) >= 3

@@ -90,6 +90,7 @@ def run_config(name: str, gpu_memory: int, scratch: Path) -> dict[str, Any]:
 
     train_module = importlib.import_module("stapo_lite.training.loop")
     from stapo_lite.config import load_config
+    from stapo_lite.planning.choice import apply, choose
     from stapo_lite.planning.plan import GIB, Cards, make_plan
     from stapo_lite.rollout.vllm_engine import VLLMEngine
 
@@ -101,12 +102,10 @@ def run_config(name: str, gpu_memory: int, scratch: Path) -> dict[str, Any]:
     used_by_others = torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0]
     total = torch.cuda.mem_get_info()[1]
     paths = [f"model={scratch / 'model'}", f"data.source={scratch / 'prompts.jsonl'}", f"output_dir={scratch / 'run'}"]
-    overrides = [*SHORT, *paths]
-    planned = load_config(HERE.parent / f"configs/{name}.yaml", overrides)
+    given = load_config(HERE.parent / f"configs/{name}.yaml", [*SHORT, *paths])
+    planned = apply(given, choose(given, model, Cards(gpu_memory)))
     share = planned.rollout.gpu_memory_utilization * gpu_memory / total
-    config = load_config(
-        HERE.parent / f"configs/{name}.yaml", [*overrides, f"rollout.gpu_memory_utilization={share:.4f}"]
-    )
+    config = load_config(planned.model_dump(), [f"rollout.gpu_memory_utilization={share:.4f}"])
 
     watch, seconds = Watch(), {"sleep": [], "wake": []}
     watch.start()

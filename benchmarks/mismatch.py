@@ -50,7 +50,7 @@ def make_config(model: Path | str, quantization: str | None = None, rollout_quan
         "model": str(model),
         "output_dir": "unused",
         "quantization": quantization,
-        "data": {"max_prompt_length": 128},
+        "data": {"source": "unused", "max_prompt_length": 128},
         "rollout": rollout | {"quantization": rollout_quantization},
         "train": {"gradient_checkpointing": False},
     }

@@ -14,14 +14,16 @@ VOCABULARY = len(SPECIAL) + 256
 
 # hidden, intermediate, layers, heads, tied embedding: from the models' configs on the Hub
 QWEN3 = {
+    "0.6B": (1024, 3072, 28, 16, True),
     "1.7B": (2048, 6144, 28, 16, True),
     "8B": (4096, 12288, 36, 32, False),
     "14B": (5120, 17408, 40, 40, False),
+    "32B": (5120, 25600, 64, 64, False),
 }
 
 
 def qwen3(size: str, **changes: Any) -> Any:
-    """The transformers config of Qwen3-1.7B, 8B or 14B."""
+    """The transformers config of a Qwen3."""
     from transformers import Qwen3Config
 
     hidden, intermediate, layers, heads, tied = QWEN3[size]

@@ -210,7 +210,7 @@ def compare(
     """Arguments as on the command line; `train` has more keys of the config's section of that name."""
     train |= {"batch_size": prompts, "mini_batch_size": prompts, "max_tokens_per_microbatch": max_tokens}
     sections = {
-        "data": {"max_prompt_length": prompt_length},
+        "data": {"source": "unused", "max_prompt_length": prompt_length},
         "rollout": {"max_completion_length": longest, "num_generations": generations},
         "train": {"max_grad_norm": 1e9} | train,
     }

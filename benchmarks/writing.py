@@ -16,16 +16,8 @@ import random
 import re
 from typing import Any
 
-TOPICS = (
-    "the sea", "a garden", "winter", "bread", "a train journey", "the moon", "friendship", "an old library", "rain",
-    "a market", "mountains", "music", "a school", "the desert", "a kitchen", "birds", "a bridge", "summer", "a village",
-    "the forest",
-)  # fmt: skip
-WORDS = (
-    "light", "stone", "quiet", "river", "paper", "window", "golden", "empty", "voice", "morning", "shadow", "silver",
-    "simple", "circle", "bright", "wooden", "gentle", "secret", "distant", "heavy", "narrow", "copper", "hidden",
-    "broken", "velvet",
-)  # fmt: skip
+from stapo_lite.tools.one_sentence import TOPICS, WORDS, sentences
+
 REQUEST = (
     "Write two sentences about {topic}, the first one of {first} words, the second one of {second} words. "
     'Use the word "{word}" in the second one.'
@@ -49,12 +41,6 @@ def prompts() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 def row(request: str, columns: dict[str, Any]) -> dict[str, Any]:
     """A row of the data: messages and what the reward needs."""
     return {"prompt": [{"role": "system", "content": ""}, {"role": "user", "content": request}]} | columns
-
-
-def sentences(text: str) -> list[str]:
-    """The sentences of an answer; none where the last one has no end, as where an answer was cut off."""
-    found = re.split(r"(?<=[.!?])[\"')]*\s+", text.strip())
-    return found if re.search(r"[.!?][\"')]*$", found[-1]) else []
 
 
 def score(text: str, word: str, first: int, second: int) -> float:

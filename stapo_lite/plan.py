@@ -18,23 +18,19 @@ def main(arguments: list[str] | None = None) -> None:
     with one_line_errors():
         config = load_config(given.config, given.overrides)
         from stapo_lite.model.loading import load_model_config
-        from stapo_lite.planning.plan import GIB, Cards, make_plan, report, suggest
+        from stapo_lite.planning.choice import apply, choose, describe
+        from stapo_lite.planning.plan import GIB, Cards, make_plan, report
 
         model = load_model_config(config.model).get_text_config()
         host_memory = given.host_memory and given.host_memory * GIB  # None stays None
         cards = Cards(int(given.gpu_memory * GIB), host_memory, given.processes, given.sharded)
+        config = apply(config, choose(config, model, cards))
         plan = make_plan(config, model, cards)
-        print(report(plan))
+        print(f"{describe(config, model, cards)}\n{report(plan)}")
         if not plan.problems:
             print("It fits.")
             return
         print("It does not fit.", *plan.problems, sep="\n  ")
-        found = suggest(config, model, cards)
-        if found is None:
-            print("No change that is known here makes it fit: take a smaller model or a larger card.")
-        else:
-            overrides, plan = found
-            print(f"It would with\n  {' '.join(overrides)}\n{report(plan)}")
     raise SystemExit(1)
 
 

@@ -1,5 +1,6 @@
 """Shared by the tests, and no fixtures: small models, policies and completions, mini-batches, whole runs."""
 
+import copy
 import itertools
 import json
 import os
@@ -31,6 +32,7 @@ SAMPLING = Sampling(
 )
 TIMES = {"tokens_per_second", "seconds_rollout", "seconds_reward", "seconds_update", "seconds_step"}
 ADVANTAGES = [1.2, -0.4, 0.0, 0.7, -1.1, 0.0, 0.3, 2.0]
+MINIMAL = {"model": "m", "output_dir": "o", "data": {"source": "p.jsonl"}}
 TAU_P = 0.02  # the tiny model is flat: enough candidates to test with
 LONGEST = 9
 # The package's presets and options, and what the formulas say of them.
@@ -116,7 +118,7 @@ def adapted_policy(
         "train__lm_head_memory_gb": 2**-10,
     }
     overrides = [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in (keys | changes).items()]
-    config = load_config({"model": str(model), "output_dir": "unused", "dtype": dtype}, overrides)
+    config = load_config(MINIMAL | {"model": str(model), "dtype": dtype}, overrides)
     policy = load_policy(config, torch.device(device), shard)
     randomise_adapter(policy, adapter_seed, scale)
     return policy
@@ -148,7 +150,8 @@ def fake_completions(seed: int, advantages: list[float], longest: int = 9, vocab
 
 
 def changed(tree, changes):
-    """A config whose keys `changes` names, those of a section as `section__key`."""
+    """A copy of a config whose keys `changes` names, those of a section as `section__key`."""
+    tree = copy.deepcopy(tree)
     for key, value in changes.items():
         section, _, name = key.partition("__")
         (tree.setdefault(section, {}) if name else tree)[name or section] = value
@@ -223,7 +226,7 @@ def in_two_processes(config, folder, *options, accelerate=("--multi_gpu",), stat
 
 def objective(algorithm="stapo", s2t=None, **changes):
     tree = {"s2t": {"tau_p": TAU_P} | (s2t or {})} | changes
-    return Config(model="m", output_dir="o", algorithm=algorithm, objective=tree).objective
+    return Config(**MINIMAL, algorithm=algorithm, objective=tree).objective
 
 
 def run_update(
@@ -238,8 +241,8 @@ def run_update(
 
 
 def make_learner(policy, objective, max_tokens, max_grad_norm=1e9, longest=LONGEST, token_log=None):
-    tree = {"model": "m", "output_dir": "o", "rollout": {"max_completion_length": longest}}
-    tree["data"] = {"max_prompt_length": 1}
+    tree = MINIMAL | {"rollout": {"max_completion_length": longest}}
+    tree["data"] = {"source": "p.jsonl", "max_prompt_length": 1}
     tree["train"] = {"max_grad_norm": max_grad_norm, "learning_rate": 1.0, "max_tokens_per_microbatch": 2 * 10**9}
     config = Config(**tree).model_copy(update={"objective": objective})
     budget = max_tokens if isinstance(max_tokens, TokenBudget) else TokenBudget(max_tokens)

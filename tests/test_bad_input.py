@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import command, run, write_yaml
+from helpers import MINIMAL, command, run, write_yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -47,7 +47,7 @@ def refused(monkeypatch, capsys, tmp_path):
 
 
 DOUBLINGS = [b"%c: &%c [%s]\n" % (c, c, b",".join([b"*%c" % (c - 1)] * 9)) for c in range(98, 112)]
-BOMB = b"model: m\noutput_dir: o\na: &a [x,x,x,x,x,x,x,x,x]\n" + b"".join(DOUBLINGS)
+BOMB = b"model: m\noutput_dir: o\ndata: {source: a}\na: &a [x,x,x,x,x,x,x,x,x]\n" + b"".join(DOUBLINGS)
 CONFIGS = [
     (b"", "must be a YAML mapping"),
     (b"model: \xff\xfe\xfa", "cannot be read as YAML"),
@@ -57,10 +57,11 @@ CONFIGS = [
     (b"seed: " + b"9" * 5000, "cannot be read as YAML"),
     (BOMB, "unknown key 'a'"),
     (b"model: &a [*a]\noutput_dir: o", "key 'model'"),
-    (b"1: 2\nmodel: m\noutput_dir: o", "key '1'"),
-    (b"model: m\noutput_dir: o\ntrain: {learning_rate: .nan}", "key 'train.learning_rate'"),
+    (b"1: 2\nmodel: m\noutput_dir: o\ndata: {source: a}", "key '1'"),
+    (b"model: m\noutput_dir: o\ndata: {source: a}\ntrain: {learning_rate: .nan}", "key 'train.learning_rate'"),
     (b"output_dir: o", "key 'model' is required"),
-    (b"model: m\noutput_dir: o\nlog: {project: /etc}", "key 'log.project'"),
+    (b"model: m\noutput_dir: o\ndata: {}", "key 'data.source' is required"),
+    (b"model: m\noutput_dir: o\ndata: {source: a}\nlog: {project: /etc}", "key 'log.project'"),
 ]
 
 
@@ -77,7 +78,7 @@ OVERRIDES = {
     "train={max_steps: 1, max_steps: 2}": "the key 'max_steps' stands there twice",
     'output_dir="a\\0b"': "key 'output_dir': no file can be called so",
     "data.source=" + "x" * 300 + ".jsonl": "key 'data.source': no file can be called so",
-    "reward.functions=['__import__(\"os\")']": "use math, arithmetic or package.module",
+    "reward.functions=['__import__(\"os\")']": "use math or package.module",
     "output_dir=/dev/null/run": "cannot be written",
     "output_dir=notes.csv": "cannot be written",
     "data.source=folder.jsonl": "no such file",
@@ -113,7 +114,7 @@ DATASETS = [
 
 @pytest.mark.parametrize(("source", "message"), DATASETS, ids=range(len(DATASETS)))
 def test_malformed_datasets(refused, write_config, tmp_path, source, message):
-    config = write_config(reward={"functions": ["arithmetic"]})
+    config = write_config(reward={"functions": ["math"]})
     (tmp_path / "prompts.jsonl").write_bytes(source)
     assert message in refused(config)
 
@@ -185,7 +186,9 @@ def finished(tiny_model, tmp_path_factory):
     """A config, and the folder of its run."""
     folder = tmp_path_factory.mktemp("finished")
     tree = {"model": str(tiny_model), "output_dir": str(folder / "run"), "dtype": "float32"}
-    tree |= {"reward": {"functions": ["arithmetic"]}, "objective": {"beta": 0.1}, "data": {"max_prompt_length": 128}}
+    sentence = "stapo_lite.tools.one_sentence"
+    tree |= {"data": {"source": f"{sentence}:prompts", "max_prompt_length": 160}, "objective": {"beta": 0.1}}
+    tree["reward"] = {"functions": [f"{sentence}:reward"]}
     tree["rollout"] = {"engine": "transformers", "num_generations": 2, "max_completion_length": 4}
     tree["train"] = {"max_steps": 1, "batch_size": 1, "mini_batch_size": 1}
     run(tree)
@@ -242,7 +245,6 @@ VALUES = st.recursive(
 LINES = VALUES.map(lambda value: json.dumps(value, default=str, skipkeys=True))
 MESSAGES = st.fixed_dictionaries({"role": st.text(max_size=4) | st.just("user"), "content": VALUES})
 YAML = st.text(alphabet="model:[]{}-&*!#'\"\n \t1.a", max_size=60).map(str.encode)
-MINIMAL = {"model": "m", "output_dir": "o"}
 KNOWN = st.sampled_from([*flatten(Config(**MINIMAL).model_dump())])
 
 
@@ -259,8 +261,8 @@ def accepted_or_one_line(load, *arguments) -> None:
 @quick
 @given(st.dictionaries(KEYS, VALUES, max_size=4), st.booleans(), KNOWN | st.text(max_size=8), VALUES.map(repr))
 def test_any_tree_is_a_config_or_one_line(tree, minimal, key, value):
-    for load in (load_config, load_eval_config):
-        accepted_or_one_line(load, (MINIMAL if minimal else {}) | tree)
+    for load, complete in ((load_config, MINIMAL), (load_eval_config, {"model": "m", "output_dir": "o"})):
+        accepted_or_one_line(load, (complete if minimal else {}) | tree)
     accepted_or_one_line(load_config, MINIMAL, [f"{key}={value}"])
 
 

@@ -18,6 +18,7 @@ WAY = "adapter on bf16, logits in fp32, bf16 trainer"
 # MODEL is the tiny one, CONFIG a small run of it, DATA a folder with questions.
 SMOKE = {
     "audit": "CONFIG --steps 2",
+    "checkpointing": "--model MODEL --tokens 64 --rounds 1",
     "compare_commits": "--cases audit",
     "gpu_suite": "--only lm_head run:qwen8b_lora",
     "grading": "DATA --answers 20 --workers 1",
@@ -38,6 +39,7 @@ SMOKE = {
 SCRIPTS = [path.stem for path in (ROOT / "benchmarks").glob("*.py") if '"--out"' in path.read_text("utf-8")]
 # What each of these must find.
 CHECKS = {
+    "checkpointing": lambda r: r["model"]["0 of 2 layers"]["MiB"] > r["model"]["2 of 2 layers"]["MiB"],
     "gpu_suite": lambda r: r["lm_head"] == r["run:qwen8b_lora"] == {"failed with status": 1},
     "grading": lambda r: r["labelled_cases"]["ours"] == {"cases": 2, "agree": 2, "false_positives": 0},
     "lm_head": lambda r: r["hidden 32"]["largest error"]["ours"]["logprob"] < 1e-5,

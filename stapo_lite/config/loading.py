@@ -100,7 +100,7 @@ def _apply_override(tree: dict, override: str) -> None:
 def _drop_what_presets_set(schema: type[Section], tree: dict, presets: Presets) -> None:
     """Take out the fields that only repeat the file's own presets, so that an override of a preset can set them: the
     config of a run folder spells them all out."""
-    own: dict = {"model": "any", "output_dir": "any"}
+    own = {name: tree.get(name) for name, field in schema.model_fields.items() if field.is_required()}
     for key in presets:
         if (name := lookup(tree, key)) is not None:
             fill(own, key, name)

@@ -85,8 +85,9 @@ class Prompting(Section):
 class Data(Prompting):
     """Prompts."""
 
-    source: UserPath = "arithmetic"
-    """`arithmetic` (generated sums), a `.jsonl` or `.parquet` file, or a dataset name on the Hub."""
+    source: UserPath
+    """A `.jsonl` or `.parquet` file, a dataset name on the Hub, or `package.module:function`, which returns a list of
+    rows (dictionaries), the same at each call."""
     subset: str | None = None
     """Configuration name of a Hub dataset."""
     split: str = "train"
@@ -94,28 +95,26 @@ class Data(Prompting):
     prompt_column: str = "prompt"
     """Column with the prompt: a string, or a list of `{role, content}` messages."""
     answer_column: str = "answer"
-    """Column with the reference answer, which the built-in rewards need."""
+    """Column with the reference answer, which `math` needs."""
     drop_contaminated: list[str] | Literal[False] = False
     """Benchmarks, `[all]` for the six or as in an evaluation (below): rows that hold 60 % or more of the 8-grams of one
     of their problems are left out."""
     filter_overlong_prompts: bool = False
     """Drop prompts longer than `max_prompt_length` instead of stopping with an error."""
-    arithmetic_max_operand: int = Field(50, ge=1)
-    """`arithmetic` only: operands are drawn from 1 to this number."""
 
 
 class Reward(Section):
     """Scoring of completions."""
 
     functions: list[str] = Field(["math"], min_length=1)
-    """`math` (the final answer, docs/grading.md), `arithmetic` (the last integer must equal the
-    answer), or `package.module:function` with TRL's signature, in a notebook `__main__:function`."""
+    """`math` (the final answer, docs/grading.md), or `package.module:function` with TRL's signature, in a notebook
+    `__main__:function`."""
     weights: list[float] | None = None
     """Weight of each function; all 1 by default."""
     correct: float = 1.0
-    """Value the built-in rewards give a right answer."""
+    """Value that `math` gives a right answer."""
     incorrect: float = -1.0
-    """Value the built-in rewards give a wrong one: -1 as in DAPO, or 0."""
+    """Value that `math` gives a wrong one: -1 as in DAPO, or 0."""
     truncated_is_incorrect: bool = True
     """`math`: a completion that was cut off at `max_completion_length` is wrong, whatever box it has; else an early box
     would earn all that follows it."""
@@ -280,8 +279,9 @@ class Train(Section):
     """`paged_adamw_8bit` comes from bitsandbytes."""
     park_trainer: bool = False
     """Keep the trainer's frozen base in pinned host memory during vLLM's rollouts (on a GPU)."""
-    gradient_checkpointing: bool = True
-    """Recompute activations in the backward pass (non-reentrant)."""
+    gradient_checkpointing: bool | Annotated[int, Field(ge=1)] = True
+    """Recompute activations in the backward pass (non-reentrant), of all layers or of so many of the first ones: the
+    fewer, the faster and the more memory."""
     offload_activations: bool = False
     """Keep what gradient checkpointing saves, one hidden state per layer and token, in host memory."""
     compile: bool = False
@@ -298,7 +298,7 @@ class Log(Section):
     project: str = Field("stapo_lite", pattern=r"^\w[\w .-]*$")
     """Project name shown by the trackers; TensorBoard makes a folder of it."""
     log_completions_steps: int = Field(10, ge=0)
-    """Print sample completions every so many steps; 0 for never."""
+    """Print sample completions of the first step and of every so many after it; 0 for never."""
     save_steps: int = Field(50, ge=0)
     """Checkpoint every so many steps, and at the end; 0 for only at the end."""
     save_total_limit: int = Field(2, ge=1)
@@ -336,12 +336,16 @@ class Config(Section):
     """Data type of the base weights and of the forward pass; `float16` for cards without bfloat16 (T4, RTX 20)."""
     quantization: Literal["nf4"] | None = None
     """`nf4` trains on a 4-bit base (QLoRA, bitsandbytes)."""
+    memory: Annotated[Literal["auto", "off"], _OFF] = "auto"
+    """`auto`: on a GPU `rollout.gpu_memory_utilization`, `max_num_seqs` and `sleep_level`, `train.park_trainer`,
+    `max_tokens_per_microbatch`, `gradient_checkpointing` and `offload_activations` are chosen by what card and host
+    hold, where they are not given; `python -m stapo_lite.plan` shows it without a card. `off`: the defaults below."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Every random draw of the run follows from this seed and the step."""
     stop_on: list[Symptom] = []
     """Warnings of docs/faults.md that end the run, with adapter and checkpoint, where the others are only printed."""
     lora: Lora = Lora()
-    data: Data = Data()
+    data: Data
     reward: Reward = Reward()
     rollout: Rollout = Rollout()
     objective: Objective = Objective()
@@ -381,7 +385,7 @@ class Config(Section):
         "train.park_trainer=true needs vLLM in the process: rollout.engine=server has its own card",
     )
     _checkpoints_are_offloaded = _refuse(
-        lambda s: s.train.offload_activations and not s.train.gradient_checkpointing,
+        lambda s: s.train.offload_activations and s.train.gradient_checkpointing is not True,
         "train.offload_activations needs train.gradient_checkpointing=true: switch one",
     )
     _a_sequence_fits_a_microbatch = _refuse(

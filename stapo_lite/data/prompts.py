@@ -1,6 +1,6 @@
 """Prompts: read, rendered with the chat template, and checked."""
 
-import itertools
+import importlib
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,20 +19,20 @@ def load_rows(data: Data) -> list[dict[str, Any]]:
         InputError: no such file or Hub dataset, no rows, or an id twice.
     """
     source, suffix = data.source, Path(data.source).suffix.lower()
-    if source == "arithmetic":
-        return arithmetic(data.arithmetic_max_operand)
     is_file = suffix in (".jsonl", ".parquet")
     if is_file and not Path(source).is_file():
         raise InputError(f"data.source={source}: no such file")
     try:
         rows = read_jsonl(Path(source)) if suffix == ".jsonl" else _read_dataset(data)
+        if not all(isinstance(row, dict) for row in rows):
+            raise TypeError("rows must be dictionaries")
     except InputError:
         raise
     except Exception as error:  # the readers and the Hub raise a dozen kinds
         reason = one_line(error.__cause__ or error) or type(error).__name__
         raise InputError(
-            f"data.source={source}: neither `arithmetic` nor a readable .jsonl or .parquet file or dataset on the Hub "
-            f"({reason})"
+            f"data.source={source}: neither a readable .jsonl or .parquet file, nor a dataset on the Hub, nor a "
+            f"package.module:function that returns rows ({reason})"
         ) from None
     if not rows:
         raise InputError(f"data.source={source}: no rows")
@@ -44,23 +44,17 @@ def load_rows(data: Data) -> list[dict[str, Any]]:
 
 
 def _read_dataset(data: Data) -> list[dict[str, Any]]:
-    """Rows of a Parquet file, or of a dataset on the Hub."""
-    import datasets
-    from pyarrow import parquet
-
+    """Rows of a Parquet file, from a function, or of a dataset on the Hub."""
     if data.source.lower().endswith(".parquet"):
+        from pyarrow import parquet
+
         return parquet.read_table(data.source).to_pylist()
+    module, colon, function = data.source.partition(":")
+    if colon:
+        return list(getattr(importlib.import_module(module), function)())
+    import datasets
+
     return list(datasets.load_dataset(data.source, data.subset, split=data.split))
-
-
-def arithmetic(max_operand: int) -> list[dict[str, Any]]:
-    """Every sum a + b with operands from 1 to `max_operand`, its answer begun for the model to finish."""
-    rows = []
-    for a, b in itertools.product(range(1, max_operand + 1), repeat=2):
-        question = {"role": "user", "content": f"What is {a} + {b}?"}
-        begun = {"role": "assistant", "content": f"{a} + {b} ="}
-        rows.append({"prompt": [question, begun], "answer": str(a + b)})
-    return rows
 
 
 def prompt_text(prompt: Any) -> str:

@@ -110,7 +110,7 @@ def load_weights(
     return base
 
 
-def add_adapter(base: Any, lora: Lora, gradient_checkpointing: bool) -> Any:
+def add_adapter(base: Any, lora: Lora, gradient_checkpointing: bool | int) -> Any:
     """Freeze the base and give it a LoRA adapter (PEFT), whose first output is zero; ready to train.
 
     Of PEFT's `prepare_model_for_kbit_training` a frozen base and non-reentrant checkpointing remain: fp32 copies of
@@ -121,6 +121,9 @@ def add_adapter(base: Any, lora: Lora, gradient_checkpointing: bool) -> Any:
     base.requires_grad_(False)
     if gradient_checkpointing:
         base.gradient_checkpointing_enable({"use_reentrant": False})
+    if gradient_checkpointing is not True:  # the last layers keep theirs, and free them before the first one recomputes
+        for layer in base.get_decoder().layers[int(gradient_checkpointing) :]:
+            layer.gradient_checkpointing = False
     modules: list[str] = list(lora.target_modules)
     model = get_peft_model(
         base, LoraConfig(r=lora.r, lora_alpha=lora.lora_alpha, target_modules=modules, task_type="CAUSAL_LM")

@@ -4,18 +4,17 @@ Needs the model's config, not its weights: everything is counted. What CUDA and 
 constants below.
 """
 
-import itertools
 import json
 import math
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from stapo_lite.config import Config, check_processes, check_sharded, load_config
+from stapo_lite.config import Config, check_processes, check_sharded
 from stapo_lite.errors import InputError
 from stapo_lite.model.loading import load_model_config
 from stapo_lite.rollout.vllm_options import BATCHED_TOKENS, served_rank
@@ -254,11 +253,7 @@ def as_json(model: Any) -> str:
 
 
 def served_bytes(config: Config, width: int) -> float:
-    """Bytes of a linear layer's weight in vLLM.
-
-    Raises:
-        InputError: it is quantised in a way that is not known here.
-    """
+    """Bytes of a linear layer's weight in vLLM."""
     rollout = config.rollout
     if rollout.quantization in SERVED_BYTES:
         return SERVED_BYTES[rollout.quantization]
@@ -267,9 +262,7 @@ def served_bytes(config: Config, width: int) -> float:
         return checkpoint["bits"] / 8 + 2.5 / checkpoint.get("group_size", 128)
     if checkpoint.get("quant_method") == "fp8":
         return SERVED_BYTES["fp8"]
-    if checkpoint or rollout.quantization:
-        raise InputError(f"rollout.quantization={rollout.quantization}: its size is not known to the plan")
-    return width
+    return width  # or less, in a format that is not known here
 
 
 def pinned(sizes: Sequence[int]) -> int:
@@ -294,61 +287,16 @@ def count_activations(config: Config, model: Any) -> tuple[int, int, int]:
     layer = tokens * (8 * hidden + width * (2 * hidden + 4 * inner + 2 * sizes.queries_and_keys))
     if sizes.normed_queries:  # in fp32, too
         layer += tokens * 4 * sizes.queries_and_keys
-    inputs = tokens * hidden * width * model.num_hidden_layers
-    kept = inputs if train.gradient_checkpointing else layer * model.num_hidden_layers
-    recomputed = layer if train.gradient_checkpointing else 0
+    inputs = tokens * hidden * width  # of a layer
+    layers, checkpointing = model.num_hidden_layers, train.gradient_checkpointing
+    checkpointed = layers if checkpointing is True else min(int(checkpointing), layers)
+    kept = inputs * checkpointed + layer * (layers - checkpointed)
+    recomputed = layer if checkpointed == layers else 0  # else the last layers' activations are gone by then
     gradients = tokens * width * 2 * (inner + hidden)  # of gate and up, and of the layer's input and output
     final = tokens * width * 11 * hidden  # the last norm, its output's gradient, the hidden states for the LM head
     decoder = kept + max(recomputed + gradients, final)
     head = kept + int(train.lm_head_memory_gb * GIB) + tokens * width * 3 * hidden
-    return inputs - inputs // model.num_hidden_layers, decoder, max(0, head - decoder)  # the last one is used at once
-
-
-def suggest(config: Config, model: Any, cards: Cards) -> tuple[list[str], Plan] | None:
-    """Further overrides that make a run fit, and its plan; None where nothing known here does.
-
-    Rungs of a ladder are taken in their order until it fits; then those that it fits without are given back. Where it
-    can be had, the KV cache holds four sequences of the longest length.
-    """
-    rollout, tokens, longest = config.rollout, config.train.max_tokens_per_microbatch, config.max_sequence_length
-    together: list[dict[str, Any]] = [{"rollout.sleep_level": 1}, {"train.park_trainer": True}]
-    ladder = [  # of changes that cost time only, then those of the weights, then of the task
-        *(together if rollout.engine != "server" and not cards.sharded else []),
-        {"train.max_tokens_per_microbatch": max(longest, tokens // 2)},
-        {"train.offload_activations": True},
-        {"train.max_tokens_per_microbatch": max(longest, tokens // 4)},
-        *([{"rollout.sleep_level": 2}] if rollout.engine != "server" else []),
-        {"quantization": "nf4", "rollout.quantization": "bitsandbytes", "rollout.sleep_level": 1},
-        {"rollout.max_completion_length": rollout.max_completion_length // 2},
-    ]
-    on_the_card = [rung for rung in ladder if not rung.keys() & {"train.park_trainer", "train.offload_activations"}]
-    for sequences, rungs in itertools.product((4, 1), (ladder, on_the_card)):  # the host's memory may be the small one
-        fit = partial(_fitting, config, model, cards, sequences)
-        for count in range(len(rungs) + 1):
-            taken = rungs[:count]
-            if fit(taken):
-                for step in rungs[:count]:
-                    fewer = [other for other in taken if other is not step]
-                    taken = fewer if fit(fewer) else taken
-                return fit(taken)
-    return None
-
-
-def _fitting(
-    config: Config, model: Any, cards: Cards, sequences: int, steps: list[dict[str, Any]]
-) -> tuple[list[str], Plan] | None:
-    """Steps as overrides, with all of the card's rest for vLLM, and their plan; None where that does not fit."""
-    changes = {key: value for step in steps for key, value in step.items()}  # the last one counts
-    overrides, tree = [f"{key}={str(value).lower()}" for key, value in changes.items()], config.model_dump()
-    try:
-        plan = make_plan(load_config(tree, overrides), model, cards)
-        trainer = sum(size for name, size in plan.rollout.items() if not name.startswith("vLLM"))
-        share = min(0.95, math.floor(100 * (1 - trainer / cards.gpu_memory)) / 100)
-        overrides.append(f"rollout.gpu_memory_utilization={share}")
-        plan = make_plan(load_config(tree, overrides), model, cards)
-    except InputError:  # values that do not go together
-        return None
-    return (overrides, plan) if not plan.problems and plan.kv_tokens >= sequences * plan.longest else None
+    return inputs * (layers - 1), decoder, max(0, head - decoder)  # the last one is used at once
 
 
 def report(plan: Plan) -> str:

@@ -1,7 +1,6 @@
-"""Rewards: `math` (graded in worker processes), `arithmetic`, and the user's own by import path."""
+"""Rewards: `math` (graded in worker processes) and the user's own by import path."""
 
 import logging
-import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +16,6 @@ from stapo_lite.types import Completion
 
 logger = logging.getLogger(__name__)
 
-BUILT_IN = ("math", "arithmetic")
 LARGEST = 1e30
 """Bound of a reward: beyond it a square does not fit into fp32, which gradients are computed in."""
 MAX_FAILURES = 3
@@ -34,8 +32,10 @@ class RewardModel:
     def __init__(self, settings: Reward):
         self._settings = settings
         self._grader = MathGrader()
-        built_in = {"math": self._score_math, "arithmetic": self._score_arithmetic}
-        functions = [built_in.get(name) or UserFunction(name, settings.function_timeout) for name in settings.functions]
+        functions = [
+            self._score_math if name == "math" else UserFunction(name, settings.function_timeout)
+            for name in settings.functions
+        ]
         self._weighted = list(zip(functions, settings.weights or [1.0] * len(functions), strict=True))
 
     def _score_math(self, completions: Sequence[Completion], _: int) -> list[float | None]:
@@ -43,13 +43,7 @@ class RewardModel:
         asked = [c for c in completions if not (c.truncated and self._settings.truncated_is_incorrect)]
         questions = [Question(c.prompt.answer, c.text, not c.truncated) for c in asked]
         right = {c for c, verdict in zip(asked, self._grader.grade(questions), strict=True) if verdict.correct}
-        return [self._value(c in right) for c in completions]
-
-    def _score_arithmetic(self, completions: Sequence[Completion], _: int) -> list[float | None]:
-        return [self._value(last_integer_equals(c.text, c.prompt.answer)) for c in completions]
-
-    def _value(self, right: bool) -> float:
-        return self._settings.correct if right else self._settings.incorrect
+        return [self._settings.correct if c in right else self._settings.incorrect for c in completions]
 
     def score(self, completions: Sequence[Completion], seed: int) -> None:
         """Set `reward` of each completion; None where no function judged it.
@@ -92,7 +86,7 @@ class UserFunction:
         self._path, self._failures = path, 0
         module_name, _, attribute = path.partition(":")
         if not module_name or not attribute:
-            raise InputError(f"reward.functions={path}: use math, arithmetic or package.module:function")
+            raise InputError(f"reward.functions={path}: use math or package.module:function")
         try:
             # Its process finds a function by its path; a notebook's own travels there, with what it uses.
             own = module_name == "__main__"
@@ -164,13 +158,6 @@ class UserFunction:
 
 def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and abs(value) < LARGEST
-
-
-def last_integer_equals(text: str, answer: Any) -> bool:
-    """Whether the last integer in `text` is exactly `answer`; leading zeros do not count."""
-    integers = re.findall(r"-?\d+", text)
-    normal = [re.sub(r"^(-?)0+(?=\d)", r"\1", number) for number in (*integers[-1:], str(answer).strip())]
-    return len(normal) == 2 and normal[0] == normal[1]
 
 
 def overlong_share(length: int, max_completion_length: int, buffer: float) -> float:

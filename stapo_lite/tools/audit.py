@@ -197,9 +197,9 @@ def token_charts(groups: dict[str, Metrics], quadrants: Metrics) -> Charts:
             png(plane, places, mean(quadrants, "tau_p"), mean(quadrants, "tau_h")),
         ),
         "gradient": (
-            "Mean norm of a token's gradient with respect to its logits, exact, and the number of tokens: rare is "
-            "pi < tau_p, sure is H < tau_h.",
-            png(bars, names, means, QUADRANT_COLOURS, "mean gradient norm"),
+            "Mean norm of a token's gradient with respect to its logits, exact, at an advantage of 1, and the number "
+            "of tokens: rare is pi < tau_p, sure is H < tau_h.",
+            png(bars, names, means, QUADRANT_COLOURS, "mean gradient norm at an advantage of 1"),
         ),
     }
 

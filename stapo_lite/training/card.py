@@ -58,7 +58,7 @@ def model_card(name: str, run: FinishedRun, base: str, merged: bool, stops: tupl
     config, data = run.config, run.config.data
     path = Path(data.source)
     on_this_machine = path.suffix.lower() in (".jsonl", ".parquet") or path.is_absolute() or path.exists()
-    local_data = data.source == "arithmetic" or on_this_machine
+    local_data = on_this_machine or ":" in data.source
     metadata = ModelCardData(
         base_model=None if Path(base).exists() else base,
         datasets=None if local_data else [data.source],

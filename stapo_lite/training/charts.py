@@ -87,7 +87,7 @@ def plane(axes: Any, places: Mapping[str, Sequence[Sequence[float]]], tau_p: flo
     if tau_h is not None:
         axes.axhline(tau_h, color=COLOURS[3], linewidth=1.2, linestyle="--", label="tau_h, mean")
     axes.set(xlabel="probability of the token", ylabel="entropy [nats]")
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="upper right")  # where no token can be: the likelier, the surer
 
 
 def bars(axes: Any, labels: Sequence[str], values: Sequence[float], colours: Sequence[str], label: str) -> None:

@@ -20,7 +20,8 @@ from stapo_lite.files import write_text
 from stapo_lite.model.loading import load_tokenizer
 from stapo_lite.model.policy import load_policy, make_optimizer
 from stapo_lite.model.sharding import make_sharding
-from stapo_lite.rewards.functions import BUILT_IN, RewardModel
+from stapo_lite.planning.choice import fit
+from stapo_lite.rewards.functions import RewardModel
 from stapo_lite.rollout import check_engine, make_engine, resolve_engine
 from stapo_lite.training import checkpoint
 from stapo_lite.training.checkpoint import Progress
@@ -72,6 +73,7 @@ def begin(config: Config, resume: bool, force: bool, closing: ExitStack) -> Run:
     check_engine(engine_name, config)
     if not resume:
         check_no_run(folder)
+    config = fit(config, engine_name, folder if resume else None, processes, shard is not None)
     prompts, tokenizer, stop_tokens = load_prompts(config, accelerator.print)
     exam = make_exam(config, tokenizer)
     accelerator.print(batch_arithmetic(config, processes))
@@ -136,7 +138,7 @@ def open_folder(config: Config, accelerator: Accelerator, surroundings: dict[str
 def load_prompts(config: Config, show: Callable[[str], None]) -> tuple[list[Prompt], Any, tuple[int, ...]]:
     """The rendered prompts, the tokenizer and the tokens that end a completion."""
     d = config.data
-    answer_column = d.answer_column if set(config.reward.functions) & set(BUILT_IN) else None
+    answer_column = d.answer_column if "math" in config.reward.functions else None
     rows = load_rows(d)
     for key, column in (("prompt_column", d.prompt_column), ("answer_column", answer_column)):
         if column is not None and column not in rows[0]:

@@ -186,7 +186,7 @@ class Run:
         self.log.step(metrics)
         if self.learner.token_log is not None:
             self.learner.token_log.write(step, self.learner.objective.s2t.tau_p)
-        if config.log.log_completions_steps and step % config.log.log_completions_steps == 0:
+        if config.log.log_completions_steps and (step - 1) % config.log.log_completions_steps == 0:
             self.log.samples(step, sampled)
         self.history.append(metrics)
         symptoms = new_symptoms(self.history)

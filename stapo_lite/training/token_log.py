@@ -4,7 +4,7 @@ It takes no pass of its own: what it notes is at hand while the policy trains, b
 which are one more row of the LM head. `audit.py` draws it.
 
     tokens.jsonl      one candidate a line: in its context, with alternatives
-    quadrants.jsonl   one step a line: thresholds, tokens and their mean gradient norm in each quadrant, some points
+    quadrants.jsonl   one step a line: thresholds, tokens and their mean gradient norm over A in each quadrant, points
 """
 
 import heapq
@@ -96,7 +96,7 @@ class TokenLog:
         if tau_h is not None:  # without candidates there is nothing to note, and no quadrant
             self._thresholds.append(tau_h)
             quadrant = 2 * (statistics.logprobs >= math.log(tau_p)) + (statistics.entropy.double() >= tau_h)
-            norms = gradient_norms[positive]
+            norms = (gradient_norms / batch.advantages)[positive]  # at equal advantages
             self._sums.index_add_(1, quadrant[positive], torch.stack([torch.ones_like(norms), norms]).double())
             if self._seen:
                 self._note_candidates(values, torch.stack([keep, spurious], 1), tau_h)

@@ -2,7 +2,7 @@ import copy
 
 import pytest
 import yaml
-from helpers import ROOT
+from helpers import MINIMAL, ROOT
 from make_config import reference
 
 from stapo_lite.config import Config, check_processes, load_config, load_eval_config, to_yaml
@@ -10,7 +10,7 @@ from stapo_lite.errors import InputError
 
 REQUIRED = {"eval", "quickstart", "qwen1.7b_lora", "qwen8b_lora", "qwen8b_qlora", "qwen14b_qlora"}
 CONFIGS = sorted(REQUIRED | {path.stem for path in (ROOT / "configs").glob("*.yaml")})
-MINIMAL = {"model": "m", "output_dir": "o"}
+EVALUATION = {"model": "m", "output_dir": "o"}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -105,7 +105,7 @@ BAD = [
     ),
     (["train.offload_activations=true", "train.gradient_checkpointing=false"], "train.gradient_checkpointing=true"),
     (["objective.s2t={target_share: 0.1, enabled: false}"], "target_share needs objective.s2t.enabled=true"),
-    (["data={system_prompt: a, apply_chat_template: false}"], "needs data.apply_chat_template=true"),
+    (["data={source: a, system_prompt: a, apply_chat_template: false}"], "needs data.apply_chat_template=true"),
     (["rollout.engine=server", "train.park_trainer=true"], "train.park_trainer=true needs vLLM in the process"),
     (["rollout={engine: server, max_lag: 1}", "objective.sampler_correction='off'"], "needs a correction for older"),
 ]
@@ -120,12 +120,12 @@ def test_bad_values_name_the_key_and_the_fix_in_one_line(overrides, message):
 
 
 def test_both_decodings_of_the_paper():
-    both = [load_eval_config(MINIMAL, [f"decoding={name}"]).rollout for name in ("training-aligned", "justrl")]
+    both = [load_eval_config(EVALUATION, [f"decoding={name}"]).rollout for name in ("training-aligned", "justrl")]
     assert [(r.temperature, r.top_p) for r in both] == [(1.0, 1.0), (0.7, 0.9)]
-    rollout = load_eval_config(MINIMAL, ["decoding=justrl", "rollout.top_p=0.8"]).rollout
+    rollout = load_eval_config(EVALUATION, ["decoding=justrl", "rollout.top_p=0.8"]).rollout
     assert (rollout.temperature, rollout.top_p, rollout.max_completion_length) == (0.7, 0.8, 20480)
     with pytest.raises(InputError, match="unknown key 'rollout.num_generations'"):
-        load_eval_config(MINIMAL, ["rollout.num_generations=4"])
+        load_eval_config(EVALUATION, ["rollout.num_generations=4"])
 
 
 def test_every_process_has_a_prompt():

@@ -81,13 +81,13 @@ def test_rows_of_every_kind_of_source(tmp_path):
     parquet.rename(like_the_hub / "test.parquet")
     assert load_rows(Data(source=str(like_the_hub), split="test")) == rows
     parquet.write_bytes(b"PAR1 not really")
-    for source in (like_the_hub, parquet, "no-user/no-data-set"):
-        with pytest.raises(InputError, match="neither `arithmetic` nor a readable") as error:
+    for source in (like_the_hub, parquet, "no-user/no-data-set", "json:no", "none:dumps", "builtins:globals"):
+        with pytest.raises(InputError, match="neither a readable") as error:
             load_rows(Data(source=str(source)))
         assert "\n" not in str(error.value)
-    sums = load_rows(Data(source="arithmetic", arithmetic_max_operand=3))
-    assert len(sums) == 9
-    assert (sums[5]["prompt"][-1], sums[5]["answer"]) == ({"role": "assistant", "content": "2 + 3 ="}, "5")
+    generated = load_rows(Data(source="stapo_lite.tools.one_sentence:prompts"))
+    assert (len(generated), generated[26]["word"]) == (500, "stone")
+    assert generated[26]["prompt"] == 'Write one sentence about a garden with the word "stone".'
 
 
 def test_order_is_a_permutation_of_each_epoch_and_resumes_anywhere():

@@ -147,7 +147,7 @@ def test_a_run_that_shares_the_card(small_model, tmp_path, changes):
     """Parked trainer, sleeping engine, expandable segments: the loop, three steps of it."""
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "say it", "answer": "1"}) + "\n", encoding="utf-8")
     tree = {"model": str(small_model), "output_dir": str(tmp_path / "run")}
-    tree |= {"data": {"source": str(tmp_path / "prompts.jsonl")}, "reward": {"functions": ["arithmetic"]}}
+    tree |= {"data": {"source": str(tmp_path / "prompts.jsonl")}, "reward": {"functions": ["math"]}}
     tree["objective"] = {"beta": 0.01}  # with random weights every reward is the same
     tree["rollout"] = {"num_generations": 4, "max_completion_length": 64, "gpu_memory_utilization": 0.3}
     tree["train"] = {"max_steps": 3, "batch_size": 1, "mini_batch_size": 1, "park_trainer": True}

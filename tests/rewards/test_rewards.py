@@ -14,8 +14,9 @@ from helpers import command
 from stapo_lite.config import Reward
 from stapo_lite.errors import InputError, RunError
 from stapo_lite.files import read_lines, write_lines
-from stapo_lite.rewards.functions import RewardModel, UserFunction, last_integer_equals, overlong_share
+from stapo_lite.rewards.functions import RewardModel, UserFunction, overlong_share
 from stapo_lite.rewards.grading import UNREADABLE, MathGrader, Question, Verdict
+from stapo_lite.tools import one_sentence
 from stapo_lite.types import Completion, Prompt
 
 GENEROUS = 20.0  # seconds: a loaded machine must not fail an honest answer
@@ -104,22 +105,23 @@ def test_grading_a_file(tmp_path, capsys):
         assert f"error: {cases}{message}" in capsys.readouterr().err
 
 
-def test_arithmetic_is_the_last_integer():
-    right, wrong = [" 22", "17 + 5 = 22.", "022"], ["22 or 23", "-22", "no", "2 2", "9" * 5000]
-    assert [text for text in right + wrong if last_integer_equals(text, "22")] == right
+def test_the_quickstarts_reward_by_hand():
+    right = ["A stone sank.", '"Is it STONE?"']
+    wrong = ["A stone sank. It was grey.", "A stone sank", "Stones sank.", ""]
+    assert one_sentence.reward(right + wrong, ["stone"] * 6, prompts=[]) == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_scales_and_weights_and_completions_that_were_cut_off():
     """Token-mean would reinforce all that follows an early box."""
-    pair = [completion("4"), completion("5")]
-    assert score(["arithmetic"], pair, incorrect=0.0, correct=2.0) == [2.0, 0.0]
-    assert score(["arithmetic", "math"], pair, weights=[2.0, 0.5]) == [2.5, -2.5]
+    pair = [completion("one stone.", word="stone"), completion("4", word="stone")]
+    sentence = "stapo_lite.tools.one_sentence:reward"
+    assert score(["math"], pair, incorrect=0.0, correct=2.0) == [0.0, 2.0]
+    assert score([sentence, "math"], pair, weights=[2.0, 0.5]) == [1.5, 0.5]
     texts = ("the answer is 4", "the answer is 4", r"\boxed{4}" + " and so on" * 3000)
     completions = [completion(text) for text in texts]
     completions[1].truncated = completions[2].truncated = True
     assert score(["math"], completions) == [1.0, -1.0, -1.0]
     assert score(["math"], completions, truncated_is_incorrect=False) == [1.0, -1.0, 1.0]  # it states no answer
-    assert score(["arithmetic"], completions) == [1.0, 1.0, 1.0]  # others are not overruled
 
 
 def test_a_user_function_is_called_as_trl_calls_it(tmp_path, monkeypatch):
@@ -149,7 +151,7 @@ def test_a_user_function_is_called_as_trl_calls_it(tmp_path, monkeypatch):
         ("my_rewards:nothing", "cannot be imported"),
         ("no_such_module:f", r"cannot be imported \(ModuleNotFoundError"),
         ("my_rewards:value", "is a int, not a function"),
-        ("maths", "use math, arithmetic or package.module:function"),
+        ("maths", "use math or package.module:function"),
     ]:
         with pytest.raises(InputError, match=message):
             score([path], pair)

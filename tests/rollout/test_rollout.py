@@ -11,7 +11,7 @@ from unittest.mock import Mock, call
 import psutil
 import pytest
 import torch
-from helpers import LONG, PROMPTS, SAMPLING, adapted_policy, gap, generate, make_vllm, randomise_adapter
+from helpers import LONG, MINIMAL, PROMPTS, SAMPLING, adapted_policy, gap, generate, make_vllm, randomise_adapter
 from transformers import AutoConfig
 
 from stapo_lite.config import PROJECTIONS, Engine, load_config
@@ -316,7 +316,7 @@ def test_each_vllm_has_its_limits(monkeypatch, vllm, plugin, quantization, level
 )
 def test_arguments_that_vllm_gets(given, problem):
     pytest.importorskip("vllm", reason="vLLM is not installed")
-    config = load_config({"model": "m", "output_dir": "o", "rollout": {"vllm": given}})
+    config = load_config(MINIMAL | {"rollout": {"vllm": given}})
     with pytest.raises(InputError, match=problem) if problem else nullcontext():
         check_engine("vllm", config)
 

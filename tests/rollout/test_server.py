@@ -39,7 +39,7 @@ httpx = pytest.importorskip("httpx")  # which vLLM brings
 def serving(model, folder):
     """A server as a user starts it; gives its address and its process group."""
     config = {"model": str(model), "output_dir": "unused", "dtype": "float32", "lora": {"r": 8}}
-    config["data"] = {"max_prompt_length": 388}
+    config["data"] = {"source": "p.jsonl", "max_prompt_length": 388}
     config["rollout"] = {"max_completion_length": SAMPLING.max_completion_length, "max_lag": 2, "max_num_seqs": 16}
     config["rollout"] |= {"vllm": {"kv_cache_memory_bytes": 1 << 27}, "engine": "server"}
     path = write_yaml(folder / "server.yaml", config)

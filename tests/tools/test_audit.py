@@ -4,7 +4,7 @@ import shutil
 import statistics
 
 import pytest
-from helpers import command, write_yaml
+from helpers import MINIMAL, command, write_yaml
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
@@ -49,7 +49,7 @@ def make_run(tmp_path):
     def make(name="run", steps=3, tokens=None, reward=0.0, **changes):
         folder = tmp_path / name
         folder.mkdir()
-        write_yaml(folder / "config.yaml", {"model": "some/model", "output_dir": str(folder)} | changes)
+        write_yaml(folder / "config.yaml", MINIMAL | {"model": "some/model", "output_dir": str(folder)} | changes)
         lines = [metrics(s, reward=reward + s, tau_h=None if s == 2 else 2.5) for s in range(1, steps + 1)]
         write_lines(folder / "metrics.jsonl", lines)
         if tokens is not None:

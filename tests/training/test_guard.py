@@ -1,6 +1,7 @@
 """Symptoms of metrics made by hand."""
 
 import pytest
+from helpers import MINIMAL
 
 from stapo_lite.config import Config, flatten
 from stapo_lite.training.guard import RULES, new_symptoms
@@ -59,7 +60,7 @@ def test_a_symptom_is_told_when_it_begins(name):
 
 
 def test_every_rule_can_stop_a_run_and_names_a_key():
-    config = Config(model="m", output_dir="o", stop_on=list(RULES))
+    config = Config(**MINIMAL, stop_on=list(RULES))
     keys = [key for key in flatten(config.model_dump()) if "." in key]
     assert config.stop_on == list(RULES)
     for rule in RULES.values():

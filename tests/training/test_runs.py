@@ -374,7 +374,7 @@ def test_bad_input_is_found_before_the_model_loads(write_config, monkeypatch, ca
 
 
 @pytest.mark.slow
-def test_the_quickstart_learns_to_add_with_a_real_model_and_vllm(smollm2, tmp_path):
+def test_the_quickstart_learns_with_a_real_model_and_vllm(smollm2, tmp_path):
     pytest.importorskip("vllm", reason="vLLM is not installed")
     folder = tmp_path / "run"
     launch = ["--num_cpu_threads_per_process", os.cpu_count(), "-m", "stapo_lite.train", "configs/quickstart.yaml"]
@@ -386,8 +386,9 @@ def test_the_quickstart_learns_to_add_with_a_real_model_and_vllm(smollm2, tmp_pa
     assert metrics[0]["updates"] == metrics[1]["updates"] == 2  # later a mini-batch may have nothing left to learn
     assert metrics[0]["sampler_gap_mean"] < 0.1  # bf16 in vLLM and in the trainer
     rewards = [m["reward"] for m in metrics]
-    assert 0.05 < rewards[0] < 0.5  # the untrained model gets some sums right
+    assert 0.02 < rewards[0] < 0.4  # the untrained model writes some such sentences
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
+    assert sum(m["silenced_share"] for m in metrics) > 0
     assert list(folder.rglob("events.out.tfevents*"))
     assert json.loads((folder / "environment.json").read_text(encoding="utf-8"))["engine"].startswith("vllm 0.")
 

@@ -147,6 +147,7 @@ VARIATIONS = [
     {"max_tokens": 1},
     {"max_tokens": 40, "reverse": True},
     {"train__gradient_checkpointing": True},
+    {"train__gradient_checkpointing": 1},
     {"train__lm_head_memory_gb": 2**-18},  # the smallest chunks
     {"train__lm_head_memory_gb": 2**-4},  # a single one
 ]

@@ -1,0 +1,231 @@
+"""`memory: auto`: the memory keys that a run leaves open, chosen by what its card and its host hold.
+
+Two choices, each along a ladder whose every rung takes more memory than the one before:
+
+    rollouts   sequences at a time, as many as the KV cache holds at their mean length
+    update     activations in host memory; more tokens at a time; fewer layers checkpointed; still more tokens
+
+The trainer's base is parked and vLLM sleeps, which costs seconds a step, unless the card holds a whole step at once
+beside them. So with more memory there are never fewer sequences or tokens at a time, and never more offloading or more
+layers checkpointed.
+"""
+
+import bisect
+import copy
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from accelerate.utils import gather_object
+
+from stapo_lite.config import Config, flatten, load_config
+from stapo_lite.errors import InputError
+from stapo_lite.model.loading import load_model_config
+from stapo_lite.planning.plan import CUDA_CONTEXT, GIB, Cards, Plan, make_plan
+from stapo_lite.planning.speed import KNOWN_CARDS, MEAN_LENGTH, nearest_card, step_seconds
+
+Choice = dict[str, Any]
+"""Values of some of KEYS."""
+UPDATE_KEYS = ("train.offload_activations", "train.max_tokens_per_microbatch", "train.gradient_checkpointing")
+SHARE = "rollout.gpu_memory_utilization"
+KEYS = ("train.park_trainer", "rollout.sleep_level", SHARE, "rollout.max_num_seqs", *UPDATE_KEYS)
+"""What is chosen where a config leaves it open."""
+MARGIN = 0.04
+"""Share of the card that neither phase plans with: what the allocators lose between blocks of different sizes."""
+MOST_SEQUENCES = 512
+"""vLLM captures CUDA graphs up to there; more at a time would hardly save another reading of the weights."""
+COMFORTABLE_TOKENS = 8192
+"""Enough in a micro-batch to keep a card busy; beyond it, memory does more for activations that are kept."""
+MOST_TOKENS = 65_536
+
+
+def fit(config: Config, engine: str, going_on: Path | None, processes: int, sharded: bool) -> Config:
+    """The config for this machine: on a GPU with the memory keys set that it leaves open, for what others leave of the
+    card. Every process chooses for the fullest one.
+
+    Args:
+        engine: from `resolve_engine`.
+        going_on: folder of the run that is resumed, which keeps what was chosen.
+
+    Raises:
+        InputError: nothing fits.
+    """
+    if engine == "transformers" or not torch.cuda.is_available():
+        return config
+    if going_on is not None and (going_on / "config.yaml").exists():
+        before = flatten(load_config(going_on / "config.yaml").model_dump())
+        return apply(config, {key: before[key] for key in KEYS})
+    free, total = torch.cuda.mem_get_info()
+    host = psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    memory, host = map(min, zip(*gather_object([(min(total, free + CUDA_CONTEXT), host)]), strict=True))
+    model, cards = load_model_config(config.model).get_text_config(), Cards(memory, host, processes, sharded)
+    choice = choose(config, model, cards)
+    if choice and os.environ.get("RANK", "0") == "0":
+        print(describe(apply(config, choice), model, cards))
+    if (share := choice.get(SHARE)) is not None:  # vLLM counts from the whole card
+        choice[SHARE] = math.floor(100 * share * memory / total) / 100
+    return apply(config, choice)
+
+
+def choose(config: Config, model: Any, cards: Cards) -> Choice:
+    """Values for the memory keys that a config leaves open; none with `memory: off`.
+
+    Args:
+        model: the transformers config of the decoder.
+
+    Raises:
+        InputError: nothing fits; the message names the changes that would.
+    """
+    if config.memory == "off" or not left_open(config):
+        return {}
+    if (choice := find(config, model, cards)) is None:
+        changes = "; or ".join(remedies(config, model, cards)) or "a smaller model"
+        raise InputError(f"the run does not fit a card of {cards.gpu_memory / GIB:.1f} GiB; it would with {changes}")
+    return choice
+
+
+def left_open(config: Config) -> list[str]:
+    """Those of KEYS that the user has not given."""
+    parts = [(key, *key.split(".")) for key in KEYS]
+    return [key for key, section, name in parts if name not in getattr(config, section).model_fields_set]
+
+
+def find(config: Config, model: Any, cards: Cards) -> Choice | None:
+    """The best choice that fits, if any does. Servers have cards of their own: of theirs nothing is chosen."""
+    serving = config.rollout.engine == "server"
+
+    def plan(choice: Choice) -> Plan:
+        return make_plan(apply(config, choice), model, cards)
+
+    def too_much(choice: Choice) -> bool:
+        planned = plan(choice)
+        own = [problem for problem in planned.problems if not (serving and problem.startswith("rollouts"))]
+        return bool(own) or sum(planned.update.values()) > (1 - MARGIN) * cards.gpu_memory
+
+    rungs = update_ladder(config, model, cards)
+    for choice, only_with_room in [({}, False)] if serving else residencies(config, cards):
+        if not serving:
+            choice |= choose_sequences(choice, plan, config, cards)
+        count = bisect.bisect(rungs, False, key=lambda rung: too_much(choice | rung))
+        if count:
+            choice |= rungs[count - 1]
+            planned = plan(choice)
+            if not only_with_room or planned.kv_tokens >= rollouts(config, cards) * planned.longest:
+                return choice
+    return None
+
+
+def rollouts(config: Config, cards: Cards) -> int:
+    """Completions of a step on one card."""
+    return config.train.batch_size * config.rollout.num_generations // cards.processes
+
+
+def residencies(config: Config, cards: Cards) -> Iterator[tuple[Choice, bool]]:
+    """Where the trainer's base and vLLM's weights are while the other works, the fastest first; and whether that is
+    only for a card with room for a whole step's sequences at their longest."""
+    can_reload = config.rollout.quantization != "bitsandbytes"
+    for park, sleep, only_with_room in (
+        (False, 1, True),
+        (True, 1, False),
+        (True, 2, False),  # where the host holds one copy
+        (False, 1, False),
+        (False, 2, False),
+    ):
+        if not (park and cards.sharded) and (can_reload or sleep == 1):
+            yield {"train.park_trainer": park, "rollout.sleep_level": sleep}, only_with_room
+
+
+def choose_sequences(choice: Choice, plan: Callable[[Choice], Plan], config: Config, cards: Cards) -> Choice:
+    """The rest of the card for vLLM, and as many sequences as its cache holds at their mean length. Where they grow
+    longer, vLLM computes some of them once more."""
+    trainer = sum(size for name, size in plan(choice).rollout.items() if not name.startswith("vLLM"))
+    share = math.floor(100 * (1 - MARGIN - trainer / cards.gpu_memory)) / 100
+    choice = choice | {SHARE: max(0.01, share)}
+    most, group = min(MOST_SEQUENCES, rollouts(config, cards)), config.rollout.num_generations
+    mean_length = config.data.max_prompt_length + MEAN_LENGTH * config.rollout.max_completion_length
+
+    def too_many(count: int) -> bool:
+        return plan({**choice, "rollout.max_num_seqs": count}).kv_tokens < count * mean_length
+
+    counts = [group, *range(group + 8, most, 8), max(group, most)]  # vLLM takes a group at a time
+    fitting = bisect.bisect(counts, False, key=too_many)
+    return {**choice, "rollout.max_num_seqs": counts[max(0, fitting - 1)]}
+
+
+def update_ladder(config: Config, model: Any, cards: Cards) -> list[Choice]:
+    """Rungs of the update, from the least memory to the most."""
+    longest = config.max_sequence_length
+    completions = math.ceil(config.train.mini_batch_size * config.rollout.num_generations / cards.processes)
+    most = max(longest, min(completions * longest, MOST_TOKENS))
+    enough = max(longest, min(most, COMFORTABLE_TOKENS))
+    step = max(256, enough // 16)
+    ladder: list[tuple[bool, int, bool | int]] = [(True, longest, True)]
+    ladder += [(False, tokens, True) for tokens in [*range(longest, enough, step), enough]]
+    ladder += [(False, enough, count) for count in range(model.num_hidden_layers - 1, 0, -1)]
+    ladder += [(False, tokens, False) for tokens in [*range(enough, most, step), most]]
+    rungs = (dict(zip(UPDATE_KEYS, rung, strict=True)) for rung in ladder)
+    applied = ((rung, apply(config, rung).train) for rung in rungs)
+    return [rung for rung, train in applied if train.gradient_checkpointing is True or not train.offload_activations]
+
+
+def apply(config: Config, choice: Choice) -> Config:
+    """The config with those keys of a choice set that it leaves open."""
+    for key in choice.keys() & left_open(config):
+        section, name = key.split(".")
+        changed = getattr(config, section).model_copy(update={name: choice[key]})
+        config = config.model_copy(update={section: changed})
+    return config
+
+
+def remedies(config: Config, model: Any, cards: Cards) -> Iterator[str]:
+    """Changes with each of which the run would fit, the smallest of its kind."""
+    tree, rollout = config.model_dump(exclude_unset=True), config.rollout
+    given = [key for key in KEYS if key not in left_open(config)]
+
+    def fits(overrides: Sequence[str], cards: Cards = cards, tree: dict[str, Any] = tree) -> bool:
+        try:
+            return find(load_config(tree, list(overrides)), model, cards) is not None
+        except InputError:  # values that do not go together
+            return False
+
+    without = copy.deepcopy(tree)
+    for section, name in (key.split(".") for key in given):
+        del without[section][name]
+    if given and fits([], tree=without):
+        yield f"these keys left open: {', '.join(given)}"
+    four_bits = ["quantization=nf4", "rollout.quantization=bitsandbytes"]
+    if not config.quantization and fits(four_bits):
+        yield " ".join(four_bits)
+    for eighths in range(7, 0, -1):
+        shorter = f"rollout.max_completion_length={rollout.max_completion_length * eighths // 8}"
+        if fits([shorter]):
+            yield shorter
+            break
+    for card in sorted(KNOWN_CARDS.values()):
+        if card.memory > cards.gpu_memory and fits([], cards._replace(gpu_memory=card.memory)):
+            yield f"a card of {card.memory / GIB:.1f} GiB"
+            break
+
+
+def describe(config: Config, model: Any, cards: Cards) -> str:
+    """What a run does with its card and its host, and how long a step may take, in five lines."""
+    train, rollout, plan = config.train, config.rollout, make_plan(config, model, cards)
+    sampling, updating, host = (sum(parts.values()) / GIB for parts in (plan.rollout, plan.update, plan.host))
+    layers, checkpointing = model.num_hidden_layers, train.gradient_checkpointing
+    checkpointed = layers if checkpointing is True else int(checkpointing)
+    card = nearest_card(cards.gpu_memory)
+    seconds = step_seconds(config, model, plan, KNOWN_CARDS[card], cards.processes)
+    days = seconds * train.max_steps / 86400
+    kept = {"the trainer's base": train.park_trainer, "its activations": train.offload_activations}
+    there = " and ".join(name for name, is_there in kept.items() if is_there)
+    return f"""memory for a card of {cards.gpu_memory / GIB:.1f} GiB, predicted
+  rollouts: {sampling:.1f} GiB; {rollout.max_num_seqs} sequences at a time in a KV cache of {plan.kv_tokens:,} tokens
+  update: {updating:.1f} GiB; {train.max_tokens_per_microbatch:,} tokens at a time, {checkpointed} of {layers} layers \
+checkpointed
+  host: {host:.1f} GiB{f" with {there}" if there else ""}
+  time ({card}): about {seconds / 60:.0f} min a step, {days:.1f} days for {train.max_steps}, if completions are a \
+third of the longest"""

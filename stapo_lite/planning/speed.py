@@ -1,0 +1,60 @@
+"""How long a step may take on a card: arithmetic from data sheets, which is off by a factor of two at times."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from stapo_lite.config import Config
+from stapo_lite.planning.plan import GIB, Plan, as_json, model_sizes
+
+MEAN_LENGTH = 1 / 3
+"""Of a completion, as a share of the greatest: an assumption."""
+BUSY = 0.35
+"""Share of its peak that a card computes at while it trains."""
+READING = 0.6
+"""Share of its bandwidth at which vLLM reads weights and cache."""
+
+
+class Card(NamedTuple):
+    """A card by its data sheet; memory as its driver reports it."""
+
+    memory: int
+    """Bytes."""
+    flops: float
+    """Dense products in 16 bits a second."""
+    bandwidth: float
+    """Bytes a second."""
+
+
+KNOWN_CARDS = {
+    "T4": Card(int(14.6 * GIB), 65e12, 0.32e12),
+    "A10": Card(int(21.9 * GIB), 125e12, 0.6e12),
+    "RTX 4090": Card(int(23.5 * GIB), 165e12, 1.01e12),
+    "RTX 5090": Card(int(31.3 * GIB), 210e12, 1.79e12),
+    "L40S": Card(int(44.4 * GIB), 362e12, 0.86e12),
+    "A100": Card(int(79.1 * GIB), 312e12, 2.0e12),
+    "H100": Card(int(79.2 * GIB), 990e12, 3.35e12),
+    "H200": Card(int(139.7 * GIB), 990e12, 4.8e12),
+}
+
+
+def nearest_card(memory: int) -> str:
+    """The card whose memory is nearest."""
+    return min(KNOWN_CARDS, key=lambda name: abs(KNOWN_CARDS[name].memory - memory))
+
+
+def step_seconds(config: Config, model: Any, plan: Plan, card: Card, processes: int = 1) -> float:
+    """Seconds of a step, its rollouts and updates: decoding reads weights and cache once for each token that all
+    sequences grow by; training takes two operations a weight and token in each pass."""
+    rollout, train, sizes = config.rollout, config.train, model_sizes(as_json(model))
+    count = train.batch_size * rollout.num_generations / processes
+    length = MEAN_LENGTH * rollout.max_completion_length
+    context = config.data.max_prompt_length + length
+    at_once = max(1.0, min(count, rollout.max_num_seqs, plan.kv_tokens / context))
+    cache = at_once * context * sizes.kv_per_token * getattr(torch, config.dtype).itemsize
+    decoding = count / at_once * length * (plan.rollout["vLLM: weights"] + cache) / (READING * card.bandwidth)
+    layers, checkpointing = model.num_hidden_layers, train.gradient_checkpointing
+    recomputed = 1.0 if checkpointing is True else min(1.0, int(checkpointing) / layers)
+    passes = 3 + recomputed  # before the first update; forward and backward, which makes no gradient of the base
+    training = count * context * 2 * sum(sizes.matrices) * passes / (BUSY * card.flops)
+    return decoding + training

@@ -1,0 +1,118 @@
+"""`memory: auto` over models, cards and lengths, by the plan's own arithmetic."""
+
+import psutil
+import pytest
+import torch
+from helpers import MINIMAL, changed
+from random_model import qwen3
+
+from stapo_lite.config import flatten, load_config, to_yaml
+from stapo_lite.planning import choice
+from stapo_lite.planning.choice import KEYS, MARGIN, apply, choose, find, fit, left_open, update_ladder
+from stapo_lite.planning.plan import CUDA_CONTEXT, GIB, Cards, make_plan
+from stapo_lite.planning.speed import KNOWN_CARDS, step_seconds
+
+MEMORY = (10.7, 14.6, 21.9, 23.5, 31.3, 44.4, 79.1, 139.7)
+FOUR_BITS = {"quantization": "nf4", "rollout__quantization": "bitsandbytes"}
+
+
+def config(**changes):
+    return load_config(changed(MINIMAL, changes))
+
+
+@pytest.mark.parametrize("host", [None, 40])
+@pytest.mark.parametrize("longest", [1024, 8192])
+@pytest.mark.parametrize("weights", [{}, FOUR_BITS], ids=["bf16", "nf4"])
+@pytest.mark.parametrize("size", ["0.6B", "8B", "32B"])
+def test_a_choice_fits_uses_the_card_and_grows_with_it(size, weights, longest, host):
+    given, model, before = config(**weights, rollout__max_completion_length=longest), qwen3(size), None
+    for memory in MEMORY:
+        cards = Cards(int(memory * GIB), host and host * GIB)
+        found = find(given, model, cards)
+        if found is None:
+            assert before is None, "a smaller card would do"
+            continue
+        assert found.keys() == set(KEYS)
+        chosen = apply(given, found)
+        load_config(chosen.model_dump())  # the values go together
+        plan, card = make_plan(chosen, model, cards), cards.gpu_memory
+        assert plan.problems == []
+        sampling, updating = sum(plan.rollout.values()), sum(plan.update.values())
+        everything = chosen.train.batch_size * chosen.rollout.num_generations * plan.longest
+        assert 0.9 * card < sampling <= card or plan.kv_tokens >= everything
+        assert updating <= (1 - MARGIN) * card
+        ladder = update_ladder(given, model, cards)
+        rung = ladder.index({key: found[key] for key in ladder[0]})
+        if updating < 0.9 * card and rung + 1 < len(ladder):  # what more would do takes more than there is
+            more = make_plan(apply(given, found | ladder[rung + 1]), model, cards)
+            assert sum(more.update.values()) > (1 - MARGIN) * card or more.problems
+        now = comfort(found, model)
+        assert before is None or all(more >= less for more, less in zip(now, before, strict=True)), (before, now)
+        before = now
+
+
+def comfort(found, model):
+    """What must not shrink on a larger card."""
+    checkpointing = found["train.gradient_checkpointing"]
+    checkpointed = model.num_hidden_layers if checkpointing is True else int(checkpointing)
+    sizes = found["rollout.max_num_seqs"], found["train.max_tokens_per_microbatch"]
+    return *sizes, not found["train.offload_activations"], not found["train.park_trainer"], -checkpointed
+
+
+def test_what_is_given_wins():
+    given = config(train__max_tokens_per_microbatch=3072, train__park_trainer=False, rollout__max_num_seqs=9)
+    found = apply(given, choose(given, qwen3("1.7B"), Cards(24 * GIB)))
+    assert (found.train.max_tokens_per_microbatch, found.train.park_trainer) == (3072, False)
+    assert found.rollout.max_num_seqs == 9
+    assert found.rollout.gpu_memory_utilization != given.rollout.gpu_memory_utilization
+    assert choose(config(memory="off"), qwen3("8B"), Cards(GIB)) == {}
+    assert left_open(load_config(found.model_dump())) == []
+
+
+def test_servers_have_cards_of_their_own():
+    given = config(rollout__engine="server", quantization="nf4")
+    found = choose(given, qwen3("14B"), Cards(15 * GIB))  # the served weights alone take 27 GiB
+    assert found.keys() == set(update_ladder(given, qwen3("14B"), Cards(15 * GIB))[0])
+
+
+def test_a_base_that_is_spread_stays_on_the_cards():
+    found = choose(config(), qwen3("8B"), Cards(40 * GIB, processes=2, sharded=True))
+    assert found["train.park_trainer"] is False
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """A card of 24 GiB, 2 of which another process has."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (22 * GIB - CUDA_CONTEXT, 24 * GIB))
+    monkeypatch.setattr(choice, "load_model_config", lambda name: qwen3("1.7B"))
+    monkeypatch.setattr(choice, "gather_object", lambda own: [*own, (30 * GIB, psutil.virtual_memory().total)])
+
+
+def test_a_run_takes_what_others_leave_of_the_fullest_card_and_keeps_it(card, tmp_path, capsys):
+    given = config()
+    run = fit(given, "vllm", None, 1, False)
+    assert "memory for a card of 22.0 GiB" in capsys.readouterr().out
+    host = psutil.virtual_memory().available
+    expected = apply(given, choose(given, qwen3("1.7B"), Cards(22 * GIB, host)))
+    assert run.rollout.gpu_memory_utilization == pytest.approx(
+        expected.rollout.gpu_memory_utilization * 22 / 24, abs=0.01
+    )
+    assert run.train == expected.train
+    kept = run.model_copy(update={"train": run.train.model_copy(update={"max_tokens_per_microbatch": 3333})})
+    (tmp_path / "config.yaml").write_text(to_yaml(kept), encoding="utf-8")
+    assert flatten(fit(given, "vllm", tmp_path, 1, False).model_dump()) == flatten(kept.model_dump())
+    assert fit(given, "transformers", None, 1, False) is given
+
+
+def test_seconds_of_a_step_by_hand():
+    """Qwen3-8B: 7 GB of 16-bit linears and as much cache for what is sampled at once; passes at a third of the peak."""
+    given = config(rollout__max_completion_length=3072, rollout__max_num_seqs=64, train__gradient_checkpointing=False)
+    model, cards = qwen3("8B"), Cards(80 * GIB)
+    plan = make_plan(given, model, cards)._replace(kv_tokens=10**6)
+    linears = 36 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 12288)
+    context = 1024 + 1024
+    reads = plan.rollout["vLLM: weights"] + 64 * context * 36 * 2 * 1024 * 2
+    decoding = 512 / 64 * 1024 * reads / (0.6 * 3.35e12)
+    training = 512 * context * 2 * linears * 3 / (0.35 * 990e12)
+    assert step_seconds(given, model, plan, KNOWN_CARDS["H100"]) == pytest.approx(decoding + training, rel=1e-6)
