@@ -42,15 +42,18 @@ CASES: dict[str, dict[str, Any]] = {
     "adapter on bf16, nf4 trainer": {"quantization": "nf4"},
 }
 
+TASK = "stapo_lite.tools.one_sentence"
+
 
 def make_config(model: Path | str, quantization: str | None = None, rollout_quantization: str | None = None) -> Config:
-    """A run's config: sums as prompts, four completions of up to 48 tokens each, rank 16 on all projections."""
+    """A run's config: the quickstart's prompts, four completions of up to 48 tokens, rank 16 on all projections."""
     rollout = {"num_generations": 4, "max_completion_length": 48, "gpu_memory_utilization": 0.3, "sleep_level": 0}
     tree = {
         "model": str(model),
         "output_dir": "unused",
         "quantization": quantization,
-        "data": {"source": "unused", "max_prompt_length": 128},
+        "data": {"source": f"{TASK}:prompts", "max_prompt_length": 128},
+        "reward": {"functions": [f"{TASK}:reward"]},
         "rollout": rollout | {"quantization": rollout_quantization},
         "train": {"gradient_checkpointing": False},
     }

@@ -4,6 +4,8 @@ import logging
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 from stapo_lite.config import Lora
 from stapo_lite.errors import InputError, one_line
@@ -88,10 +90,13 @@ def load_weights(
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=getattr(torch, dtype),
         )
+    device = torch.device(device)
+    before_ampere = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             model,
             dtype=dtype,
+            attn_implementation=use_repeated_keys() if before_ampere else None,
             quantization_config=in_4_bits,
             device_map={"": device},
             trust_remote_code=False,
@@ -108,6 +113,31 @@ def load_weights(
     # sampled log-probabilities. What stands in the padding is never read.
     base.generation_config = GenerationConfig(pad_token_id=0)
     return base
+
+
+def use_repeated_keys() -> str:
+    """Register SDPA whose keys and values are repeated for grouped queries, and return its name.
+
+    transformers leaves the repetition to torch, whose fast kernels for cards before Ampere (T4, RTX 20) do not know it:
+    attention would be written out, [rows, heads, length, length].
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register("repeated_keys", _attend_with_repeated_keys)
+    AttentionMaskInterface.register("repeated_keys", sdpa_mask)
+    return "repeated_keys"
+
+
+def _attend_with_repeated_keys(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float, **_: Any
+) -> tuple[Tensor, None]:
+    keys, values = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    causal = attention_mask is None and query.shape[2] > 1
+    attended = functional.scaled_dot_product_attention(
+        query, keys, values, attn_mask=attention_mask, is_causal=causal, scale=scaling
+    )
+    return attended.transpose(1, 2).contiguous(), None
 
 
 def add_adapter(base: Any, lora: Lora, gradient_checkpointing: bool | int) -> Any:

@@ -212,7 +212,7 @@ def remedies(config: Config, model: Any, cards: Cards) -> Iterator[str]:
 
 
 def describe(config: Config, model: Any, cards: Cards) -> str:
-    """What a run does with its card and its host, and how long a step may take, in five lines."""
+    """A run's memory on card and host, and a guess at its time, in five lines."""
     train, rollout, plan = config.train, config.rollout, make_plan(config, model, cards)
     sampling, updating, host = (sum(parts.values()) / GIB for parts in (plan.rollout, plan.update, plan.host))
     layers, checkpointing = model.num_hidden_layers, train.gradient_checkpointing

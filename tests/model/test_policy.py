@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PhiConfig, PhiForCaus
 from stapo_lite.algorithm.microbatches import sequence_length
 from stapo_lite.config import PROJECTIONS
 from stapo_lite.errors import InputError
-from stapo_lite.model.loading import load_tokenizer
+from stapo_lite.model.loading import load_tokenizer, use_repeated_keys
 from stapo_lite.model.policy import sum_gradients
 
 
@@ -74,6 +74,21 @@ def test_only_the_adapter_trains_a_new_one_changes_nothing_and_it_is_loaded_as_s
     other.save_adapter(tmp_path)
     policy.load_adapter(tmp_path)
     assert all(torch.equal(p, other.parameters[name]) for name, p in policy.parameters.items())
+
+
+def test_repeated_keys_attend_as_grouped_queries_do(tiny_model):
+    """As on a card before Ampere: without a mask, with padding, and one token after a cache."""
+    names = ("sdpa", use_repeated_keys())
+    plain, repeated = (AutoModelForCausalLM.from_pretrained(tiny_model, attn_implementation=name) for name in names)
+    assert repeated.config.num_key_value_heads < repeated.config.num_attention_heads
+    ids = torch.randint(10, 260, (2, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    for inputs in ({"input_ids": ids}, {"input_ids": ids, "attention_mask": mask}):
+        expected, actual = (model(**inputs).logits for model in (plain, repeated))
+        torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()])
+    texts = [model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=5) for model in (plain, repeated)]
+    assert torch.equal(*texts)
 
 
 def test_bf16_stays_close(make_policy):

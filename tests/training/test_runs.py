@@ -382,7 +382,9 @@ def test_the_quickstart_learns_with_a_real_model_and_vllm(smollm2, tmp_path):
     env = os.environ | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}  # a Hub that is out of reach
     assert "adapter: " in accelerate_launch(1, *launch, *overrides, timeout=1500, cwd=ROOT, env=env)
     metrics = read_metrics(folder)
-    assert all(m["skipped_updates"] == 0 and math.isfinite(m["grad_norm"]) for m in metrics)
+    norms = [m["grad_norm"] for m in metrics if m["updates"]]
+    assert all(m["skipped_updates"] == 0 for m in metrics)
+    assert all(map(math.isfinite, norms))
     assert metrics[0]["updates"] == metrics[1]["updates"] == 2  # later a mini-batch may have nothing left to learn
     assert metrics[0]["sampler_gap_mean"] < 0.1  # bf16 in vLLM and in the trainer
     rewards = [m["reward"] for m in metrics]
