@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import send_to_device
-from pydantic import ConfigDict, NonNegativeInt
+from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
@@ -61,6 +61,8 @@ class Progress:
     """How often the token budget of a micro-batch was halved because memory ran out."""
     skipped_in_a_row: NonNegativeInt = 0
     """Updates skipped since the last one that was made."""
+    backoff: NonNegativeFloat = 0.0
+    """Powers of two taken off float16's loss scale: four for each update skipped, less 1/64 for each one made."""
 
 
 class Snapshot(NamedTuple):

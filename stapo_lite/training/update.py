@@ -8,6 +8,7 @@ for the device within a micro-batch; an update waits for thresholds, counts and 
 """
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -87,6 +88,7 @@ class Learner:
         if self.accelerator.is_main_process:
             logger.warning("update skipped: loss or gradient is not finite (norm %g)", grad_norm)
         self.progress.skipped_in_a_row += 1
+        self.progress.backoff += 4
         if self.progress.skipped_in_a_row >= MAX_SKIPPED:
             raise RunError(
                 f"{self.progress.skipped_in_a_row} updates in a row had a loss or gradient that is not finite: "
@@ -228,8 +230,10 @@ def weigh_tokens(learner: Learner, batch: MiniBatch, masks: Masks) -> Weights | 
         return None
     totals = Totals(tokens, trained_sequences, sequences)
     weights = sequence_weights(counts, totals, objective.aggregation, longest)
-    in_float16 = learner.policy.dtype == torch.float16
-    return Weights(weights[batch.rows], loss_scale(totals, objective.aggregation, longest) if in_float16 else 1.0)
+    scale = 1.0
+    if learner.policy.dtype == torch.float16:
+        scale = loss_scale(totals, objective.aggregation, longest) / 2.0 ** math.ceil(learner.progress.backoff)
+    return Weights(weights[batch.rows], scale)
 
 
 def accumulate_gradient(learner: Learner, batch: MiniBatch, masks: Masks, weights: Weights) -> Gradient:
@@ -305,6 +309,7 @@ def clip_and_step(learner: Learner, batch: MiniBatch, masks: Masks, gradient: Gr
         learner.skip(grad_norm)
         return Update(grad_norm, skipped=True)
     learner.progress.skipped_in_a_row = 0
+    learner.progress.backoff = max(0.0, learner.progress.backoff - 1 / 64)
     count_tokens(learner, batch, masks)
     tau_h = count_gradient(learner, batch, masks, gradient)
     learner.optimizer.step()

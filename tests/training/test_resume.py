@@ -184,7 +184,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(write_config, tm
 def test_a_checkpoint_says_where_it_was_made(finished, write_config, tmp_path, monkeypatch, capsys):
     """A run that goes on names the differences: versions, and other prompts under the same name."""
     state = read_state(finished / "checkpoint-4")
-    expected = {"tau_p": 0.01, "step": 4, "prompts_drawn": 16, "halvings": 0, "skipped_in_a_row": 0}
+    expected = {"tau_p": 0.01, "step": 4, "prompts_drawn": 16, "halvings": 0, "skipped_in_a_row": 0, "backoff": 0}
     assert state["progress"] == expected
     assert state["config"] == load_config(finished / "config.yaml").model_dump()
     assert {"torch", "transformers", "peft", "accelerate", "stapo_lite", "processes"} < set(state["environment"])

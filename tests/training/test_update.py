@@ -17,8 +17,10 @@ from helpers import (
     assert_same,
     fake_completions,
     later_update,
+    make_learner,
     measured,
     objective,
+    packed,
     randomise_adapter,
     relative,
     run_update,
@@ -30,7 +32,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from stapo_lite.algorithm.s2t import random_scores
-from stapo_lite.training.update import old_inputs
+from stapo_lite.training.update import old_inputs, update
 
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean", "constant"])
@@ -47,6 +49,24 @@ def test_small_gradients_survive_in_float16(make_policy, aggregation):
         gradients.append(torch.tensor([result.grad_norm]) if aggregation == "constant" else gradient)
     assert relative(gradients[1], gradients[0]) < 0.02
     assert gradients[0].norm() > 0
+
+
+def test_float16_backs_off_where_gradients_overflow_and_comes_back(make_policy):
+    steps = {}
+    for dtype in ("float32", "float16"):
+        policy = make_policy(dtype)
+        completions = sampled_by_an_engine(policy, fake_completions(3, [1e8 * a for a in ADVANTAGES], LONGEST))
+        learner = make_learner(policy, objective(sampler_correction="off"), 10_000, max_grad_norm=0.01)
+        before = torch.cat([p.detach().flatten() for p in policy.parameters.values()])
+        results = [update(learner, packed(policy, completions, None))]
+        while results[-1].skipped:
+            assert not before.ne(torch.cat([p.detach().flatten() for p in policy.parameters.values()])).any()
+            results.append(update(learner, packed(policy, completions, None)))
+        assert learner.progress.skipped_in_a_row == 0
+        assert learner.progress.backoff == max(0, 4 * (len(results) - 1) - 1 / 64)
+        steps[dtype] = len(results), before - torch.cat([p.detach().flatten() for p in policy.parameters.values()])
+    assert steps["float32"][0] == 1 < steps["float16"][0]
+    assert torch.cosine_similarity(steps["float16"][1], steps["float32"][1], dim=0) > 0.999
 
 
 def compare(policy, model, completions, case, *, later, statistics="old", rel=1e-5, s2t=None, **options):
