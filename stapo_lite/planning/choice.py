@@ -84,7 +84,10 @@ def choose(config: Config, model: Any, cards: Cards) -> Choice:
         return {}
     if (choice := find(config, model, cards)) is None:
         changes = "; or ".join(remedies(config, model, cards)) or "a smaller model"
-        raise InputError(f"the run does not fit a card of {cards.gpu_memory / GIB:.1f} GiB; it would with {changes}")
+        there = f"a card of {cards.gpu_memory / GIB:.1f} GiB"
+        if cards.host_memory is not None:
+            there += f" and {cards.host_memory / GIB:.0f} GiB of host memory"
+        raise InputError(f"the run does not fit {there}; it would with {changes}")
     return choice
 
 
@@ -106,10 +109,14 @@ def find(config: Config, model: Any, cards: Cards) -> Choice | None:
         own = [problem for problem in planned.problems if not (serving and problem.startswith("rollouts"))]
         return bool(own) or sum(planned.update.values()) > (1 - MARGIN) * cards.gpu_memory
 
-    rungs = update_ladder(config, model, cards)
+    ladder = update_ladder(config, model, cards)
+    least = ladder[min(1, len(ladder) - 1)]
     for choice, only_with_room in [({}, False)] if serving else residencies(config, cards):
         if not serving:
-            choice |= choose_sequences(choice, plan, config, cards)
+            choice = choose_sequences(choice | least, plan, config, cards)
+        rungs = ladder[too_much(choice | ladder[0]) :]  # the host may be too small for activations
+        if choice.get("rollout.sleep_level") == 0:
+            rungs = [least]  # an engine that stays awake has the rest
         count = bisect.bisect(rungs, False, key=lambda rung: too_much(choice | rung))
         if count:
             choice |= rungs[count - 1]
@@ -134,15 +141,18 @@ def residencies(config: Config, cards: Cards) -> Iterator[tuple[Choice, bool]]:
         (True, 2, False),  # where the host holds one copy
         (False, 1, False),
         (False, 2, False),
+        (False, 0, False),  # where it holds none
     ):
-        if not (park and cards.sharded) and (can_reload or sleep == 1):
+        if not (park and cards.sharded) and (can_reload or sleep < 2):
             yield {"train.park_trainer": park, "rollout.sleep_level": sleep}, only_with_room
 
 
 def choose_sequences(choice: Choice, plan: Callable[[Choice], Plan], config: Config, cards: Cards) -> Choice:
     """The rest of the card for vLLM, and as many sequences as its cache holds at their mean length. Where they grow
     longer, vLLM computes some of them once more."""
-    trainer = sum(size for name, size in plan(choice).rollout.items() if not name.startswith("vLLM"))
+    planned = plan(choice)
+    phases = (planned.rollout,) if choice["rollout.sleep_level"] else (planned.rollout, planned.update)
+    trainer = max(sum(size for name, size in parts.items() if not name.startswith("vLLM")) for parts in phases)
     share = math.floor(100 * (1 - MARGIN - trainer / cards.gpu_memory)) / 100
     choice = choice | {SHARE: max(0.01, share)}
     most, group = min(MOST_SEQUENCES, rollouts(config, cards)), config.rollout.num_generations
@@ -197,6 +207,8 @@ def remedies(config: Config, model: Any, cards: Cards) -> Iterator[str]:
         del without[section][name]
     if given and fits([], tree=without):
         yield f"these keys left open: {', '.join(given)}"
+    if cards.host_memory is not None and fits([], cards._replace(host_memory=None)):
+        yield "more host memory"
     four_bits = ["quantization=nf4", "rollout.quantization=bitsandbytes"]
     if not config.quantization and fits(four_bits):
         yield " ".join(four_bits)
