@@ -16,10 +16,10 @@ import writing
 from common import commit
 from datasets import Dataset
 from experiments import HERE, STUDIES, judge, keep, prepare, render_held_out
-from peft import LoraConfig
 from torch import Tensor
 from transformers import PrinterCallback
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
+from trl_arguments import trl_arguments
 
 from stapo_lite.config import Config
 from stapo_lite.files import write_lines
@@ -28,43 +28,22 @@ from stapo_lite.training.opening import open_run
 
 def train(config: Config) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
     """TRL's run: a line of metrics for each step of ours, and the adapter."""
-    lora, objective, train, rollout = config.lora, config.objective, config.train, config.rollout
+    train = config.train
     updates = train.batch_size // train.mini_batch_size
-    arguments = GRPOConfig(
-        output_dir=config.output_dir,
+    arguments = trl_arguments(
+        config,
         seed=config.seed,
-        use_cpu=not torch.cuda.is_available(),
-        model_init_kwargs={"dtype": config.dtype},
-        bf16=config.dtype == "bfloat16",
         max_steps=updates * train.max_steps,
         logging_steps=updates,
         steps_per_generation=updates,
-        per_device_train_batch_size=train.mini_batch_size * rollout.num_generations,
-        gradient_checkpointing=train.gradient_checkpointing,
-        num_generations=rollout.num_generations,
-        max_completion_length=rollout.max_completion_length,
-        temperature=rollout.temperature,
-        loss_type="dapo",
-        epsilon=objective.epsilon,
-        epsilon_high=objective.epsilon_high,
-        beta=objective.beta,
-        scale_rewards=objective.scale_rewards,
+        per_device_train_batch_size=train.mini_batch_size * config.rollout.num_generations,
         learning_rate=train.learning_rate,
         lr_scheduler_type="constant_with_warmup",
         warmup_steps=updates * train.warmup_steps,
         weight_decay=train.weight_decay,
-        max_grad_norm=train.max_grad_norm,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
     )
-    trainer = GRPOTrainer(
-        model=config.model,
-        reward_funcs=writing.reward,
-        args=arguments,
-        train_dataset=Dataset.from_list(writing.prompts()[0]),
-        peft_config=LoraConfig(r=lora.r, lora_alpha=lora.lora_alpha, target_modules=list(lora.target_modules)),
-    )
+    dataset = Dataset.from_list(writing.prompts()[0])
+    trainer = GRPOTrainer(reward_funcs=writing.reward, train_dataset=dataset, **arguments)
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     logged = [line for line in trainer.state.log_history if "reward" in line]

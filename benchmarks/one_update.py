@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=3, help="steps between two states")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of yaml")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of experiments.yaml")
     given = parser.parse_args()
     states: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as folder:

@@ -33,10 +33,10 @@ from accelerate import Accelerator
 from common import now, save
 from datasets import Dataset
 from memory import peak_bytes
-from peft import LoraConfig
 from torch import Tensor
 from transformers import AutoConfig, PrinterCallback, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
+from trl_arguments import trl_arguments
 
 from stapo_lite.algorithm.advantages import group_advantages
 from stapo_lite.algorithm.microbatches import TokenBudget, pack, sequence_length, split_by_tokens
@@ -105,40 +105,20 @@ class Trl(GRPOTrainer, TrainerCallback):
         return {"loss": loss, "seconds": self.times["stepped"] - start, "scoring": self.times["scored"] - start}
 
 
-def make_trl(rollouts: list[Completion], config: Config, device: str) -> Trl:
-    lora, objective, train, rollout = config.lora, config.objective, config.train, config.rollout
-    rows = train.max_tokens_per_microbatch // (config.data.max_prompt_length + rollout.max_completion_length)
+def make_trl(rollouts: list[Completion], config: Config) -> Trl:
+    rows = config.train.max_tokens_per_microbatch // config.max_sequence_length
     rows = next(n for n in range(rows, 0, -1) if len(rollouts) % n == 0)
-    arguments = GRPOConfig(
-        output_dir=config.output_dir,
-        model_init_kwargs={"dtype": config.dtype},
-        bf16=config.dtype == "bfloat16",
-        use_cpu=device == "cpu",
+    arguments = trl_arguments(
+        config,
         max_steps=1,
         per_device_train_batch_size=rows,
         gradient_accumulation_steps=len(rollouts) // rows,
-        gradient_checkpointing=train.gradient_checkpointing,
-        gradient_checkpointing_kwargs={"use_reentrant": False},
-        num_generations=rollout.num_generations,
-        loss_type="dapo",
-        epsilon=objective.epsilon,
-        epsilon_high=objective.epsilon_high,
         vllm_importance_sampling_mode="token_truncate",
-        vllm_importance_sampling_clip_max=objective.sampler_cap,
+        vllm_importance_sampling_clip_max=config.objective.sampler_cap,
         optim="adamw_torch_fused",
         learning_rate=0.0,
-        max_grad_norm=train.max_grad_norm,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
     )
-    return Trl(
-        rollouts,
-        model=config.model,
-        args=arguments,
-        train_dataset=Dataset.from_dict({"prompt": ["any"] * train.batch_size}),
-        peft_config=LoraConfig(r=lora.r, lora_alpha=lora.lora_alpha, target_modules=list(lora.target_modules)),
-    )
+    return Trl(rollouts, train_dataset=Dataset.from_dict({"prompt": ["any"] * config.train.batch_size}), **arguments)
 
 
 def make_rollouts(config: Config) -> list[Completion]:
@@ -204,7 +184,6 @@ def compare(
     zero: list[float],
     pairs: int,
     dtype: str,
-    device: str,
     **train: Any,
 ) -> dict[str, Any]:
     """Arguments as on the command line; `train` has more keys of the config's section of that name."""
@@ -216,9 +195,9 @@ def compare(
     }
     config = Config(algorithm="dapo", model=model, output_dir=tempfile.gettempdir(), dtype=dtype, **sections)
     rollouts = make_rollouts(config)
-    trl = make_trl(rollouts, config, device)
+    trl = make_trl(rollouts, config)
     policy, exact = (
-        load_policy(config.model_copy(update={"dtype": name}), torch.device(device)) for name in (dtype, "float32")
+        load_policy(config.model_copy(update={"dtype": name}), trl.accelerator.device) for name in (dtype, "float32")
     )
     share_adapter(policy, trl.model, exact.model)
     give_logprobs(rollouts, policy, max_tokens)
@@ -275,12 +254,9 @@ def main() -> None:
     parser.add_argument("--zero", type=float, nargs="+", default=[0.0, 0.5, 0.75], help="shares without advantage")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--out", type=Path)
     arguments = vars(parser.parse_args())
     path = arguments.pop("out")
-    if arguments["device"] == "auto":
-        arguments["device"] = "cuda" if torch.cuda.is_available() else "cpu"
     arguments["model"] = arguments["model"] or str(fetch_model())
     result = compare(**arguments)
     arguments["model"] = Path(arguments["model"]).name

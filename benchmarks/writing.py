@@ -13,10 +13,9 @@ every method that was tried (results/pilot). An empty system message replaces th
 
 import itertools
 import random
-import re
 from typing import Any
 
-from stapo_lite.tools.one_sentence import TOPICS, WORDS, sentences
+from stapo_lite.tools.one_sentence import TOPICS, WORDS, has_word, sentences
 
 REQUEST = (
     "Write two sentences about {topic}, the first one of {first} words, the second one of {second} words. "
@@ -48,7 +47,7 @@ def score(text: str, word: str, first: int, second: int) -> float:
     found = sentences(text)
     if len(found) != 2:
         return 0.0
-    holds = [re.search(rf"\b{word}\b", sentence, re.IGNORECASE) is not None for sentence in found]
+    holds = [has_word(sentence, word) for sentence in found]
     off = [abs(len(s.split()) - asked) for s, asked in zip(found, (first, second), strict=True)]
     return (1 + (holds == [False, True]) + 1 / (1 + off[0]) + 1 / (1 + off[1])) / 4
 

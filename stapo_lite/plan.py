@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> None:
         cards = Cards(int(given.gpu_memory * GIB), host_memory, given.processes, given.sharded)
         config = apply(config, choose(config, model, cards))
         plan = make_plan(config, model, cards)
-        print(f"{describe(config, model, cards)}\n{report(plan)}")
+        print(f"{describe(config, plan, model, cards)}\n{report(plan)}")
         if not plan.problems:
             print("It fits.")
             return

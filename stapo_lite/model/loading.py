@@ -151,9 +151,9 @@ def add_adapter(base: Any, lora: Lora, gradient_checkpointing: bool | int) -> An
     base.requires_grad_(False)
     if gradient_checkpointing:
         base.gradient_checkpointing_enable({"use_reentrant": False})
-    if gradient_checkpointing is not True:  # the last layers keep theirs, and free them before the first one recomputes
-        for layer in base.get_decoder().layers[int(gradient_checkpointing) :]:
-            layer.gradient_checkpointing = False
+        if gradient_checkpointing is not True:  # the last layers keep all, and free it before the first one recomputes
+            for layer in base.get_decoder().layers[gradient_checkpointing:]:
+                layer.gradient_checkpointing = False
     modules: list[str] = list(lora.target_modules)
     model = get_peft_model(
         base, LoraConfig(r=lora.r, lora_alpha=lora.lora_alpha, target_modules=modules, task_type="CAUSAL_LM")

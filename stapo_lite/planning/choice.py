@@ -5,9 +5,9 @@ Two choices, each along a ladder whose every rung takes more memory than the one
     rollouts   sequences at a time, as many as the KV cache holds at their mean length
     update     activations in host memory; more tokens at a time; fewer layers checkpointed; still more tokens
 
-The trainer's base is parked and vLLM sleeps, which costs seconds a step, unless the card holds a whole step at once
-beside them. So with more memory there are never fewer sequences or tokens at a time, and never more offloading or more
-layers checkpointed.
+vLLM sleeps during updates, unless the host cannot hold its weights. The base of the trainer is parked during rollouts,
+which costs seconds a step, unless the card holds a whole step beside it. So with more memory there are never fewer
+sequences or tokens at a time, and never more offloading or more layers checkpointed.
 """
 
 import bisect
@@ -25,7 +25,7 @@ from accelerate.utils import gather_object
 from stapo_lite.config import Config, flatten, load_config
 from stapo_lite.errors import InputError
 from stapo_lite.model.loading import load_model_config
-from stapo_lite.planning.plan import CUDA_CONTEXT, GIB, Cards, Plan, make_plan
+from stapo_lite.planning.plan import CUDA_CONTEXT, GIB, Cards, Plan, checkpointed_layers, make_plan
 from stapo_lite.planning.speed import KNOWN_CARDS, MEAN_LENGTH, nearest_card, step_seconds
 
 Choice = dict[str, Any]
@@ -65,7 +65,8 @@ def fit(config: Config, engine: str, going_on: Path | None, processes: int, shar
     model, cards = load_model_config(config.model).get_text_config(), Cards(memory, host, processes, sharded)
     choice = choose(config, model, cards)
     if choice and os.environ.get("RANK", "0") == "0":
-        print(describe(apply(config, choice), model, cards))
+        chosen = apply(config, choice)
+        print(describe(chosen, make_plan(chosen, model, cards), model, cards))
     if (share := choice.get(SHARE)) is not None:  # vLLM counts from the whole card
         choice[SHARE] = math.floor(100 * share * memory / total) / 100
     return apply(config, choice)
@@ -223,12 +224,12 @@ def remedies(config: Config, model: Any, cards: Cards) -> Iterator[str]:
             break
 
 
-def describe(config: Config, model: Any, cards: Cards) -> str:
+def describe(config: Config, plan: Plan, model: Any, cards: Cards) -> str:
     """A run's memory on card and host, and a guess at its time, in five lines."""
-    train, rollout, plan = config.train, config.rollout, make_plan(config, model, cards)
+    train, rollout = config.train, config.rollout
     sampling, updating, host = (sum(parts.values()) / GIB for parts in (plan.rollout, plan.update, plan.host))
-    layers, checkpointing = model.num_hidden_layers, train.gradient_checkpointing
-    checkpointed = layers if checkpointing is True else int(checkpointing)
+    layers = model.num_hidden_layers
+    checkpointed = checkpointed_layers(train.gradient_checkpointing, layers)
     card = nearest_card(cards.gpu_memory)
     seconds = step_seconds(config, model, plan, KNOWN_CARDS[card], cards.processes)
     days = seconds * train.max_steps / 86400

@@ -105,8 +105,8 @@ def make_plan(config: Config, model: Any, cards: Cards) -> Plan:
         model: the transformers config of the decoder (`get_text_config()`).
 
     Raises:
-        InputError: rollouts are not vLLM's, or quantised in a way that is not known here; the model lacks a target
-            module; there are more processes than prompts in a batch, or a sharded base cannot do what is asked.
+        InputError: rollouts are not vLLM's; the model lacks a target module; there are more processes than prompts in
+            a batch, or a sharded base cannot do what is asked.
     """
     check_processes(config, cards.processes)
     if cards.sharded:
@@ -288,8 +288,8 @@ def count_activations(config: Config, model: Any) -> tuple[int, int, int]:
     if sizes.normed_queries:  # in fp32, too
         layer += tokens * 4 * sizes.queries_and_keys
     inputs = tokens * hidden * width  # of a layer
-    layers, checkpointing = model.num_hidden_layers, train.gradient_checkpointing
-    checkpointed = layers if checkpointing is True else min(int(checkpointing), layers)
+    layers = model.num_hidden_layers
+    checkpointed = checkpointed_layers(train.gradient_checkpointing, layers)
     kept = inputs * checkpointed + layer * (layers - checkpointed)
     recomputed = layer if checkpointed == layers else 0  # else the last layers' activations are gone by then
     gradients = tokens * width * 2 * (inner + hidden)  # of gate and up, and of the layer's input and output
@@ -297,6 +297,11 @@ def count_activations(config: Config, model: Any) -> tuple[int, int, int]:
     decoder = kept + max(recomputed + gradients, final)
     head = kept + int(train.lm_head_memory_gb * GIB) + tokens * width * 3 * hidden
     return inputs * (layers - 1), decoder, max(0, head - decoder)  # the last one is used at once
+
+
+def checkpointed_layers(gradient_checkpointing: bool | int, layers: int) -> int:
+    """How many of the layers `train.gradient_checkpointing` covers."""
+    return layers if gradient_checkpointing is True else min(int(gradient_checkpointing), layers)
 
 
 def report(plan: Plan) -> str:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 
 from stapo_lite.config import Config
-from stapo_lite.planning.plan import GIB, Plan, as_json, model_sizes
+from stapo_lite.planning.plan import GIB, Plan, as_json, checkpointed_layers, model_sizes
 
 MEAN_LENGTH = 1 / 3
 """Of a completion, as a share of the greatest: an assumption."""
@@ -53,8 +53,8 @@ def step_seconds(config: Config, model: Any, plan: Plan, card: Card, processes: 
     at_once = max(1.0, min(count, rollout.max_num_seqs, plan.kv_tokens / context))
     cache = at_once * context * sizes.kv_per_token * getattr(torch, config.dtype).itemsize
     decoding = count / at_once * length * (plan.rollout["vLLM: weights"] + cache) / (READING * card.bandwidth)
-    layers, checkpointing = model.num_hidden_layers, train.gradient_checkpointing
-    recomputed = 1.0 if checkpointing is True else min(1.0, int(checkpointing) / layers)
-    passes = 3 + recomputed  # before the first update; forward and backward, which makes no gradient of the base
+    layers = model.num_hidden_layers
+    # Before the first update; forward; backward, which makes no gradient of the base; what is computed once more.
+    passes = 3 + checkpointed_layers(train.gradient_checkpointing, layers) / layers
     training = count * context * 2 * sum(sizes.matrices) * passes / (BUSY * card.flops)
     return decoding + training

@@ -30,9 +30,14 @@ def prompts() -> list[dict[str, Any]]:
 def reward(completions: list[str], word: list[str], **columns: Any) -> list[float]:
     """1 for each completion that is one sentence with the word, else 0."""
     return [
-        float(len(sentences(text)) == 1 and re.search(rf"\b{wanted}\b", text, re.IGNORECASE) is not None)
+        float(len(sentences(text)) == 1 and has_word(text, wanted))
         for text, wanted in zip(completions, word, strict=True)
     ]
+
+
+def has_word(text: str, word: str) -> bool:
+    """Whether the text has the word, in capitals or not, and not only as a part of another."""
+    return re.search(rf"\b{word}\b", text, re.IGNORECASE) is not None
 
 
 def sentences(text: str) -> list[str]:

@@ -9,7 +9,7 @@ from random_model import qwen3
 from stapo_lite.config import flatten, load_config, to_yaml
 from stapo_lite.planning import choice
 from stapo_lite.planning.choice import KEYS, MARGIN, apply, choose, find, fit, left_open, update_ladder
-from stapo_lite.planning.plan import CUDA_CONTEXT, GIB, Cards, make_plan
+from stapo_lite.planning.plan import CUDA_CONTEXT, GIB, Cards, checkpointed_layers, make_plan
 from stapo_lite.planning.speed import KNOWN_CARDS, step_seconds
 
 MEMORY = (10.7, 14.6, 21.9, 23.5, 31.3, 44.4, 79.1, 139.7)
@@ -54,8 +54,7 @@ def test_a_choice_fits_uses_the_card_and_grows_with_it(size, weights, longest, h
 
 def comfort(found, model):
     """What must not shrink on a larger card."""
-    checkpointing = found["train.gradient_checkpointing"]
-    checkpointed = model.num_hidden_layers if checkpointing is True else int(checkpointing)
+    checkpointed = checkpointed_layers(found["train.gradient_checkpointing"], model.num_hidden_layers)
     sizes = found["rollout.max_num_seqs"], found["train.max_tokens_per_microbatch"]
     return *sizes, not found["train.offload_activations"], not found["train.park_trainer"], -checkpointed
 

@@ -51,20 +51,25 @@ def test_small_gradients_survive_in_float16(make_policy, aggregation):
     assert gradients[0].norm() > 0
 
 
+def adapter(policy):
+    """A copy of its parameters as one vector."""
+    return torch.cat([p.detach().flatten() for p in policy.parameters.values()])
+
+
 def test_float16_backs_off_where_gradients_overflow_and_comes_back(make_policy):
     steps = {}
     for dtype in ("float32", "float16"):
         policy = make_policy(dtype)
         completions = sampled_by_an_engine(policy, fake_completions(3, [1e8 * a for a in ADVANTAGES], LONGEST))
         learner = make_learner(policy, objective(sampler_correction="off"), 10_000, max_grad_norm=0.01)
-        before = torch.cat([p.detach().flatten() for p in policy.parameters.values()])
+        before = adapter(policy)
         results = [update(learner, packed(policy, completions, None))]
         while results[-1].skipped:
-            assert not before.ne(torch.cat([p.detach().flatten() for p in policy.parameters.values()])).any()
+            assert not before.ne(adapter(policy)).any()
             results.append(update(learner, packed(policy, completions, None)))
         assert learner.progress.skipped_in_a_row == 0
         assert learner.progress.backoff == max(0, 4 * (len(results) - 1) - 1 / 64)
-        steps[dtype] = len(results), before - torch.cat([p.detach().flatten() for p in policy.parameters.values()])
+        steps[dtype] = len(results), before - adapter(policy)
     assert steps["float32"][0] == 1 < steps["float16"][0]
     assert torch.cosine_similarity(steps["float16"][1], steps["float32"][1], dim=0) > 0.999
 
