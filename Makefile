@@ -41,7 +41,7 @@ install-dev: .venv/installed-dev
 	@$(INSTALL_DEV)
 	@touch $@
 
-quickstart: install  ## fetch a small model, train it on sums, show what it learned
+quickstart: install  ## fetch a small model, train it to write a sentence, show what it learned
 	$(BIN)/python -m stapo_lite.quickstart
 	rm -rf runs/quickstart
 	$(LAUNCH) -m stapo_lite.train configs/quickstart.yaml

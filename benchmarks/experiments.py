@@ -31,6 +31,7 @@ from stapo_lite.config import Config, load_config
 from stapo_lite.data.prompts import render_prompts
 from stapo_lite.files import read_lines, write_lines
 from stapo_lite.rollout import Decoding
+from stapo_lite.training.lifecycle import end_on_sigterm
 from stapo_lite.training.loop import assign_advantages, mini_batches, sample_groups
 from stapo_lite.training.opening import open_run
 from stapo_lite.training.run import Run
@@ -99,6 +100,7 @@ def train_one(study: Study, method: str, seed: int, folder: Path, out: Path, ove
     config, held_out = prepare(study, method, seed, folder, overrides)
     looks = {line["step"]: line for line in read_lines(folder / "held_out.jsonl")}
     version = commit()
+    end_on_sigterm()
 
     def look(run: Run, step: int) -> None:
         """Note what the engine's adapter does on the held-out prompts, once a step; the clock stands."""

@@ -35,13 +35,21 @@ Runs = dict[str, dict[int, dict[str, float]]]
 
 
 def load(folder: Path) -> dict[str, dict[int, tuple[list[dict], list[dict]]]]:
-    """Metrics and held-out lines by method and seed."""
+    """Metrics and held-out lines by method and seed, as far as all runs go."""
     found: dict[str, dict[int, tuple[list[dict], list[dict]]]] = {}
     for run in sorted(folder.glob("*/environment.json")):
         method, _, seed = run.parent.name.rpartition("-")
         lines = read_lines(run.parent / "metrics.jsonl"), read_lines(run.parent / "held_out.jsonl")
         found.setdefault(method, {})[int(seed)] = lines
-    return found
+    end = min((len(metrics) for seeds in found.values() for metrics, _ in seeds.values()), default=0)
+
+    def cut(lines: list[dict]) -> list[dict]:
+        return [line for line in lines if line["step"] <= end]
+
+    return {
+        method: {seed: (cut(metrics), cut(held_out)) for seed, (metrics, held_out) in seeds.items()}
+        for method, seeds in found.items()
+    }
 
 
 def smooth(metrics: Sequence[dict[str, Any]], name: str) -> list[float]:

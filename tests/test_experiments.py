@@ -71,16 +71,18 @@ def test_a_report_of_runs_by_hand(tmp_path):
             (folder / "environment.json").write_text("{}", encoding="utf-8")
             lines = [
                 {
-                    "reward": min(1.0, step / 8) if rises else 0.2, "sampled_nll": 1.0 + seed if rises else 3.0,
-                    "silenced_share": 0.01 if rises else 0.0, "spurious_share": 0.01, "spurious_gradient_share": None,
+                    "step": step, "reward": min(1.0, step / 8) if rises else 0.2,
+                    "sampled_nll": 1.0 + seed if rises else 3.0, "silenced_share": 0.01 if rises else 0.0,
+                    "spurious_share": 0.01, "spurious_gradient_share": None,
                 }
-                for step in range(1, 13)
+                for step in range(1, 21 if seed else 13)  # the longer ones are cut
             ]  # fmt: skip
             write_lines(folder / "metrics.jsonl", lines)
-            write_lines(
-                folder / "held_out.jsonl",
-                [{"reward": 0.9 if rises else 0.2 + seed / 10, "right_share": 0.5, "base_nll": 4.0}],
-            )
+            looks = [
+                {"step": 10, "reward": 0.9 if rises else 0.2 + seed / 10, "right_share": 0.5, "base_nll": 4.0},
+                {"step": 20, "reward": 0.0, "right_share": 0.0, "base_nll": 0.0},
+            ]
+            write_lines(folder / "held_out.jsonl", looks)
     found = experiments_report.load(tmp_path)
     runs = {m: {s: experiments_report.measures(*lines) for s, lines in seeds.items()} for m, seeds in found.items()}
     stapo = runs["stapo"][0]

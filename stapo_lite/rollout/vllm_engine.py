@@ -193,9 +193,8 @@ class VLLMEngine(RolloutEngine):
                 "train.park_trainer=true, and continue with --resume"
             ) from error
         self._asleep = False
-        if self._request is not None:  # level 2 leaves its place empty, and an id that vLLM knows is not read again
+        if self._request is not None:  # level 2 left its place empty: the next request reads it, if none is published
             self._engine.remove_lora(self._request.lora_int_id)
-            self._engine.add_lora(self._request)
 
     def close(self) -> None:
         """Free the engine's memory, for another engine in the same process (a notebook)."""

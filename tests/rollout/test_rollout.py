@@ -243,6 +243,19 @@ def test_a_vllm_that_dies_is_started_anew_for_what_is_missing(vllm_engine, make_
     assert gap(policy, generate(vllm_engine, LONG)).max() < 1e-4
 
 
+def test_waking_loads_no_adapter_and_the_next_request_finds_it(vllm_engine, make_policy, monkeypatch):
+    policy, now = make_policy(), next(VERSIONS)
+    vllm_engine.publish(policy, now)
+    monkeypatch.setattr(vllm_engine, "_asleep", True)  # which a CPU's never is
+    monkeypatch.setattr(vllm_engine._llm, "wake_up", Mock())
+    monkeypatch.setattr(vllm_engine._engine, "add_lora", Mock(side_effect=AssertionError))
+    vllm_engine.wake()
+    assert vllm_engine._engine.list_loras() == set()
+    groups = generate(vllm_engine, LONG)
+    assert {c.adapter_version for group in groups for c in group} == {now}
+    assert gap(policy, groups).max() < 1e-4
+
+
 def test_a_model_that_vllm_cannot_serve_is_one_line(tiny_model, tmp_path):
     shutil.copytree(tiny_model, tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").write_bytes(b"\0" * 100)
