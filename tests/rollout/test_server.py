@@ -290,7 +290,7 @@ def test_a_run_that_samples_ahead(served, tmp_path):
 
 def test_a_server_gets_the_same_arguments_as_an_engine_in_the_process(write_config, capsys):
     """As vLLM's own parser reads them, for a card; it does not start with one that it cannot take."""
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     with pytest.raises(SystemExit, match="2"):
@@ -301,10 +301,11 @@ def test_a_server_gets_the_same_arguments_as_an_engine_in_the_process(write_conf
     rollout = {"engine": "server", "max_lag": 3, "max_completion_length": 8, "vllm": given}
     c = load_config(write_config(rollout=rollout))
     arguments = serve.server_arguments(c, "127.0.0.1", 8000, on_cpu=False)
-    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
+    parsed, of_the_server = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_known_args(arguments)
+    assert of_the_server[:4] == ["--host", "127.0.0.1", "--port", "8000"]
     longest = c.data.max_prompt_length + c.rollout.max_completion_length
     expected = engine_arguments(c.model, c.dtype, longest, c.rollout, c.lora, max_loras=4, on_cpu=False)
     expected |= {"hf_overrides": {"head_dtype": "float32"}, "max_num_batched_tokens": 8192}
-    expected |= given | {"logprobs_mode": "processed_logprobs", "host": "127.0.0.1", "port": 8000}
+    expected |= given | {"logprobs_mode": "processed_logprobs"}
     expected.pop("quantization")  # None
     assert {name: getattr(parsed, name) for name in expected} == expected
