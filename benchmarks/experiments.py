@@ -100,7 +100,6 @@ def train_one(study: Study, method: str, seed: int, folder: Path, out: Path, ove
     config, held_out = prepare(study, method, seed, folder, overrides)
     looks = {line["step"]: line for line in read_lines(folder / "held_out.jsonl")}
     version = commit()
-    end_on_sigterm()
 
     def look(run: Run, step: int) -> None:
         """Note what the engine's adapter does on the held-out prompts, once a step; the clock stands."""
@@ -184,11 +183,15 @@ def main() -> None:
     wanted = [f"{method}-{seed}" for seed, method in itertools.product(given.seeds, given.only or study.methods)]
     names = [name for name in wanted if not (results / name / "environment.json").exists()]
 
+    if given.here:
+        end_on_sigterm()
+        for name in names:
+            method, _, seed = name.rpartition("-")
+            train_one(study, method, int(seed), work / name, results / name, given.set)
+        return
+
     def start(name: str) -> int:
         method, _, seed = name.rpartition("-")
-        if given.here:
-            train_one(study, method, int(seed), work / name, results / name, given.set)
-            return 0
         folders = ["--results", str(results), "--work", str(work), "--set", *given.set]
         command = [sys.executable, __file__, given.study, "--here", "--only", method, "--seeds", seed, *folders]
         work.mkdir(parents=True, exist_ok=True)
@@ -198,7 +201,7 @@ def main() -> None:
         print(f"{name}: {'finished' if status == 0 else f'failed, see {log.name}'}", flush=True)
         return status
 
-    with ThreadPoolExecutor(1 if given.here else given.at_once) as pool:
+    with ThreadPoolExecutor(given.at_once) as pool:
         raise SystemExit(max(pool.map(start, names), default=0))
 
 

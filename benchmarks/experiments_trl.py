@@ -35,8 +35,6 @@ def train(config: Config) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
         seed=config.seed,
         max_steps=updates * train.max_steps,
         logging_steps=updates,
-        steps_per_generation=updates,
-        per_device_train_batch_size=train.mini_batch_size * config.rollout.num_generations,
         learning_rate=train.learning_rate,
         lr_scheduler_type="constant_with_warmup",
         warmup_steps=updates * train.warmup_steps,

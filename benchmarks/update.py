@@ -12,9 +12,8 @@ in alternating order; ratios are TRL's seconds divided by ours, within a pair; m
 TRL: `train()` of one step, its adapter from `peft_config`, bf16 by its autocast. `_generate` returns the rollouts and
 starts the clock, `on_step_end` stops it: padding, a forward pass for the old log-probabilities and the correction from
 them (as for every user of vLLM; the ratio without that part is reported too), advantages, micro-batches, metrics, clip,
-step. Its chunked LM head, SDPA, shuffle and padding are left as they are. Every row is as wide as the batch's longest,
-so its micro-batch has as many rows, of those that divide the batch, as our token budget has room for. Prompts of equal
-length spare it the padding on the left.
+step. Its chunked LM head, SDPA, shuffle and padding are left as they are. Every row is as wide as the batch's longest
+(`trl_arguments.py`). Prompts of equal length spare it the padding on the left.
 
 Ours: `update` and the reduction of its metrics, with the default settings. Advantages are normalised as TRL does it,
 with 1e-4 added to the standard deviation.
@@ -106,16 +105,11 @@ class Trl(GRPOTrainer, TrainerCallback):
 
 
 def make_trl(rollouts: list[Completion], config: Config) -> Trl:
-    rows = config.train.max_tokens_per_microbatch // config.max_sequence_length
-    rows = next(n for n in range(rows, 0, -1) if len(rollouts) % n == 0)
     arguments = trl_arguments(
         config,
         max_steps=1,
-        per_device_train_batch_size=rows,
-        gradient_accumulation_steps=len(rollouts) // rows,
         vllm_importance_sampling_mode="token_truncate",
         vllm_importance_sampling_clip_max=config.objective.sampler_cap,
-        optim="adamw_torch_fused",
         learning_rate=0.0,
     )
     return Trl(rollouts, train_dataset=Dataset.from_dict({"prompt": ["any"] * config.train.batch_size}), **arguments)

@@ -1,0 +1,158 @@
+"""A whole step of training, rollouts, reward, update and sync: ours against TRL's GRPOTrainer.
+
+    python benchmarks/step.py [--pairs 5] [--set model=FOLDER train.max_tokens_per_microbatch=16384 ...] [--out FILE]
+
+The writing task and settings of `experiments.yaml` with the objective of `justrl`, which is TRL's `loss_type="dapo"`,
+and one update a step. The learning rate is next to nothing, so that both sample from the same policy throughout. Each
+side has a process of its own, which waits while the other works; steps alternate, the first of each is not counted.
+
+Ours samples with vLLM. TRL does too on a GPU, colocated; on a CPU, where it cannot push weights into vLLM, it samples
+with transformers' `generate`. Each step draws new completions, so that the time per completion token counts as well.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import now, save
+from experiments import STUDIES, prepare
+
+from stapo_lite.config import Config
+
+SETTINGS = ["train.learning_rate=1.0e-12", "train.warmup_steps=0", "train.mini_batch_size=8", "log.save_steps=0"]
+RESULT = "step: "
+"""Begins the line that a side prints for each step."""
+
+
+def our_steps(config: Config) -> Iterator[dict[str, float]]:
+    """Seconds and completion tokens of steps of `train`'s loop, by its parts."""
+    from stapo_lite.training.loop import assign_advantages, mini_batches, sample_groups
+    from stapo_lite.training.opening import open_run
+    from stapo_lite.training.update import update
+
+    with open_run(config) as run:
+        for step in run.steps():
+            start = now()
+            rollouts = sample_groups(run, step)
+            assign_advantages(run, rollouts.batch)
+            updates = [update(run.learner, batch) for batch in mini_batches(run, rollouts.batch)]
+            seconds = run.record(step, rollouts, updates)["seconds_rollout"]
+            tokens = sum(len(c.token_ids) for c in chain(*rollouts.batch))
+            yield {"seconds": now() - start, "tokens": tokens, "seconds of rollouts": seconds}
+
+
+def trl_steps(config: Config) -> None:
+    """Steps of `GRPOTrainer.train`, each reported by its callback."""
+    import writing
+    from datasets import Dataset
+    from transformers import PrinterCallback, TrainerCallback
+    from trl import GRPOTrainer
+    from trl_arguments import trl_arguments
+
+    drawn = {"tokens": 0, "start": 0.0}
+
+    class Stopwatch(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            drawn["tokens"], drawn["start"] = 0, now()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            answer({"seconds": now() - drawn["start"], "tokens": drawn["tokens"]})
+
+    def reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+        drawn["tokens"] += sum(map(len, completion_ids))
+        return writing.reward(**columns)
+
+    engine: dict[str, Any] = {}
+    if torch.cuda.is_available():
+        engine = {"use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": True}
+        engine["vllm_gpu_memory_utilization"] = config.rollout.gpu_memory_utilization
+        engine["vllm_max_model_length"] = config.max_sequence_length
+    arguments = trl_arguments(config, max_steps=config.train.max_steps, learning_rate=1e-12, **engine)
+    dataset = Dataset.from_list(writing.prompts()[0])
+    trainer = GRPOTrainer(reward_funcs=reward, train_dataset=dataset, callbacks=[Stopwatch()], **arguments)
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+
+
+class Side:
+    """A process that trains with one of the two, a step at each call."""
+
+    def __init__(self, name: str, given: argparse.Namespace):
+        command = [sys.executable, __file__, "--side", name, "--pairs", str(given.pairs), "--set", *given.set]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.warm_up = self._read()
+
+    def _read(self) -> dict[str, float]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(RESULT):
+                return json.loads(line.removeprefix(RESULT))
+        raise SystemExit(f"a side ended with status {self._process.wait()}")
+
+    def step(self) -> dict[str, float]:
+        assert self._process.stdin is not None
+        print(file=self._process.stdin, flush=True)
+        return self._read()
+
+    def end(self) -> None:
+        """Let it finish after its last step."""
+        self._process.communicate()
+
+
+def answer(result: dict[str, float]) -> None:
+    """Report a step to the process that compares, and wait for its word."""
+    print(RESULT + json.dumps(result), flush=True)
+    sys.stdin.readline()
+
+
+def run_side(name: str, given: argparse.Namespace) -> None:
+    """One side, in this process."""
+    with tempfile.TemporaryDirectory() as folder:
+        overrides = [*SETTINGS, f"train.max_steps={given.pairs + 1}", *given.set]
+        config, _ = prepare(STUDIES["writing"], "justrl", 0, Path(folder), overrides)
+        if name == "ours":
+            for result in our_steps(config):
+                answer(result)
+        else:
+            trl_steps(config)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of experiments.yaml")
+    parser.add_argument("--side", choices=["ours", "TRL"], help="run one side only, for the other process")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    if given.side:
+        return run_side(given.side, given)
+    sides = {name: Side(name, given) for name in ("ours", "TRL")}
+    pairs = [{name: sides[name].step() for name in list(sides)[:: (-1) ** pair]} for pair in range(given.pairs)]
+    for side in sides.values():
+        side.end()
+    ours, theirs = ([pair[name] for pair in pairs] for name in sides)
+    per_token = [(b["seconds"] / b["tokens"]) / (a["seconds"] / a["tokens"]) for a, b in zip(ours, theirs, strict=True)]
+    save(
+        {
+            "TRL / ours, a completion token": statistics.median(per_token),
+            "of each pair": [round(ratio, 3) for ratio in per_token],
+            "TRL / ours, a step": statistics.median(
+                b["seconds"] / a["seconds"] for a, b in zip(ours, theirs, strict=True)
+            ),
+            "TRL's engine": "vLLM, colocated" if torch.cuda.is_available() else "transformers",
+            "steps": pairs,
+        },
+        given.out,
+    )
+
+
+if __name__ == "__main__":
+    main()
