@@ -31,6 +31,8 @@ SMOKE = {
     "s2t_statistics": "CONFIG train.max_steps=2 objective.s2t.tau_p=0.1",
     "safety": "CONFIG --steps 2",
     "soak": "--steps 50",
+    "step": "--pairs 1 --set model=MODEL data.max_prompt_length=300 rollout.max_completion_length=8 dtype=float32 "
+    "rollout.engine=transformers",
     "startup": "--model MODEL --runs 1",
     "sync": "--model MODEL --pairs 2",
     "update": "--model MODEL --prompts 2 --generations 4 --prompt-length 4 --longest 16 --max-tokens 64 --pairs 1 "
@@ -47,6 +49,7 @@ CHECKS = {
     "one_update": lambda r: r["means"]["with less without: log-probability, silenced"]["avg"] < 0,
     "overlap": lambda r: r["max_lag=0"]["lag_mean"] == 0 < r["max_lag=1"]["lag_mean"] <= 1,
     "soak": lambda r: r["growth"]["checkpoints"] == {"second fifth": 2, "last fifth": 2},
+    "step": lambda r: all(0 < side["tokens"] <= 8 * 64 for pair in r["steps"] for side in pair.values()),
     "sync": lambda r: r["drift"]["after 2"]["ours: vLLM"]["differing"] == 0,
     "update": lambda r: r["zero 0.0"]["relative difference of the gradients"]["ours, TRL"] < 0.1,
 }
@@ -54,7 +57,7 @@ CHECKS = {
 
 @pytest.mark.parametrize("name", sorted({*SMOKE, *SCRIPTS}))
 def test_benchmark(tiny_model, write_config, tmp_path, name):
-    if name in {"lm_head", "sync", "update"}:
+    if name in {"lm_head", "step", "sync", "update"}:
         pytest.importorskip("trl", reason="TRL is not installed: pip install -e '.[test]'")
     if name == "compare_commits" and not (ROOT / ".git").exists():
         pytest.skip("not in a repository: there is no commit to compare with")
