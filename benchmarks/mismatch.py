@@ -40,12 +40,23 @@ CASES: dict[str, dict[str, Any]] = {
     "merged bf16, bf16 trainer": {"merged": True},
     "adapter on bitsandbytes nf4, nf4 trainer": {"quantization": "nf4", "rollout_quantization": "bitsandbytes"},
     "adapter on bf16, nf4 trainer": {"quantization": "nf4"},
+    "adapter on fp8, bf16 trainer": {"rollout_quantization": "fp8"},
+    "adapter on bf16, keys and values in fp8, bf16 trainer": {"vllm": {"kv_cache_dtype": "fp8"}},
+    "adapter on bf16, n-grams guessed, bf16 trainer": {
+        "vllm": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}}
+    },
 }
-
+ON_A_GPU = [name for name in CASES if "fp8" in name or "guessed" in name]
+"""vLLM's CPU build takes seconds a token for these."""
 TASK = "stapo_lite.tools.one_sentence"
 
 
-def make_config(model: Path | str, quantization: str | None = None, rollout_quantization: str | None = None) -> Config:
+def make_config(
+    model: Path | str,
+    quantization: str | None = None,
+    rollout_quantization: str | None = None,
+    vllm: dict[str, Any] | None = None,
+) -> Config:
     """A run's config: the quickstart's prompts, four completions of up to 48 tokens, rank 16 on all projections."""
     rollout = {"num_generations": 4, "max_completion_length": 48, "gpu_memory_utilization": 0.3, "sleep_level": 0}
     tree = {
@@ -54,7 +65,7 @@ def make_config(model: Path | str, quantization: str | None = None, rollout_quan
         "quantization": quantization,
         "data": {"source": f"{TASK}:prompts", "max_prompt_length": 128},
         "reward": {"functions": [f"{TASK}:reward"]},
-        "rollout": rollout | {"quantization": rollout_quantization},
+        "rollout": rollout | {"quantization": rollout_quantization, "vllm": vllm or {}},
         "train": {"gradient_checkpointing": False},
     }
     return Config.model_validate(tree)
@@ -158,14 +169,14 @@ def sampler_gap(policy: Policy, completions: Sequence[Completion]) -> dict[str, 
     return {"gap": gap(trainer, sampled), "effect of the adapter": effect, "tokens": len(sampled)}
 
 
-def measure(model: Path | str, merged: bool = False, head_dtype: str = "model", **quantizations: str) -> dict[str, Any]:
-    """One way, in this process."""
+def measure(model: Path | str, merged: bool = False, head_dtype: str = "model", **keys: Any) -> dict[str, Any]:
+    """One way, in this process; `keys` are those of `make_config`."""
     import vllm
 
     device, make_llm = prepare_vllm(), vllm.LLM
     overrides = {"hf_overrides": {"head_dtype": head_dtype}}  # the engine's own choice depends on the device
     vllm.LLM = lambda *arguments, **options: make_llm(*arguments, **options | overrides)
-    config = make_config(model, **quantizations)
+    config = make_config(model, **keys)
     prompts, _, stop_tokens = load_prompts(config, show=lambda note: None)
     policy = load_policy(config, device)
     perturb(policy, SCALE, seed=0, only="lora_B")
@@ -182,12 +193,14 @@ def compare(model: Path | str, names: Sequence[str]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name in names:
         keys = CASES[name]
+        if name in ON_A_GPU and not torch.cuda.is_available():
+            result[name] = "left out: for a GPU"
+            continue
         try:
             check_vllm(Engine(quantization=keys.get("rollout_quantization")))
+            result[name] = in_own_process(measure, model, **keys)
         except InputError as error:
             result[name] = f"left out: {error}"
-            continue
-        result[name] = in_own_process(measure, model, **keys)
     return result
 
 

@@ -27,6 +27,7 @@ SMOKE = {
     "one_update": "--steps 2 --every 1 --set model=MODEL data.max_prompt_length=300 rollout.max_completion_length=8 "
     "dtype=float32 rollout.engine=transformers objective.s2t.tau_p=0.2 reward.functions=[parity:even]",
     "overlap": "CONFIG --pairs 1 --steps 3",
+    "preemption": "--cache 2048 --sequences 8 --watermarks 0 0.2 --completions 16",
     "presets": "CONFIG train.max_steps=2 objective.s2t.tau_p=0.1 --algorithms stapo dapo",
     "s2t_statistics": "CONFIG train.max_steps=2 objective.s2t.tau_p=0.1",
     "safety": "CONFIG --steps 2",
@@ -48,6 +49,7 @@ CHECKS = {
     "mismatch": lambda r: 0 < r[WAY]["gap"]["mean |d|"] < r[WAY]["effect of the adapter"]["mean |d|"],
     "one_update": lambda r: r["means"]["with less without: log-probability, silenced"]["avg"] < 0,
     "overlap": lambda r: r["max_lag=0"]["lag_mean"] == 0 < r["max_lag=1"]["lag_mean"] <= 1,
+    "preemption": lambda r: r["8 sequences, watermark 0.2"]["preempted"] < r["8 sequences, watermark 0"]["preempted"],
     "soak": lambda r: r["growth"]["checkpoints"] == {"second fifth": 2, "last fifth": 2},
     "step": lambda r: all(0 < side["tokens"] <= 8 * 64 for pair in r["steps"] for side in pair.values()),
     "sync": lambda r: r["drift"]["after 2"]["ours: vLLM"]["differing"] == 0,

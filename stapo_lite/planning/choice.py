@@ -2,7 +2,7 @@
 
 Two choices, each along a ladder whose every rung takes more memory than the one before:
 
-    rollouts   sequences at a time, as many as the KV cache holds at their mean length
+    rollouts   sequences at a time, as many as the KV cache holds while they are under way
     update     activations in host memory; more tokens at a time; fewer layers checkpointed; still more tokens
 
 vLLM sleeps during updates, unless the host cannot hold its weights. The base of the trainer is parked during rollouts,
@@ -26,7 +26,7 @@ from stapo_lite.config import Config, flatten, load_config
 from stapo_lite.errors import InputError
 from stapo_lite.model.loading import load_model_config
 from stapo_lite.planning.plan import CUDA_CONTEXT, GIB, Cards, Plan, checkpointed_layers, make_plan
-from stapo_lite.planning.speed import KNOWN_CARDS, MEAN_LENGTH, nearest_card, step_seconds
+from stapo_lite.planning.speed import KNOWN_CARDS, length_under_way, nearest_card, step_seconds
 
 Choice = dict[str, Any]
 """Values of some of KEYS."""
@@ -149,7 +149,7 @@ def residencies(config: Config, cards: Cards) -> Iterator[tuple[Choice, bool]]:
 
 
 def choose_sequences(choice: Choice, plan: Callable[[Choice], Plan], config: Config, cards: Cards) -> Choice:
-    """The rest of the card for vLLM, and as many sequences as its cache holds at their mean length. Where they grow
+    """The rest of the card for vLLM, and as many sequences as its cache holds while they are under way. Where they grow
     longer, vLLM computes some of them once more."""
     planned = plan(choice)
     phases = (planned.rollout,) if choice["rollout.sleep_level"] else (planned.rollout, planned.update)
@@ -157,10 +157,9 @@ def choose_sequences(choice: Choice, plan: Callable[[Choice], Plan], config: Con
     share = math.floor(100 * (1 - MARGIN - trainer / cards.gpu_memory)) / 100
     choice = choice | {SHARE: max(0.01, share)}
     most, group = min(MOST_SEQUENCES, rollouts(config, cards)), config.rollout.num_generations
-    mean_length = config.data.max_prompt_length + MEAN_LENGTH * config.rollout.max_completion_length
 
     def too_many(count: int) -> bool:
-        return plan({**choice, "rollout.max_num_seqs": count}).kv_tokens < count * mean_length
+        return plan({**choice, "rollout.max_num_seqs": count}).kv_tokens < count * length_under_way(config)
 
     counts = [group, *range(group + 8, most, 8), max(group, most)]  # vLLM takes a group at a time
     fitting = bisect.bisect(counts, False, key=too_many)

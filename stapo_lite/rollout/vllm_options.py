@@ -18,6 +18,9 @@ BATCHED_TOKENS = 8192
 """Tokens that vLLM prefills at a time on a GPU. Its own default doubles from 70 GiB on, which the planner would not
 know."""
 CPU_KV_CACHE_BYTES = 1 << 30
+WATERMARK = 0.05
+"""Share of the KV cache that vLLM keeps free for the sequences under way before it begins another one: of those that it
+would have to drop and compute again it spares more than half (docs/results.md)."""
 OURS = {
     "model", "dtype", "quantization", "max_model_len", "max_num_seqs", "logprobs_mode", "generation_config",
     "disable_log_stats", "enable_lora", "max_loras", "max_lora_rank", "lora_target_modules", "gpu_memory_utilization",
@@ -69,11 +72,12 @@ def engine_arguments(
     if lora is not None:
         ours |= {"enable_lora": True, "max_loras": max_loras, "max_lora_rank": served_rank(lora.r)}
         ours["lora_target_modules"] = list(lora.target_modules)
-    defaults: dict[str, Any] = {"max_num_batched_tokens": BATCHED_TOKENS, "hf_overrides": fp32_head(model, options)}
+    defaults: dict[str, Any] = {"watermark": WATERMARK}
     if on_cpu:  # with chunked prefill, requests that have a seed end vLLM 0.32 there
-        defaults = {"max_num_batched_tokens": max(4096, max_model_len), "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
+        defaults |= {"max_num_batched_tokens": max(4096, max_model_len), "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
         ours |= {"enforce_eager": True, "enable_chunked_prefill": False}
     else:
+        defaults |= {"max_num_batched_tokens": BATCHED_TOKENS, "hf_overrides": fp32_head(model, options)}
         ours["gpu_memory_utilization"] = options.gpu_memory_utilization
     return ours | defaults | options.vllm
 
