@@ -34,20 +34,22 @@ from stapo_lite.training.opening import load_prompts
 from stapo_lite.types import Completion, Prompt
 
 SCALE = 0.02  # standard deviation of the adapter's B
-CASES: dict[str, dict[str, Any]] = {
-    "adapter on bf16, bf16 trainer": {},
-    "adapter on bf16, logits in fp32, bf16 trainer": {"head_dtype": "float32"},
-    "merged bf16, bf16 trainer": {"merged": True},
-    "adapter on bitsandbytes nf4, nf4 trainer": {"quantization": "nf4", "rollout_quantization": "bitsandbytes"},
-    "adapter on bf16, nf4 trainer": {"quantization": "nf4"},
+ON_A_GPU: dict[str, dict[str, Any]] = {
     "adapter on fp8, bf16 trainer": {"rollout_quantization": "fp8"},
     "adapter on bf16, keys and values in fp8, bf16 trainer": {"vllm": {"kv_cache_dtype": "fp8"}},
     "adapter on bf16, n-grams guessed, bf16 trainer": {
         "vllm": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}}
     },
 }
-ON_A_GPU = [name for name in CASES if "fp8" in name or "guessed" in name]
 """vLLM's CPU build takes seconds a token for these."""
+CASES: dict[str, dict[str, Any]] = {
+    "adapter on bf16, bf16 trainer": {},
+    "adapter on bf16, logits in fp32, bf16 trainer": {"head_dtype": "float32"},
+    "merged bf16, bf16 trainer": {"merged": True},
+    "adapter on bitsandbytes nf4, nf4 trainer": {"quantization": "nf4", "rollout_quantization": "bitsandbytes"},
+    "adapter on bf16, nf4 trainer": {"quantization": "nf4"},
+    **ON_A_GPU,
+}
 TASK = "stapo_lite.tools.one_sentence"
 
 

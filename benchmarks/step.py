@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,20 +32,14 @@ RESULT = "step: "
 
 
 def our_steps(config: Config) -> Iterator[dict[str, float]]:
-    """Seconds and completion tokens of steps of `train`'s loop, by its parts."""
-    from stapo_lite.training.loop import assign_advantages, mini_batches, sample_groups
-    from stapo_lite.training.opening import open_run
-    from stapo_lite.training.update import update
+    """Seconds and completion tokens of the steps of `train`; the first one's hold the start, too."""
+    from stapo_lite.training.loop import train
 
-    with open_run(config) as run:
-        for step in run.steps():
-            start = now()
-            rollouts = sample_groups(run, step)
-            assign_advantages(run, rollouts.batch)
-            updates = [update(run.learner, batch) for batch in mini_batches(run, rollouts.batch)]
-            seconds = run.record(step, rollouts, updates)["seconds_rollout"]
-            tokens = sum(len(c.token_ids) for c in chain(*rollouts.batch))
-            yield {"seconds": now() - start, "tokens": tokens, "seconds of rollouts": seconds}
+    completions, start = config.train.batch_size * config.rollout.num_generations, now()
+    for metrics in train(config):
+        seconds, tokens = now() - start, round(completions * metrics["completion_length"])
+        yield {"seconds": seconds, "tokens": tokens, "seconds of rollouts": metrics["seconds_rollout"]}
+        start = now()
 
 
 def trl_steps(config: Config) -> None:
@@ -75,7 +68,9 @@ def trl_steps(config: Config) -> None:
         engine = {"use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": True}
         engine["vllm_gpu_memory_utilization"] = config.rollout.gpu_memory_utilization
         engine["vllm_max_model_length"] = config.max_sequence_length
-    arguments = trl_arguments(config, max_steps=config.train.max_steps, learning_rate=1e-12, **engine)
+    arguments = trl_arguments(
+        config, max_steps=config.train.max_steps, learning_rate=config.train.learning_rate, **engine
+    )
     dataset = Dataset.from_list(writing.prompts()[0])
     trainer = GRPOTrainer(reward_funcs=reward, train_dataset=dataset, callbacks=[Stopwatch()], **arguments)
     trainer.remove_callback(PrinterCallback)
@@ -88,7 +83,7 @@ class Side:
     def __init__(self, name: str, given: argparse.Namespace):
         command = [sys.executable, __file__, "--side", name, "--pairs", str(given.pairs), "--set", *given.set]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.warm_up = self._read()
+        self._read()  # the first step, which does not count
 
     def _read(self) -> dict[str, float]:
         assert self._process.stdout is not None

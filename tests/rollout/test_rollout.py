@@ -19,7 +19,7 @@ from stapo_lite.errors import InputError, RunError
 from stapo_lite.planning.plan import as_json, model_sizes
 from stapo_lite.rollout import MAX_RETRIES, Decoding, check_engine, resolve_engine
 from stapo_lite.rollout.transformers_engine import TransformersEngine
-from stapo_lite.rollout.vllm_options import BATCHED_TOKENS, check_vllm, fp32_head
+from stapo_lite.rollout.vllm_options import BATCHED_TOKENS, WATERMARK, check_vllm, fp32_head
 from stapo_lite.types import Prompt
 
 DECODING = Decoding(max_completion_length=10, temperature=0.8, top_p=1.0)
@@ -200,6 +200,7 @@ def test_arguments_of_the_config_reach_vllm_which_listens_to_this_machine_only(v
     per_token = 4 * model_sizes(as_json(AutoConfig.from_pretrained(tiny_model))).kv_per_token
     assert cache.num_gpu_blocks * cache.block_size == pytest.approx(2**27 / per_token, rel=0.01)
     assert vllm_parts.config.model_config.logprobs_mode == "processed_logprobs"
+    assert vllm_parts.config.scheduler_config.watermark == WATERMARK
     connections = psutil.Process().net_connections()
     everywhere = {"::"} if torch.__version__.startswith("2.11") else set()  # torch's own store
     assert {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN} <= {"127.0.0.1", "::1"} | everywhere

@@ -302,7 +302,10 @@ def test_a_server_gets_the_same_arguments_as_an_engine_in_the_process(write_conf
     c = load_config(write_config(rollout=rollout))
     arguments = serve.server_arguments(c, "127.0.0.1", 8000, on_cpu=False)
     parsed, of_the_server = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_known_args(arguments)
-    assert of_the_server[:4] == ["--host", "127.0.0.1", "--port", "8000"]
+    assert of_the_server == [
+        "--host", "127.0.0.1", "--port", "8000", "--uvicorn-log-level", "warning",
+        "--middleware", "stapo_lite.rollout.serve.ask_for_key",
+    ]  # fmt: skip
     longest = c.data.max_prompt_length + c.rollout.max_completion_length
     expected = engine_arguments(c.model, c.dtype, longest, c.rollout, c.lora, max_loras=4, on_cpu=False)
     expected |= {"hf_overrides": {"head_dtype": "float32"}, "max_num_batched_tokens": 8192}
