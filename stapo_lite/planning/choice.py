@@ -26,7 +26,7 @@ from stapo_lite.config import Config, flatten, load_config
 from stapo_lite.errors import InputError
 from stapo_lite.model.loading import load_model_config
 from stapo_lite.planning.plan import CUDA_CONTEXT, GIB, Cards, Plan, checkpointed_layers, make_plan
-from stapo_lite.planning.speed import KNOWN_CARDS, length_under_way, nearest_card, step_seconds
+from stapo_lite.planning.speed import KNOWN_CARDS, MEAN_LENGTH, nearest_card, step_seconds
 
 Choice = dict[str, Any]
 """Values of some of KEYS."""
@@ -36,6 +36,9 @@ KEYS = ("train.park_trainer", "rollout.sleep_level", SHARE, "rollout.max_num_seq
 """What is chosen where a config leaves it open."""
 MARGIN = 0.04
 """Share of the card that neither phase plans with: what the allocators lose between blocks of different sizes."""
+UNDER_WAY = 1 / 2
+"""Of its mean length, what a completion counts for in the KV cache while sequences at a time are chosen: a fifth fewer
+steps of decoding than with all of it (docs/results.md)."""
 MOST_SEQUENCES = 512
 """vLLM captures CUDA graphs up to there; more at a time would hardly save another reading of the weights."""
 COMFORTABLE_TOKENS = 8192
@@ -157,9 +160,10 @@ def choose_sequences(choice: Choice, plan: Callable[[Choice], Plan], config: Con
     share = math.floor(100 * (1 - MARGIN - trainer / cards.gpu_memory)) / 100
     choice = choice | {SHARE: max(0.01, share)}
     most, group = min(MOST_SEQUENCES, rollouts(config, cards)), config.rollout.num_generations
+    length = config.data.max_prompt_length + UNDER_WAY * MEAN_LENGTH * config.rollout.max_completion_length
 
     def too_many(count: int) -> bool:
-        return plan({**choice, "rollout.max_num_seqs": count}).kv_tokens < count * length_under_way(config)
+        return plan({**choice, "rollout.max_num_seqs": count}).kv_tokens < count * length
 
     counts = [group, *range(group + 8, most, 8), max(group, most)]  # vLLM takes a group at a time
     fitting = bisect.bisect(counts, False, key=too_many)

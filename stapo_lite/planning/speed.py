@@ -9,8 +9,6 @@ from stapo_lite.planning.plan import GIB, Plan, as_json, checkpointed_layers, mo
 
 MEAN_LENGTH = 1 / 3
 """Of a completion, as a share of the greatest: an assumption."""
-UNDER_WAY = 1 / 2
-"""Of its final length, what a completion that is being sampled has on average: those that finish make room."""
 BUSY = 0.35
 """Share of its peak that a card computes at while it trains."""
 READING = 0.6
@@ -45,20 +43,15 @@ def nearest_card(memory: int) -> str:
     return min(KNOWN_CARDS, key=lambda name: abs(KNOWN_CARDS[name].memory - memory))
 
 
-def length_under_way(config: Config) -> float:
-    """Tokens that a sequence has in the KV cache, on average over the time that it is sampled."""
-    return config.data.max_prompt_length + UNDER_WAY * MEAN_LENGTH * config.rollout.max_completion_length
-
-
 def step_seconds(config: Config, model: Any, plan: Plan, card: Card, processes: int = 1) -> float:
     """Seconds of a step, its rollouts and updates: decoding reads weights and cache once for each token that all
     sequences grow by; training takes two operations a weight and token in each pass."""
     rollout, train, sizes = config.rollout, config.train, model_sizes(as_json(model))
     count = train.batch_size * rollout.num_generations / processes
     length = MEAN_LENGTH * rollout.max_completion_length
-    context, under_way = config.data.max_prompt_length + length, length_under_way(config)
-    at_once = max(1.0, min(count, rollout.max_num_seqs, plan.kv_tokens / under_way))
-    cache = at_once * under_way * sizes.kv_per_token * getattr(torch, config.dtype).itemsize
+    context = config.data.max_prompt_length + length
+    at_once = max(1.0, min(count, rollout.max_num_seqs, plan.kv_tokens / context))
+    cache = at_once * context * sizes.kv_per_token * getattr(torch, config.dtype).itemsize
     decoding = count / at_once * length * (plan.rollout["vLLM: weights"] + cache) / (READING * card.bandwidth)
     layers = model.num_hidden_layers
     # Before the first update; forward; backward, which makes no gradient of the base; what is computed once more.

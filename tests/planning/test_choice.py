@@ -112,8 +112,7 @@ def test_seconds_of_a_step_by_hand():
     plan = make_plan(given, model, cards)._replace(kv_tokens=10**6)
     linears = 36 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 12288)
     context = 1024 + 1024
-    under_way = 1024 + 512
-    reads = plan.rollout["vLLM: weights"] + 64 * under_way * 36 * 2 * 1024 * 2
+    reads = plan.rollout["vLLM: weights"] + 64 * context * 36 * 2 * 1024 * 2
     decoding = 512 / 64 * 1024 * reads / (0.6 * 3.35e12)
     training = 512 * context * 2 * linears * 3 / (0.35 * 990e12)
     assert step_seconds(given, model, plan, KNOWN_CARDS["H100"]) == pytest.approx(decoding + training, rel=1e-6)
