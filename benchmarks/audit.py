@@ -14,7 +14,7 @@ from typing import Any
 
 from common import QUICKSTART, save, timed
 
-from stapo_lite import load_config, train
+from stapo_lite import Trainer
 from stapo_lite.files import read_lines
 from stapo_lite.training.token_log import TokenLog
 
@@ -24,7 +24,7 @@ def measure(config: Path, steps: int, **s2t: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, timed(TokenLog, "see", "note", "write") as spent:
         overrides = [f"output_dir={folder}", "log.audit_tokens=64", f"train.max_steps={steps}", "log.save_steps=0"]
         overrides += [f"objective.s2t.{key}={value}" for key, value in s2t.items()]
-        for metrics in train(load_config(config, overrides)):
+        for metrics in Trainer(config, overrides):
             shares.append(spent[0] / metrics["seconds_step"])
             spent[0] = 0.0
         candidates = [sum(line["tokens"][:2]) for line in read_lines(Path(folder) / "quadrants.jsonl")]

@@ -129,7 +129,7 @@ def run_cases(tree: Path, folder: Path, names: list[str], out: Path) -> None:
 def child(tree: Path, folder: Path, launcher: list[str], runs: list[list[Any]]) -> None:
     script = folder / "child.py"
     script.write_text(
-        "import json, sys\nfrom stapo_lite import load_config, train\n"
+        "import json, sys\nfrom stapo_lite import load_config\nfrom stapo_lite.training.loop import train\n"
         "tree, runs = json.loads(sys.argv[1])\n"
         "for overrides, resume in runs:\n    list(train(load_config(tree, overrides), resume))\n"
     )

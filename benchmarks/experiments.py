@@ -145,7 +145,7 @@ def judge(run: Run, prompts: Sequence[Prompt]) -> dict[str, Any]:
     texts = run.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
     for completion, text in zip(completions, texts, strict=True):
         completion.text = text
-    run.rewards.score(completions, seed=0)
+    run.rewards.score(completions, seed=0, step=run.progress.step + 1)
     with torch.no_grad():
         parts = [completions[i : i + 20] for i in range(0, len(completions), 20)]
         now = [run.policy.statistics(part) for part in parts]

@@ -12,7 +12,7 @@ from statistics import median
 
 from common import QUICKSTART, save, timed
 
-from stapo_lite import load_config, train
+from stapo_lite import Trainer
 from stapo_lite.training import checkpoint
 
 if __name__ == "__main__":
@@ -28,7 +28,7 @@ if __name__ == "__main__":
         timed(checkpoint, "save_checkpoint") as in_checkpoints,
     ):
         overrides = [f"output_dir={folder}", f"train.max_steps={arguments.steps}", "log.save_steps=1"]
-        for metrics in train(load_config(arguments.config, overrides)):
+        for metrics in Trainer(arguments.config, overrides):
             steps.append(metrics["seconds_step"])
             for spent, found in ((in_snapshots, snapshots), (in_checkpoints, checkpoints)):
                 found.append(spent[0])

@@ -18,7 +18,7 @@ import psutil
 from common import save
 from random_model import VOCABULARY, build, qwen3
 
-from stapo_lite import load_config, train
+from stapo_lite import Trainer
 from stapo_lite.files import write_lines
 
 TINY = {
@@ -39,7 +39,7 @@ def soak(steps: int) -> dict[str, dict[str, float]]:
         )
         (Path(folder) / "parity.py").write_text(source, encoding="utf-8")
         sys.path.insert(0, folder)
-        config = load_config(
+        trainer = Trainer(
             {
                 "model": str(Path(folder) / "model"),
                 "output_dir": str(Path(folder) / "run"),
@@ -55,7 +55,7 @@ def soak(steps: int) -> dict[str, dict[str, float]]:
                 "log": {"save_steps": 10, "log_completions_steps": 0, "audit_tokens": 64},
             }
         )  # fmt: skip
-        found = [measure(Path(folder)) for metrics in train(config) if metrics["step"] % 10 == 0]
+        found = [measure(Path(folder)) for metrics in trainer if metrics["step"] % 10 == 0]
     fifth = len(found) // 5
     return {
         name: {

@@ -1,8 +1,9 @@
 """STAPO: reinforcement learning of LoRA adapters that leaves out spurious tokens (arXiv 2602.15620).
 
-    from stapo_lite import load_config, train
+    from stapo_lite import Trainer
 
-    for metrics in train(load_config("configs/quickstart.yaml")):
+    trainer = Trainer("configs/quickstart.yaml")
+    for metrics in trainer:
         print(metrics["reward"])
 
 What a notebook needs is here.
@@ -15,26 +16,31 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stapo_lite.config import load_config, load_eval_config
+    from stapo_lite.config import Config, EvalConfig, load_config, load_eval_config
+    from stapo_lite.errors import InputError, RunError
     from stapo_lite.evaluation.evaluate import evaluate
     from stapo_lite.tools.audit import audit, compare
     from stapo_lite.tools.export import export
-    from stapo_lite.training.loop import train
+    from stapo_lite.tools.trainer import Trainer
 
 if not os.path.exists("/proc/driver/nvidia/version"):  # read by torch when it is imported
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # vLLM's CPU backend warns of NUMA nodes that a PC lacks
 
 __version__ = "0.1.0"
-__all__ = ["audit", "compare", "evaluate", "export", "load_config", "load_eval_config", "train"]
+__all__ = [
+    "Config", "EvalConfig", "InputError", "RunError", "Trainer",
+    "audit", "compare", "evaluate", "export", "load_config", "load_eval_config",
+]  # fmt: skip
 
 _MODULES = {
-    "audit": "tools.audit", "compare": "tools.audit", "evaluate": "evaluation.evaluate", "export": "tools.export",
-    "load_config": "config", "load_eval_config": "config", "train": "training.loop",
+    "Config": "config", "EvalConfig": "config", "InputError": "errors", "RunError": "errors",
+    "Trainer": "tools.trainer", "audit": "tools.audit", "compare": "tools.audit", "evaluate": "evaluation.evaluate",
+    "export": "tools.export", "load_config": "config", "load_eval_config": "config",
 }  # fmt: skip
 
 
 class _Package(ModuleType):
-    """Imports a function when it is asked for: a sandbox has no use for torch."""
+    """Imports what is asked for when it is: a sandbox has no use for torch."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in __all__:
@@ -42,7 +48,7 @@ class _Package(ModuleType):
         return getattr(importlib.import_module(f"{self.__name__}.{_MODULES[name]}"), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # The first import of the command `stapo_lite.train` would put its module in the function's place.
+        # The first import of the command `stapo_lite.audit` would put its module in the function's place.
         if not (isinstance(value, ModuleType) and name in __all__):
             super().__setattr__(name, value)
 

@@ -51,6 +51,8 @@ class Completion:
     text: str = ""
     reward: float | None = None
     """None where every reward function abstained."""
+    scores: dict[str, float] = field(default_factory=dict)
+    """What each reward function gave, before its weight; one that abstained is missing."""
     advantage: float = 0.0
     loss_mask: list[bool] | None = None
     """Which tokens the model wrote; None for all. The others, such as a tool's results, are read and never trained;

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from helpers import adapted_policy, changed, tiny_qwen3, write_yaml
+from hub import Hub
+from huggingface_hub import constants
 from random_model import build
 
 from stapo_lite.files import write_lines
@@ -95,3 +97,16 @@ def user_reward(write_config, tmp_path):
         sys.modules.pop("parity", None)
 
     return replace
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """The client is the real one."""
+    server = Hub()
+    monkeypatch.setattr(constants, "ENDPOINT", server.url)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+    monkeypatch.setenv("HF_TOKEN", "hf_writer")
+    yield server
+    server.close()

@@ -7,7 +7,8 @@ import pytest
 
 import stapo_lite
 
-NAMES = ["audit", "compare", "evaluate", "export", "load_config", "load_eval_config", "train"]
+NAMES = ["audit", "compare", "evaluate", "export", "load_config", "load_eval_config"]
+CLASSES = ["Config", "EvalConfig", "InputError", "RunError", "Trainer"]
 
 
 def test_functions_are_functions_in_any_order():
@@ -20,11 +21,12 @@ for before in ([], ["train", "audit", "export", "evaluate"]):
     for name in before:
         importlib.import_module("stapo_lite." + name)
     for _ in range(2):
-        from stapo_lite import {", ".join(NAMES)}
+        from stapo_lite import {", ".join(NAMES + CLASSES)}
         for f in ({", ".join(NAMES)}):
             assert isinstance(f, types.FunctionType), f
+        assert all(isinstance(c, type) for c in ({", ".join(CLASSES)}))
         import stapo_lite.train, stapo_lite.audit, stapo_lite.training
-    assert stapo_lite.train is train is sys.modules["stapo_lite.training.loop"].train
+    assert stapo_lite.audit is audit is sys.modules["stapo_lite.tools.audit"].audit
     assert isinstance(stapo_lite.training, types.ModuleType)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
@@ -39,6 +41,6 @@ def test_sandboxes_graders_and_the_command_line_import_nothing_heavy():
 
 
 def test_what_there_is():
-    assert sorted(stapo_lite.__all__) == NAMES
+    assert sorted(stapo_lite.__all__) == CLASSES + NAMES
     with pytest.raises(AttributeError, match="module 'stapo_lite' has no attribute 'trian'"):
         _ = stapo_lite.trian

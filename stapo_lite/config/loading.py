@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from stapo_lite.config.presets import EVAL_PRESETS, PRESETS, Presets, fill, lookup
 from stapo_lite.config.schema import Config, EvalConfig, Section
+from stapo_lite.config.trl import TRL_NAMES
 from stapo_lite.errors import InputError, one_line
 
 S = TypeVar("S", bound=Section)
@@ -118,11 +119,7 @@ def _explain(schema: type[BaseModel], error: Any) -> str:
     """One of pydantic's errors as one line: key, what is wrong, what is allowed."""
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        *parents, last = error["loc"]
-        allowed = list(_section(schema, parents).model_fields)
-        near = difflib.get_close_matches(str(last), allowed, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"allowed are {', '.join(allowed)}"
-        return f"unknown key {key!r}: {hint}"
+        return f"unknown key {key!r}: {_hint(schema, *error['loc'])}"
     if error["type"] == "missing":
         return f"key {key!r} is required: add it"
     if error["type"] == "value_error":  # our own validators, which name their keys
@@ -130,10 +127,29 @@ def _explain(schema: type[BaseModel], error: Any) -> str:
     return f"key {key!r}: {error['msg'][0].lower()}{error['msg'][1:]}, got {reprlib.repr(error['input'])}"
 
 
-def _section(section: type[BaseModel], path: list) -> type[BaseModel]:
-    for part in path:
-        section = section.model_fields[part].annotation  # type: ignore[assignment]
-    return section
+def _hint(schema: type[BaseModel], *path: Any) -> str:
+    """The key that an unknown one was meant to be: one of TRL's names, one of another section, or one spelt alike."""
+    *parents, last = path
+    if schema is Config and last in TRL_NAMES:
+        return f"TRL's name; here {TRL_NAMES[last]}"
+    section: Any = schema
+    for part in parents:
+        section = section.model_fields[part].annotation
+    keys = _keys(schema)
+    if elsewhere := [key for key in keys if key.rpartition(".")[2] == last]:
+        return f"did you mean {' or '.join(map(repr, elsewhere))}?"
+    allowed = list(section.model_fields)
+    near = difflib.get_close_matches(str(last), allowed, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"allowed are {', '.join(allowed)}"
+
+
+def _keys(section: Any, prefix: str = "") -> list[str]:
+    """All keys of a section, those of its sections with a dot."""
+    found: list[str] = []
+    for name, field in section.model_fields.items():
+        is_section = isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+        found += _keys(field.annotation, f"{prefix}{name}.") if is_section else [f"{prefix}{name}"]
+    return found
 
 
 def flatten(tree: dict[Any, Any], prefix: str = "") -> dict[str, Any]:

@@ -6,7 +6,7 @@ where they have one.
 
 import os
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -16,7 +16,6 @@ from stapo_lite.config.presets import EVAL_PRESETS, PRESETS, fill_presets
 Symptom = Literal[
     "entropy_collapse", "entropy_explosion", "no_signal", "reward_stuck", "silenced_share", "sampler_gap", "ratio"
 ]
-Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def _path(text: str) -> str:
@@ -29,8 +28,9 @@ def _path(text: str) -> str:
 UserPath = Annotated[str, Field(min_length=1), AfterValidator(_path)]
 BENCHMARK_NAMES = ["aime24", "aime25", "amc23", "math500", "minerva", "olympiadbench"]
 _OFF = BeforeValidator(lambda value: "off" if value is False else value)  # as YAML reads it
+_ALL_LINEAR = BeforeValidator(lambda value: [value] if value == "all-linear" else value)
 OptionalPath = Annotated[str | None, AfterValidator(lambda path: path and _path(path))]
-PROJECTIONS: list[Projection] = list(get_args(Projection))
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 class Section(BaseModel):
@@ -53,12 +53,18 @@ def _refuse(problem: Callable[[Any], object], message: str) -> Any:
 class Lora(Section):
     """The adapter (PEFT `LoraConfig` names)."""
 
+    adapter: OptionalPath = None
+    """Start from this adapter, a folder or a name on the Hub, of the rank, scale and layers below. It is then the
+    reference of `objective.beta`, too."""
     r: int = Field(16, ge=1, le=512)
     """Rank. vLLM serves ranks up to 512."""
     lora_alpha: int = Field(32, gt=0)
     """Scale of the adapter's output: `lora_alpha / r`."""
-    target_modules: list[Projection] = Field(PROJECTIONS, min_length=1)
-    """Linear layers that get an adapter. The LM head stays frozen: `lm_head.py` relies on it."""
+    use_rslora: bool = False
+    """Scale by `lora_alpha / sqrt(r)` instead (rank-stabilised LoRA)."""
+    target_modules: Annotated[list[str], Field(min_length=1), _ALL_LINEAR] = PROJECTIONS
+    """Names of the decoder's linear layers that get an adapter, or `all-linear`. The LM head stays frozen: `lm_head.py`
+    relies on it."""
 
 
 class Prompting(Section):
@@ -107,8 +113,8 @@ class Reward(Section):
     """Scoring of completions."""
 
     functions: list[str] = Field(["math"], min_length=1)
-    """`math` (the final answer, docs/grading.md), or `package.module:function` with TRL's signature, in a notebook
-    `__main__:function`."""
+    """`math` (the final answer, docs/grading.md), or `package.module:function` with TRL's signature; in Python
+    `Trainer(reward_funcs=...)` takes functions themselves."""
     weights: list[float] | None = None
     """Weight of each function; all 1 by default."""
     correct: float = 1.0
@@ -125,6 +131,10 @@ class Reward(Section):
     function_timeout: float = Field(300.0, gt=0, le=1e6)
     """Seconds that one call of your own function may take. It runs in a process of its own, which is then killed."""
 
+    _a_function_counts_once = _refuse(
+        lambda s: len(set(s.functions)) < len(s.functions),
+        "reward.functions={s.functions}: one stands there twice; give it a weight (reward.weights) in place of that",
+    )
     _one_weight_per_function = _refuse(
         lambda s: s.weights is not None and len(s.weights) != len(s.functions),
         "reward.weights={s.weights} for reward.functions={s.functions}: give one weight per function",

@@ -12,8 +12,8 @@ from stapo_lite.files import read_jsonl
 from stapo_lite.types import Prompt
 
 
-def load_rows(data: Data) -> list[dict[str, Any]]:
-    """Rows of the data set.
+def load_rows(data: Data) -> Sequence[dict[str, Any]]:
+    """Rows of the data set; a data set of the Hub stays on the disk, and gives one when it is asked for.
 
     Raises:
         InputError: no such file or Hub dataset, no rows, or an id twice.
@@ -24,8 +24,7 @@ def load_rows(data: Data) -> list[dict[str, Any]]:
         raise InputError(f"data.source={source}: no such file")
     try:
         rows = read_jsonl(Path(source)) if suffix == ".jsonl" else _read_dataset(data)
-        if not all(isinstance(row, dict) for row in rows):
-            raise TypeError("rows must be dictionaries")
+        check_rows(rows, source)
     except InputError:
         raise
     except Exception as error:  # the readers and the Hub raise a dozen kinds
@@ -34,8 +33,6 @@ def load_rows(data: Data) -> list[dict[str, Any]]:
             f"data.source={source}: neither a readable .jsonl or .parquet file, nor a dataset on the Hub, nor a "
             f"package.module:function that returns rows ({reason})"
         ) from None
-    if not rows:
-        raise InputError(f"data.source={source}: no rows")
     ids = Counter(str(row["id"]) for row in rows if is_file and "id" in row)
     twice = [name for name, count in ids.items() if count > 1]
     if twice:
@@ -43,7 +40,20 @@ def load_rows(data: Data) -> list[dict[str, Any]]:
     return rows
 
 
-def _read_dataset(data: Data) -> list[dict[str, Any]]:
+def check_rows(rows: Sequence[Any], source: str) -> Sequence[dict[str, Any]]:
+    """The rows themselves.
+
+    Raises:
+        InputError: there are none, or one is no dictionary.
+    """
+    if not len(rows):
+        raise InputError(f"data.source={source}: no rows")
+    if not all(isinstance(row, dict) for row in rows):
+        raise InputError(f"data.source={source}: rows must be dictionaries")
+    return rows
+
+
+def _read_dataset(data: Data) -> Sequence[dict[str, Any]]:
     """Rows of a Parquet file, from a function, or of a dataset on the Hub."""
     if data.source.lower().endswith(".parquet"):
         from pyarrow import parquet
@@ -54,7 +64,7 @@ def _read_dataset(data: Data) -> list[dict[str, Any]]:
         return list(getattr(importlib.import_module(module), function)())
     import datasets
 
-    return list(datasets.load_dataset(data.source, data.subset, split=data.split))
+    return datasets.load_dataset(data.source, data.subset, split=data.split)
 
 
 def prompt_text(prompt: Any) -> str:

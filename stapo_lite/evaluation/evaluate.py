@@ -25,7 +25,7 @@ from stapo_lite.evaluation.results import pass_table, results_table
 from stapo_lite.evaluation.scores import Sample
 from stapo_lite.evaluation.verifier import Verifier
 from stapo_lite.files import Journal, read_lines, read_object, write_lines, write_text
-from stapo_lite.model.loading import load_model_config, load_tokenizer, load_weights
+from stapo_lite.model.loading import load_model_config, load_tokenizer, load_weights, read_adapter
 from stapo_lite.model.processes import check_launched, warn_of_unused_card
 from stapo_lite.rewards.grading import MathGrader
 from stapo_lite.rollout import Decoding, RolloutEngine, Sampling, resolve_engine
@@ -35,10 +35,6 @@ from stapo_lite.rollout.vllm_options import check_vllm, vllm_version
 FREE_KEYS = (
     "output_dir", "adapter", "benchmarks", "limit", "decoding", "verifier.", "rollout.num_samples",
     "rollout.max_num_seqs", "rollout.gpu_memory_utilization", "rollout.vllm",
-)  # fmt: skip
-SPECIAL_ADAPTERS = (
-    "use_dora", "use_rslora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern", "target_parameters",
-    "trainable_token_indices",
 )  # fmt: skip
 
 
@@ -63,7 +59,7 @@ def evaluate(config: EvalConfig) -> dict[str, Any] | None:
         raise InputError(f"rollout.quantization={r.quantization} needs vLLM")
     if v.model:
         load_model_config(v.model)
-    adapter = read_adapter(config.adapter)
+    adapter = read_adapter(Path(config.adapter)) if config.adapter else None
     longest = config.data.max_prompt_length + r.max_completion_length
     tokenizer, model_eos = load_tokenizer(config.model, longest, list(adapter["target_modules"]) if adapter else [])
     tasks = make_tasks(config.benchmarks, r.num_samples, config.limit, tokenizer, config.data)
@@ -123,30 +119,6 @@ def draw_missing(
         samples.flush()
     except OSError as error:
         raise RunError(f"{path}: cannot be written ({error.strerror}); make room and start again") from None
-
-
-def read_adapter(folder: str | None) -> dict[str, Any] | None:
-    """PEFT's config of an adapter; None without a folder.
-
-    Raises:
-        InputError: there is no adapter, or not one that both engines apply as it was trained.
-    """
-    if folder is None:
-        return None
-    try:
-        adapter = read_object(Path(folder) / "adapter_config.json")
-    except InputError as error:
-        raise InputError(f"adapter={folder}: no adapter in PEFT's format ({error})") from None
-    special = [key for key in SPECIAL_ADAPTERS if adapter.get(key)]
-    if adapter.get("peft_type") != "LORA" or special:
-        kind = ", ".join(special) or adapter.get("peft_type")
-        raise InputError(f"adapter={folder}: not a plain LoRA adapter ({kind})")
-    modules = adapter.get("target_modules")
-    if not isinstance(modules, list) or any("." in name for name in modules):
-        raise InputError(f"adapter={folder}: its target_modules must be a list of layer names, got {modules}")
-    if not isinstance(adapter.get("r"), int) or not 1 <= adapter["r"] <= 512:
-        raise InputError(f"adapter={folder}: its rank must be at most 512, got {adapter.get('r')!r}")
-    return adapter
 
 
 def open_folder(config: EvalConfig, engine: str, state: PartialState) -> Path:

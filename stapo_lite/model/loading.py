@@ -1,26 +1,37 @@
 """A model from a folder or the Hub: checked before its weights are loaded, then loaded, with an adapter."""
 
+import json
 import logging
+from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from stapo_lite.config import Lora
 from stapo_lite.errors import InputError, one_line
+from stapo_lite.files import read_object
 
 # Where it cannot fetch a kernel from the Hub it says so, at every start, and takes its own.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+SPECIAL_ADAPTERS = (
+    "use_dora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern", "target_parameters",
+    "trainable_token_indices",
+)  # fmt: skip
+"""Keys of PEFT's LoRA config that the engines do not all apply alike."""
 
 
-def load_tokenizer(model: str, longest_sequence: int, target_modules: list[str]) -> tuple[Any, int | list[int] | None]:
+def load_tokenizer(
+    model: str, longest_sequence: int, target_modules: Sequence[str]
+) -> tuple[Any, int | list[int] | None]:
     """The tokenizer and the model's end-of-text tokens, after checking the model before its weights are loaded.
 
     Raises:
         InputError: there is no such causal language model or tokenizer; its head does more than one
-            linear layer; its context is shorter than `longest_sequence` tokens; it lacks one of the
-            `target_modules`.
+            linear layer; its context is shorter than `longest_sequence` tokens; one of the `target_modules` is
+            none of its decoder's linear layers.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -28,7 +39,7 @@ def load_tokenizer(model: str, longest_sequence: int, target_modules: list[str])
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         with torch.device("meta"):  # shapes only
-            modules = {name.rpartition(".")[2] for name, _ in AutoModelForCausalLM.from_config(config).named_modules()}
+            linears = linear_layers(AutoModelForCausalLM.from_config(config))
     except Exception as error:  # transformers raises a dozen kinds
         raise _no_model(model, error) from None
     # Where the files are missing, transformers makes an empty one.
@@ -44,14 +55,37 @@ def load_tokenizer(model: str, longest_sequence: int, target_modules: list[str])
             f"model={model} holds {context} tokens, but data.max_prompt_length + rollout.max_completion_length = "
             f"{longest_sequence}: shorten one"
         )
-    missing = set(target_modules) - modules
-    if missing:
-        raise InputError(f"lora.target_modules: model={model} has no {', '.join(sorted(missing))}: leave them out")
+    check_target_modules(target_modules, linears)
     try:
         model_eos = GenerationConfig.from_pretrained(model).eos_token_id
     except OSError:
         model_eos = text_config.eos_token_id
     return tokenizer, model_eos
+
+
+def linear_layers(model: Any) -> dict[str, list[nn.Linear]]:
+    """The decoder's linear layers by the last part of their names: those that may get an adapter."""
+    linears: dict[str, list[nn.Linear]] = {}
+    for path, module in model.get_decoder().named_modules():
+        if isinstance(module, nn.Linear):
+            linears.setdefault(path.rpartition(".")[2], []).append(module)
+    return linears
+
+
+def check_target_modules(target_modules: Sequence[str], linears: Collection[str]) -> Collection[str]:
+    """The names of the layers that get an adapter.
+
+    Raises:
+        InputError: the model has no such linear layer.
+    """
+    if target_modules == ["all-linear"]:
+        return linears
+    if missing := set(target_modules) - set(linears):
+        raise InputError(
+            f"lora.target_modules: the model has no linear layer {', '.join(sorted(missing))}, but "
+            f"{', '.join(linears)}: leave the others out"
+        )
+    return target_modules
 
 
 def load_model_config(model: str) -> Any:
@@ -140,6 +174,55 @@ def _attend_with_repeated_keys(
     return attended.transpose(1, 2).contiguous(), None
 
 
+def read_adapter(folder: Path) -> dict[str, Any]:
+    """PEFT's config of an adapter.
+
+    Raises:
+        InputError: there is no adapter, or not one that both engines apply as it was trained.
+    """
+    try:
+        adapter = read_object(folder / "adapter_config.json")
+    except InputError as error:
+        raise InputError(f"adapter={folder}: no adapter in PEFT's format ({error})") from None
+    special = [key for key in SPECIAL_ADAPTERS if adapter.get(key)]
+    if adapter.get("peft_type") != "LORA" or special:
+        kind = ", ".join(special) or adapter.get("peft_type")
+        raise InputError(f"adapter={folder}: not a plain LoRA adapter ({kind})")
+    modules = adapter.get("target_modules")
+    if not isinstance(modules, list) or any("." in name for name in modules):
+        raise InputError(f"adapter={folder}: its target_modules must be a list of layer names, got {modules}")
+    if not isinstance(adapter.get("r"), int) or not 1 <= adapter["r"] <= 512:
+        raise InputError(f"adapter={folder}: its rank must be at most 512, got {adapter.get('r')!r}")
+    return adapter
+
+
+def find_start(lora: Lora) -> Path | None:
+    """The folder of the adapter to start from, fetched from the Hub where there is no such folder; None without one.
+
+    Raises:
+        InputError: there is none, or the config asks for another rank, scale or other layers than it has.
+    """
+    if lora.adapter is None:
+        return None
+    folder = Path(lora.adapter)
+    if not folder.exists():
+        from huggingface_hub import snapshot_download
+
+        try:
+            folder = Path(snapshot_download(lora.adapter, allow_patterns="adapter_*"))
+        except Exception as error:  # the Hub's client raises of many kinds
+            raise InputError(f"lora.adapter={folder}: neither a folder nor on the Hub ({one_line(error)})") from None
+    adapter = read_adapter(folder)
+    differing = []
+    for key in ("r", "lora_alpha", "use_rslora", "target_modules"):
+        has, wanted = adapter[key], getattr(lora, key)
+        if wanted != ["all-linear"] and (sorted(has) != sorted(wanted) if isinstance(has, list) else has != wanted):
+            differing.append(f"lora.{key}={json.dumps(has)}")
+    if differing:
+        raise InputError(f"lora.adapter={lora.adapter} is another kind of adapter: set {' '.join(differing)}")
+    return folder
+
+
 def add_adapter(base: Any, lora: Lora, gradient_checkpointing: bool | int) -> Any:
     """Freeze the base and give it a LoRA adapter (PEFT), whose first output is zero; ready to train.
 
@@ -154,9 +237,15 @@ def add_adapter(base: Any, lora: Lora, gradient_checkpointing: bool | int) -> An
         if gradient_checkpointing is not True:  # the last layers keep all, and free it before the first one recomputes
             for layer in base.get_decoder().layers[gradient_checkpointing:]:
                 layer.gradient_checkpointing = False
-    modules: list[str] = list(lora.target_modules)
     model = get_peft_model(
-        base, LoraConfig(r=lora.r, lora_alpha=lora.lora_alpha, target_modules=modules, task_type="CAUSAL_LM")
+        base,
+        LoraConfig(
+            r=lora.r,
+            lora_alpha=lora.lora_alpha,
+            use_rslora=lora.use_rslora,
+            target_modules=list(check_target_modules(lora.target_modules, linear_layers(base))),
+            task_type="CAUSAL_LM",
+        ),
     )
     for parameter in model.parameters():
         if parameter.requires_grad:

@@ -1,8 +1,8 @@
 """The policy: a frozen base model with a LoRA adapter, and the token statistics the loss needs."""
 
 import itertools
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,19 +14,20 @@ from stapo_lite.algorithm.lm_head import token_statistics, top_tokens
 from stapo_lite.algorithm.microbatches import send
 from stapo_lite.config import Config, Train
 from stapo_lite.errors import InputError
-from stapo_lite.model.loading import add_adapter, load_weights
+from stapo_lite.model.loading import add_adapter, find_start, load_weights
 from stapo_lite.types import Completion, TokenStatistics
 
 
 def load_policy(config: Config, device: torch.device, shard: Callable[[Any], None] | None = None) -> "Policy":
-    """Load the base model and give it a new LoRA adapter, drawn from `config.seed`.
+    """Load the base model and give it a LoRA adapter: a new one, drawn from `config.seed`, or that of `lora.adapter`.
 
     Args:
         shard: spreads the base over the processes (`sharding.py`).
 
     Raises:
-        InputError: the model cannot be loaded, does not fit on the device, or lacks weights.
+        InputError: the model or the adapter cannot be loaded, does not fit on the device, or lacks weights.
     """
+    start = find_start(config.lora)
     base = load_weights(config.model, config.dtype, "cpu" if shard else device, config.quantization)
     if shard is not None:
         shard(base)
@@ -36,7 +37,11 @@ def load_policy(config: Config, device: torch.device, shard: Callable[[Any], Non
         module: Any
         for module in base.get_decoder().layers:
             module.compile(dynamic=True)
-    return Policy(peft_model, config, sharded=shard is not None)
+    policy = Policy(peft_model, config, sharded=shard is not None)
+    if start is not None:
+        policy.load_adapter(start)
+        policy.refer_to_now()
+    return policy
 
 
 class Policy:
@@ -58,6 +63,7 @@ class Policy:
         workspace = int(config.train.lm_head_memory_gb * 2**30)
         self._lm_head: dict[str, Any] = {"temperature": config.rollout.temperature, "memory_bytes": workspace}
         self._host_copies: dict[nn.Parameter, Tensor] = {}
+        self._reference: dict[str, Tensor] = {}
 
     @property
     def device(self) -> torch.device:
@@ -142,9 +148,29 @@ class Policy:
 
     @torch.no_grad()
     def reference_logprobs(self, completions: Sequence[Completion]) -> Tensor:
-        """Log-probabilities of the base model, [n] fp32: the reference of the KL term is the adapter, disabled."""
-        with self.model.disable_adapter():
+        """Log-probabilities of the reference of the KL term, [n] fp32: the adapter that training started from, or the
+        base model, which is the adapter, disabled."""
+        with self._as_reference():
             return self.statistics(completions).logprobs
+
+    def refer_to_now(self) -> None:
+        """Take the adapter as it is now for the reference."""
+        self._reference = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+
+    @contextmanager
+    def _as_reference(self) -> Iterator[None]:
+        if not self._reference:
+            with self.model.disable_adapter():
+                yield
+            return
+        now = {name: parameter.data for name, parameter in self.parameters.items()}
+        try:
+            for name, parameter in self.parameters.items():
+                parameter.data = self._reference[name]
+            yield
+        finally:  # a graph that was begun before reads the values of now in its backward pass
+            for name, parameter in self.parameters.items():
+                parameter.data = now[name]
 
     def autocast(self) -> torch.autocast:
         """The fp32 adapter computes in the base model's dtype, as it does in vLLM."""

@@ -2,9 +2,8 @@
 
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
-
-import torch
 
 from stapo_lite.errors import InputError
 
@@ -12,6 +11,49 @@ logger = logging.getLogger(__name__)
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 """There where a card's driver is loaded."""
+
+
+def count_processes(wanted: int | None) -> int:
+    """The processes of this launch; where nothing has launched this one, those wanted, or one for each card."""
+    if _is_launched():
+        return int(os.environ.get("WORLD_SIZE", "1"))
+    if wanted is None and NVIDIA_DRIVER.exists():
+        import torch  # slow, and of no use here without a driver
+
+        wanted = torch.cuda.device_count()
+    return max(1, wanted or 1)
+
+
+def launch(module: str, processes: int, arguments: Sequence[str]) -> bool:
+    """Run a module in several processes of this machine by accelerate's launcher, and wait for them.
+
+    Returns:
+        False where there is nothing to launch: one process is enough, or this is one of them.
+
+    Raises:
+        SystemExit: a process failed, with its status, or a signal ended all.
+    """
+    if processes == 1 or _is_launched():
+        return False
+    from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what failed has said why
+    threads = max(1, (os.cpu_count() or 1) // processes)
+    options = ["--multi_gpu", "--num_processes", processes, "--num_cpu_threads_per_process", threads]
+    options += ["--num_machines", 1, "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", 0]
+    try:
+        launch_command(launch_command_parser().parse_args([*map(str, options), "-m", module, *arguments]))
+    except ChildFailedError as error:
+        raise SystemExit(error.get_first_failure()[1].exitcode) from None
+    except SignalException as error:
+        raise SystemExit(128 + error.sigval) from None
+    return True
+
+
+def _is_launched() -> bool:
+    return "WORLD_SIZE" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
 
 
 def check_launched(num_processes: int) -> None:
@@ -23,6 +65,8 @@ def check_launched(num_processes: int) -> None:
 
 def warn_of_unused_card() -> None:
     """Say so where the machine has an NVIDIA card that torch cannot use: an 8B model on the CPU is no error."""
+    import torch
+
     if not torch.accelerator.is_available() and NVIDIA_DRIVER.exists():
         cuda = f"is made for CUDA {torch.version.cuda}" if torch.version.cuda else "is a build for the CPU"
         logger.warning(

@@ -11,12 +11,11 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from stapo_lite.config import Config, check_processes, check_sharded
 from stapo_lite.errors import InputError
-from stapo_lite.model.loading import load_model_config
+from stapo_lite.model.loading import check_target_modules, linear_layers, load_model_config
 from stapo_lite.rollout.vllm_options import BATCHED_TOKENS, served_rank
 
 GIB = 2**30
@@ -158,10 +157,8 @@ def make_plan(config: Config, model: Any, cards: Cards) -> Plan:
 def count_weights(config: Config, sizes: Sizes) -> Weights:
     """Bytes of the base in the trainer and in vLLM, and of the adapter, which is in fp32."""
     width = getattr(torch, config.dtype).itemsize
-    missing = set(config.lora.target_modules) - sizes.linears.keys()
-    if missing:
-        raise InputError(f"lora.target_modules: the model has no {', '.join(sorted(missing))}: leave them out")
-    lora = config.lora.r * sum(sum(shape) for name in config.lora.target_modules for shape in sizes.linears[name])
+    modules = check_target_modules(config.lora.target_modules, sizes.linears)
+    lora = config.lora.r * sum(sum(shape) for name in modules for shape in sizes.linears[name])
     others = [n * width for n in sizes.others]
     return Weights(
         linears=[int(n * (NF4_BYTES if config.quantization else width)) for n in sizes.matrices],
@@ -234,12 +231,9 @@ def model_sizes(model: str) -> Sizes:
     """
     with torch.device("meta"):
         causal_lm: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**json.loads(model)))
-    linears: dict[str, list[tuple[int, int]]] = {}
-    quantised = set()
-    for path, module in causal_lm.get_decoder().named_modules():
-        if isinstance(module, nn.Linear):
-            linears.setdefault(path.rpartition(".")[2], []).append((module.in_features, module.out_features))
-            quantised.add(module.weight)
+    layers = linear_layers(causal_lm)
+    linears = {name: [(layer.in_features, layer.out_features) for layer in group] for name, group in layers.items()}
+    quantised = {layer.weight for group in layers.values() for layer in group}
     config, others = causal_lm.config, [p.numel() for p in causal_lm.parameters() if p not in quantised]
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     keys, queries = head_dim * config.num_key_value_heads, head_dim * config.num_attention_heads

@@ -1,17 +1,19 @@
-"""Rewards: `math` (graded in worker processes) and the user's own by import path."""
+"""Rewards: `math` (graded in worker processes) and the user's own, by import path or as they are."""
 
+import asyncio
+import inspect
 import logging
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
-import cloudpickle
 import psutil
 
 from stapo_lite.config import Reward
 from stapo_lite.errors import InputError, RunError
 from stapo_lite.rewards.grading import MathGrader, Question
-from stapo_lite.rewards.sandbox import Sandbox, SandboxError, describe
+from stapo_lite.rewards.sandbox import Sandbox, SandboxError, as_json
 from stapo_lite.types import Completion
 
 logger = logging.getLogger(__name__)
@@ -23,56 +25,137 @@ MAX_FAILURES = 3
 
 
 class RewardModel:
-    """The weighted sum of a run's reward functions.
+    """The weighted sum of a run's reward functions, which are called side by side.
+
+    Args:
+        max_steps: of the run, for `trainer_state`.
+        own: functions of this process by their names in `settings.functions`.
 
     Raises:
         InputError: a function cannot be imported.
     """
 
-    def __init__(self, settings: Reward):
-        self._settings = settings
+    def __init__(self, settings: Reward, max_steps: int, own: Mapping[str, Callable] | None = None):
+        self._settings, self._max_steps = settings, max_steps
         self._grader = MathGrader()
-        functions = [
-            self._score_math if name == "math" else UserFunction(name, settings.function_timeout)
-            for name in settings.functions
-        ]
-        self._weighted = list(zip(functions, settings.weights or [1.0] * len(functions), strict=True))
+        self._functions = {name: self._find(name, own or {}) for name in settings.functions}
+        self._threads = ThreadPoolExecutor(len(self._functions), thread_name_prefix="rewards")
 
-    def _score_math(self, completions: Sequence[Completion], _: int) -> list[float | None]:
+    def _find(self, name: str, own: Mapping[str, Callable]) -> Callable[..., list[float | None]]:
+        if name in own:
+            return OwnFunction(name, own[name])
+        return self._score_math if name == "math" else UserFunction(name, self._settings.function_timeout)
+
+    def _score_math(self, completions: Sequence[Completion], *_: Any) -> list[float | None]:
         # Token-mean would reinforce all that rambles on after an early box, up to the limit.
         asked = [c for c in completions if not (c.truncated and self._settings.truncated_is_incorrect)]
         questions = [Question(c.prompt.answer, c.text, not c.truncated) for c in asked]
         right = {c for c, verdict in zip(asked, self._grader.grade(questions), strict=True) if verdict.correct}
         return [self._settings.correct if c in right else self._settings.incorrect for c in completions]
 
-    def score(self, completions: Sequence[Completion], seed: int) -> None:
-        """Set `reward` of each completion; None where no function judged it.
+    def score(self, completions: Sequence[Completion], seed: int, step: int) -> None:
+        """Set `scores` and `reward` of each completion.
+
+        Args:
+            step: of the run, for `trainer_state`.
 
         Raises:
             RunError: a user's function failed too often.
+            Exception: what a function of this process raised.
         """
-        for completion in completions:
-            completion.reward = None
-        for function, weight in self._weighted:
-            for completion, value in zip(completions, function(completions, seed), strict=True):
-                if value is not None:
-                    completion.reward = (completion.reward or 0.0) + weight * value
+        state = SimpleNamespace(global_step=step - 1, max_steps=self._max_steps)  # as TRL has it: steps done
+        judged = self._threads.map(lambda judge: judge(completions, seed, state), self._functions.values())
+        values = dict(zip(self._functions, judged, strict=True))
+        weights = dict(zip(self._functions, self._settings.weights or [1.0] * len(values), strict=True))
+        for number, completion in enumerate(completions):
+            scores = {name: judged[number] for name, judged in values.items()}
+            completion.scores = {name: score for name, score in scores.items() if score is not None}
+            weighted = [weights[name] * score for name, score in completion.scores.items()]
+            completion.reward = sum(weighted) if weighted else None
 
     def close(self) -> None:
+        self._threads.shutdown(cancel_futures=True)
         self._grader.close()
-        for function, _ in self._weighted:
+        for function in self._functions.values():
             if isinstance(function, UserFunction):
                 function.close()
 
 
-class UserFunction:
-    """The user's reward function at `package.module:function`, or in a notebook at `__main__:function`, called as TRL
-    calls it, in a process of its own.
+def trl_arguments(completions: Sequence[Completion], trainer_state: SimpleNamespace) -> dict[str, Any]:
+    """What TRL's GRPOTrainer gives a reward function: `prompts`, `completions` (text, or messages where the prompt is
+    messages), `completion_ids`, `trainer_state` with `global_step` and `max_steps`, and every other column of the data
+    set as a list."""
+    prompts = [c.prompt for c in completions]
+    names = dict.fromkeys(name for p in prompts for name in p.columns)
+    columns = {name: [p.columns.get(name) for p in prompts] for name in names}
+    return columns | {  # columns of these names stay out
+        "prompts": [p.prompt for p in prompts],
+        "completions": [
+            c.text if isinstance(c.prompt.prompt, str) else [{"role": "assistant", "content": c.text}]
+            for c in completions
+        ],
+        "completion_ids": [c.token_ids for c in completions],
+        "trainer_state": trainer_state,
+    }
 
-    It gets lists by keyword: `prompts`, `completions` (text, or messages where the prompt is messages),
-    `completion_ids`, and every other column of the data set; and returns a list of numbers, or None for
-    a completion that it does not judge. Where it raises, hangs, takes too much memory, or returns anything else, it is
-    called again, in a new process if need be, and then judges none of the completions.
+
+def judgements(name: str, values: Any, count: int) -> list[float | None]:
+    """The values that a function returned, None in place of what gradients cannot bear.
+
+    Raises:
+        SandboxError: they are not as many values, or none of them can be used.
+    """
+    if not isinstance(values, list):
+        raise SandboxError(f"returned {values!r:.100}, not a list")
+    if len(values) != count:
+        raise SandboxError(f"returned {len(values)} values, not {count}")
+    unusable = [value is not None and not _is_finite(value) for value in values]
+    if values and all(unusable):
+        raise SandboxError("returned no finite number")
+    if any(unusable):
+        message = "reward.functions=%s: %d of %d values are no finite numbers, their completions not judged"
+        logger.warning(message, name, sum(unusable), count)
+    return [float(value) if _is_finite(value) else None for value in values]
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and abs(value) < LARGEST
+
+
+class OwnFunction:
+    """A function that the caller of a run has given as it is: it may be a lambda or a closure, and keeps its state. It
+    runs in the trainer's process, in a thread, without limits; what it raises ends the run.
+
+    Args:
+        name: for messages.
+        function: called as TRL calls it; may be a coroutine function.
+    """
+
+    def __init__(self, name: str, function: Callable):
+        self._name, self._function = name, function
+
+    def __call__(self, completions: Sequence[Completion], _: int, trainer_state: SimpleNamespace) -> list[float | None]:
+        """A number for each completion, or None.
+
+        Raises:
+            RunError: it returned something else.
+        """
+        values = self._function(**trl_arguments(completions, trainer_state))
+        if inspect.iscoroutine(values):
+            values = asyncio.run(values)
+        try:
+            return judgements(self._name, as_json(values), len(completions))
+        except SandboxError as error:
+            raise RunError(f"reward_funcs: {self._name} {error}; continue with resume=True") from None
+
+
+class UserFunction:
+    """The user's reward function at `package.module:function`, called as TRL calls it (`trl_arguments`), in a process
+    of its own; it may be a coroutine function.
+
+    It returns a list of numbers, or None for a completion that it does not judge. Where it raises, hangs, takes too
+    much memory, or returns anything else, it is called again, in a new process if need be, and then judges none of the
+    completions.
 
     Args:
         timeout: seconds of one call, and of the module's import.
@@ -87,18 +170,15 @@ class UserFunction:
         module_name, _, attribute = path.partition(":")
         if not module_name or not attribute:
             raise InputError(f"reward.functions={path}: use math or package.module:function")
+        self.sandbox = Sandbox(path, timeout, memory_bytes or psutil.virtual_memory().total // 2)
         try:
-            # Its process finds a function by its path; a notebook's own travels there, with what it uses.
-            own = module_name == "__main__"
-            function = cloudpickle.dumps(getattr(sys.modules["__main__"], attribute)) if own else path
-            self.sandbox = Sandbox(function, timeout, memory_bytes or psutil.virtual_memory().total // 2)
             self.sandbox.start()
         except SandboxError as error:
             raise InputError(f"reward.functions={path}: {error}") from None
-        except Exception as error:  # pickling raises what it likes
-            raise InputError(f"reward.functions={path}: cannot be imported ({describe(error)})") from None
 
-    def __call__(self, completions: Sequence[Completion], seed: int) -> list[float | None]:
+    def __call__(
+        self, completions: Sequence[Completion], seed: int, trainer_state: SimpleNamespace
+    ) -> list[float | None]:
         """A number for each completion, or None.
 
         Args:
@@ -107,20 +187,10 @@ class UserFunction:
         Raises:
             RunError: it failed too often in a row.
         """
-        prompts = [c.prompt for c in completions]
-        names = dict.fromkeys(name for p in prompts for name in p.columns)
-        columns = {name: [p.columns.get(name) for p in prompts] for name in names}
-        arguments = columns | {  # as in TRL, columns of these names stay out
-            "prompts": [p.prompt for p in prompts],
-            "completions": [
-                c.text if isinstance(c.prompt.prompt, str) else [{"role": "assistant", "content": c.text}]
-                for c in completions
-            ],
-            "completion_ids": [c.token_ids for c in completions],
-        }
+        arguments = trl_arguments(completions, trainer_state)
         for _ in range(2):
             try:
-                values = self._judgements(self.sandbox.call(arguments, seed), len(completions))
+                values = judgements(self._path, self.sandbox.call(arguments, seed), len(completions))
                 self._failures = 0
                 return values
             except SandboxError as error:
@@ -134,30 +204,8 @@ class UserFunction:
             )
         return [None] * len(completions)
 
-    def _judgements(self, values: Any, count: int) -> list[float | None]:
-        """The values that the function returned, None in place of what gradients cannot bear.
-
-        Raises:
-            SandboxError: they are not as many values, or none of them can be used.
-        """
-        if not isinstance(values, list):
-            raise SandboxError(f"returned {values!r:.100}, not a list")
-        if len(values) != count:
-            raise SandboxError(f"returned {len(values)} values, not {count}")
-        unusable = [value is not None and not _is_finite(value) for value in values]
-        if values and all(unusable):
-            raise SandboxError("returned no finite number")
-        if any(unusable):
-            message = "reward.functions=%s: %d of %d values are no finite numbers, their completions not judged"
-            logger.warning(message, self._path, sum(unusable), count)
-        return [float(value) if _is_finite(value) else None for value in values]
-
     def close(self) -> None:
         self.sandbox.close()
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and abs(value) < LARGEST
 
 
 def overlong_share(length: int, max_completion_length: int, buffer: float) -> float:

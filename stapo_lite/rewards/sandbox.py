@@ -8,10 +8,11 @@ Libraries with limits for each task (pebble, loky) start workers by `multiproces
 module, and with it torch, into each, and they leave behind what a function started.
 """
 
+import asyncio
+import inspect
 import json
 import math
 import os
-import pickle
 import pkgutil
 import random
 import signal
@@ -35,12 +36,12 @@ class Sandbox:
     """A function whose calls are limited in time and memory.
 
     Args:
-        function: `package.module:function`, or a pickled one.
+        function: `package.module:function`.
         timeout: seconds of one call, and of the module's import.
         memory_bytes: resident memory of the process and of what it started.
     """
 
-    def __init__(self, function: str | bytes, timeout: float, memory_bytes: int):
+    def __init__(self, function: str, timeout: float, memory_bytes: int):
         self.function, self.timeout, self.memory_bytes = function, timeout, memory_bytes
         self._process: subprocess.Popen | None = None
 
@@ -136,12 +137,11 @@ def serve(connection: Connection) -> None:
     Raises:
         EOFError: the parent has closed the connection, or ended.
     """
-    given = connection.recv()
     try:
-        function = pickle.loads(given) if isinstance(given, bytes) else pkgutil.resolve_name(given)
+        function = pkgutil.resolve_name(connection.recv())
         problem = None if callable(function) else f"is a {type(function).__name__}, not a function"
     except Exception as error:  # the module is the user's
-        problem = f"cannot be imported ({describe(error)})"
+        problem = f"cannot be imported ({_describe(error)})"
     connection.send_bytes(_answer(None, problem))
     while problem is None:
         arguments, seed, timeout = connection.recv()
@@ -152,15 +152,21 @@ def serve(connection: Connection) -> None:
         if torch := sys.modules.get("torch"):
             torch.manual_seed(seed)
         try:
-            answer = _answer(function(**arguments), None)
+            value = function(**arguments)
+            answer = _answer(asyncio.run(value) if inspect.iscoroutine(value) else value, None)
         except Exception as error:
-            answer = _answer(None, f"raised {describe(error)}")
+            answer = _answer(None, f"raised {_describe(error)}")
         signal.alarm(0)
         connection.send_bytes(answer)
 
 
 def _answer(value: Any, problem: str | None) -> bytes:
     return json.dumps([value, problem], default=_plain, skipkeys=True).encode()
+
+
+def as_json(value: Any) -> Any:
+    """A value as it would come out of a sandbox: Python's own numbers, texts and lists."""
+    return json.loads(_answer(value, None))[0]
 
 
 def _plain(value: Any) -> Any:
@@ -173,7 +179,7 @@ def _plain(value: Any) -> Any:
         return list(value) if isinstance(value, Iterable) else math.nan
 
 
-def describe(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     """An error's type and text, or their beginning, in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:500]
 

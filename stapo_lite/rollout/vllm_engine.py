@@ -97,12 +97,18 @@ class VLLMEngine(RolloutEngine):
                 shutil.rmtree(old)
 
     def load_adapter(self, folder: Path, version: int) -> None:
-        """Serve an adapter in PEFT's format as `version`, which must be new, and drop the one before."""
+        """Serve an adapter in PEFT's format as `version`, which must be new, and drop the one before.
+
+        Raises:
+            InputError: it has layers that vLLM gives no adapter in this model.
+        """
         from vllm.lora.request import LoRARequest
 
         request = LoRARequest(f"adapter-v{version}", version + 1, str(folder))  # ids begin at 1
-        # Loaded before it is generated from: a bad adapter raises here, but would hang `generate`.
-        self._engine.add_lora(request)
+        try:  # loaded before it is generated from, which it would hang
+            self._engine.add_lora(request)
+        except ValueError as error:
+            raise InputError(f"lora.target_modules: vLLM cannot serve the adapter ({one_line(error)})") from None
         self._request = request
 
     def generate(

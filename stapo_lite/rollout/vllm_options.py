@@ -71,7 +71,8 @@ def engine_arguments(
     }
     if lora is not None:
         ours |= {"enable_lora": True, "max_loras": max_loras, "max_lora_rank": served_rank(lora.r)}
-        ours["lora_target_modules"] = list(lora.target_modules)
+        if lora.target_modules != ["all-linear"]:  # else all that vLLM knows of the model
+            ours["lora_target_modules"] = list(lora.target_modules)
     defaults: dict[str, Any] = {"watermark": WATERMARK}
     if on_cpu:  # with chunked prefill, requests that have a seed end vLLM 0.32 there
         defaults |= {"max_num_batched_tokens": max(4096, max_model_len), "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}

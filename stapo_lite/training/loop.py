@@ -8,7 +8,7 @@ departs from the paper; first of all, a LoRA adapter trains instead of the whole
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,13 @@ from stapo_lite.training.update import measure, old_inputs, update, with_gradien
 from stapo_lite.types import Completion, derived_seed
 
 
-def train(config: Config, resume: bool = False, force: bool = False) -> Iterator[dict[str, Any]]:
+def train(
+    config: Config,
+    resume: bool = False,
+    force: bool = False,
+    reward_funcs: Mapping[str, Callable] | None = None,
+    rows: Sequence[dict[str, Any]] | None = None,
+) -> Iterator[dict[str, Any]]:
     """Run the training; yields the metrics of each step (docs/metrics.md).
 
     Who stops iterating ends the run there: adapter and checkpoint are written as at the last step. With several
@@ -37,13 +43,15 @@ def train(config: Config, resume: bool = False, force: bool = False) -> Iterator
     Args:
         resume: continue from the newest intact checkpoint in `config.output_dir`; begin where there is none.
         force: continue with a config that differs where it decides what the run computes.
+        reward_funcs: functions of this process by their names in `config.reward.functions`.
+        rows: of the data set, in place of `config.data.source`.
 
     Raises:
         InputError: something in the config, the data or the model cannot be used; found before any
             weights are loaded, where it can be.
         RunError: faults that the run outlives (docs/faults.md) did not end.
     """
-    with open_run(config, resume, force) as run:
+    with open_run(config, resume, force, reward_funcs, rows) as run:
         for step in run.steps():
             rollouts = sample_groups(run, step)
             assign_advantages(run, rollouts.batch)
@@ -97,7 +105,7 @@ def sample_round(run: Run, step: int, wanted: int, rollouts: Rollouts) -> list[l
     for completion, text in zip(completions, texts, strict=True):
         completion.text = text
     if completions:
-        run.rewards.score(completions, seed)
+        run.rewards.score(completions, seed, step)
     everyones = sorted(gather_object(list(zip(share.places, groups, strict=True))), key=lambda pair: pair[0])
     run.clock.lap("reward")
     return [group for _, group in everyones]

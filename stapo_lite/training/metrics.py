@@ -1,6 +1,7 @@
 """Counts of a step, and the metrics that come of them."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from stapo_lite.algorithm.s2t import linear_quantiles
 from stapo_lite.types import Completion
 
 SUMS = (
-    "groups", "zero_variance_groups", "completions", "truncated", "scored", "reward", "tokens", "sampled_nll",
+    "groups", "zero_variance_groups", "completions", "truncated", "tokens", "sampled_nll",
     "batch_completions", "overlong_penalty", "lag",
     "batch_tokens", "kept", "active_tokens", "trained_tokens", "loss", "kl", "kl_tokens", "entropy", "collision",
     "logit_grad_norm", "clipped_low", "clipped_high", "silenced", "candidate", "gradient_mass",
@@ -39,10 +40,15 @@ class Tally:
 
     Every process has all the names, whatever work it got. A maximum without a value is None; collected values are a
     1-D tensor.
+
+    Args:
+        reward_functions: each has its own mean and spread.
     """
 
-    def __init__(self, device: torch.device):
-        self._sums = {name: torch.zeros((), dtype=torch.float64, device=device) for name in SUMS}
+    def __init__(self, device: torch.device, reward_functions: Sequence[str]):
+        rewards = ["reward", *(f"reward/{name}" for name in reward_functions)]
+        names = [*SUMS, *(f"{name} {part}" for name in rewards for part in ("number", "sum", "squares"))]
+        self._sums = {name: torch.zeros((), dtype=torch.float64, device=device) for name in names}
         self._maxima = {name: torch.full((), -math.inf, dtype=torch.float32, device=device) for name in MAXIMA}
         self._values = {name: [torch.zeros(0, device=device)] for name in VALUES}
 
@@ -89,15 +95,13 @@ def has_variance(group: Sequence[Completion]) -> bool:
 def count_rollouts(tally: Tally, groups: Sequence[Sequence[Completion]], step: int) -> None:
     """Count what this process sampled for a step."""
     completions = [completion for group in groups for completion in group]
-    rewards = [c.reward for c in completions if c.reward is not None]
     lags = [step - c.adapter_version for c in completions]
     tally.add(
+        **reward_sums(completions),
         groups=len(groups),
         zero_variance_groups=sum(not has_variance(group) for group in groups),
         completions=len(completions),
         truncated=sum(c.truncated for c in completions),
-        scored=len(rewards),
-        reward=sum(rewards),
         tokens=sum(len(c.token_ids) for c in completions),
         sampled_nll=-sum(sum(c.rollout_logprobs) for c in completions),
         lag=sum(lags),
@@ -125,7 +129,7 @@ def step_metrics(
         "step": step,
         "updates": len(updates),
         **others,
-        "reward": ratio(t["reward"], t["scored"]),
+        **reward_metrics(t),
         "overlong_penalty": ratio(t["overlong_penalty"], t["batch_completions"]),
         "zero_variance_groups": ratio(t["zero_variance_groups"], t["groups"]),
         "completion_length": ratio(t["tokens"], t["completions"]),
@@ -155,3 +159,26 @@ def step_metrics(
         **{f"seconds_{name}": value for name, value in seconds.items()},
         "seconds_step": total_seconds,
     }
+
+
+def reward_sums(completions: Sequence[Completion]) -> Counter[str]:
+    """Number, sum and sum of squares of the rewards, and of what each function gave."""
+    sums: Counter[str] = Counter()
+    for completion in completions:
+        rewards = {f"reward/{name}": score for name, score in completion.scores.items()}
+        if completion.reward is not None:
+            rewards["reward"] = completion.reward
+        for name, reward in rewards.items():
+            sums.update({f"{name} number": 1, f"{name} sum": reward, f"{name} squares": reward**2})
+    return sums
+
+
+def reward_metrics(t: dict[str, Any]) -> dict[str, float | None]:
+    """Mean and standard deviation (n - 1, in float64) of the rewards, and of what each function gave."""
+    metrics: dict[str, float | None] = {}
+    for name in [name.removesuffix(" number") for name in t if name.endswith(" number")]:
+        number, total, squares = (t[f"{name} {part}"] for part in ("number", "sum", "squares"))
+        metrics[name] = total / number if number else None
+        variance = max(0.0, squares - total**2 / number) / (number - 1) if number > 1 else None
+        metrics[name.replace("reward", "reward_std", 1)] = None if variance is None else math.sqrt(variance)
+    return metrics

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,11 @@ from accelerate.utils import gather_object
 from stapo_lite.algorithm.microbatches import TokenBudget
 from stapo_lite.config import Config, Data, batch_arithmetic, check_processes, check_sharded, flatten, to_yaml
 from stapo_lite.data.contamination import find_overlaps, load_problems
-from stapo_lite.data.prompts import load_rows, prompt_text, render_prompts, stop_token_ids
+from stapo_lite.data.prompts import check_rows, load_rows, prompt_text, render_prompts, stop_token_ids
 from stapo_lite.errors import InputError
 from stapo_lite.evaluation.exam import make_exam
 from stapo_lite.files import write_text
-from stapo_lite.model.loading import load_tokenizer
+from stapo_lite.model.loading import find_start, load_tokenizer
 from stapo_lite.model.policy import load_policy, make_optimizer
 from stapo_lite.model.sharding import make_sharding
 from stapo_lite.planning.choice import fit
@@ -41,7 +41,13 @@ from stapo_lite.types import Prompt
 
 
 @contextmanager
-def open_run(config: Config, resume: bool = False, force: bool = False) -> Iterator[Run]:
+def open_run(
+    config: Config,
+    resume: bool = False,
+    force: bool = False,
+    reward_funcs: Mapping[str, Callable] | None = None,
+    rows: Sequence[dict[str, Any]] | None = None,
+) -> Iterator[Run]:
     """Open a run, new or resumed; close it, or where something interrupts it keep what was learned.
 
     Raises:
@@ -49,7 +55,7 @@ def open_run(config: Config, resume: bool = False, force: bool = False) -> Itera
         RunError: the disk is full at the end.
     """
     with ExitStack() as closing:  # all of it, whatever one does
-        run = begin(config, resume, force, closing)
+        run = begin(config, resume, force, reward_funcs, rows, closing)
         try:
             yield run
         except BaseException as interruption:
@@ -60,7 +66,14 @@ def open_run(config: Config, resume: bool = False, force: bool = False) -> Itera
         run.finish()
 
 
-def begin(config: Config, resume: bool, force: bool, closing: ExitStack) -> Run:
+def begin(
+    config: Config,
+    resume: bool,
+    force: bool,
+    reward_funcs: Mapping[str, Callable] | None,
+    rows: Sequence[dict[str, Any]] | None,
+    closing: ExitStack,
+) -> Run:
     """Assemble a run: what is cheap and can fail first, weights last."""
     folder = Path(config.output_dir)
     accelerator = make_accelerator(config.log, folder / "logs")
@@ -74,7 +87,8 @@ def begin(config: Config, resume: bool, force: bool, closing: ExitStack) -> Run:
     if not resume:
         check_no_run(folder)
     config = fit(config, engine_name, folder if resume else None, processes, shard is not None)
-    prompts, tokenizer, stop_tokens = load_prompts(config, accelerator.print)
+    prompts, tokenizer, stop_tokens = load_prompts(config, rows, accelerator.print)
+    find_start(config.lora)
     exam = make_exam(config, tokenizer)
     accelerator.print(batch_arithmetic(config, processes))
     if accelerator.is_main_process:
@@ -85,7 +99,7 @@ def begin(config: Config, resume: bool, force: bool, closing: ExitStack) -> Run:
     if newest is not None:
         for note in checkpoint.check_resume(newest, config.model_dump(), surroundings, force):
             accelerator.print(note)
-    rewards = RewardModel(config.reward)
+    rewards = RewardModel(config.reward, config.train.max_steps, reward_funcs)
     closing.callback(rewards.close)
     learner = make_learner(config, accelerator, shard, newest)
     engine = make_engine(engine_name, config, stop_tokens, accelerator)
@@ -135,17 +149,23 @@ def open_folder(config: Config, accelerator: Accelerator, surroundings: dict[str
     return log
 
 
-def load_prompts(config: Config, show: Callable[[str], None]) -> tuple[list[Prompt], Any, tuple[int, ...]]:
-    """The rendered prompts, the tokenizer and the tokens that end a completion."""
+def load_prompts(
+    config: Config, rows: Sequence[dict[str, Any]] | None, show: Callable[[str], None]
+) -> tuple[list[Prompt], Any, tuple[int, ...]]:
+    """The rendered prompts, the tokenizer and the tokens that end a completion.
+
+    Args:
+        rows: of the data set; None reads `data.source`.
+    """
     d = config.data
     answer_column = d.answer_column if "math" in config.reward.functions else None
-    rows = load_rows(d)
+    rows = load_rows(d) if rows is None else check_rows(rows, d.source)
     for key, column in (("prompt_column", d.prompt_column), ("answer_column", answer_column)):
         if column is not None and column not in rows[0]:
             raise InputError(f"data.{key}={column}: {d.source} has only the columns {', '.join(rows[0])}")
     if d.drop_contaminated:
         rows = drop_contaminated(rows, d, show)
-    tokenizer, model_eos = load_tokenizer(config.model, config.max_sequence_length, list(config.lora.target_modules))
+    tokenizer, model_eos = load_tokenizer(config.model, config.max_sequence_length, config.lora.target_modules)
     prompts = render_prompts(
         rows, tokenizer, d, d.source, d.prompt_column, answer_column, filter_overlong=d.filter_overlong_prompts
     )
@@ -155,7 +175,7 @@ def load_prompts(config: Config, show: Callable[[str], None]) -> tuple[list[Prom
     return prompts, tokenizer, stop_token_ids(tokenizer, model_eos, d.apply_chat_template)
 
 
-def drop_contaminated(rows: list[Any], d: Data, show: Callable[[str], None]) -> list[Any]:
+def drop_contaminated(rows: Sequence[Any], d: Data, show: Callable[[str], None]) -> list[Any]:
     """Leave out the rows that hold a benchmark's problem.
 
     Raises:

@@ -24,6 +24,37 @@ TOKENS_FILE = "tokens.jsonl"
 QUADRANTS_FILE = "quadrants.jsonl"
 
 
+TRL_METRICS = {
+    "loss": "loss",
+    "grad_norm": "grad_norm",
+    "learning_rate": "learning_rate",
+    "reward": "reward",
+    "reward_std": "reward_std",
+    "zero_variance_groups": "frac_reward_zero_std",
+    "completion_length": "completions/mean_length",
+    "truncated_share": "completions/clipped_ratio",
+    "entropy": "entropy",
+    "kl": "kl",
+    "clip_low_share": "clip_ratio/low_mean",
+    "clip_high_share": "clip_ratio/high_mean",
+    "sampler_gap_mean": "sampling/sampling_logp_difference/mean",
+    "sampler_gap_max": "sampling/sampling_logp_difference/max",
+    "seconds_step": "step_time",
+}
+"""Our metric -> the one that TRL's GRPOTrainer logs."""
+
+
+def trl_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
+    """A step's metrics under the names by which trackers have those of TRL's GRPOTrainer, so that runs overlay."""
+    named = {f"train/{TRL_METRICS[name]}": value for name, value in metrics.items() if name in TRL_METRICS}
+    for name, value in metrics.items():
+        kind, _, function = name.partition("/")
+        if function:
+            part = {"reward": "mean", "reward_std": "std"}[kind]
+            named[f"train/rewards/{function.rpartition(':')[2]}/{part}"] = value
+    return named
+
+
 class RunLog:
     """Writes a run's metrics, on the main process only.
 
@@ -75,7 +106,8 @@ class RunLog:
             return
         self._steps.add([metrics])
         tqdm.write(step_line(metrics, self._max_steps))
-        self._track({k: v for k, v in metrics.items() if v is not None and k != "step"}, int(metrics["step"] or 0))
+        known = {name: value for name, value in metrics.items() if value is not None and name != "step"}
+        self._track(known | trl_metrics(known), int(metrics["step"] or 0))
 
     def flush(self) -> None:
         """Have all lines on the disk.

@@ -74,7 +74,7 @@ class Learner:
         """Set what is the step's own, and forget what was counted."""
         s2t = self.config.objective.s2t.model_copy(update={"tau_p": self.progress.tau_p})
         self.objective: Objective = self.config.objective.model_copy(update={"s2t": s2t})
-        self.tally = Tally(self.policy.device)
+        self.tally = Tally(self.policy.device, self.config.reward.functions)
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = learning_rate
 

@@ -87,8 +87,15 @@ def test_a_given_field_wins_over_the_preset_wherever_it_stands():
     assert load_config(resolved, ["algorithm=grpo"]) == load_config(MINIMAL, ["algorithm=grpo", "objective.beta=0.1"])
 
 
-FORBIDDEN = ["train.learning_rate=0", "rollout.engine=sglang", "lora.r=513", "lora.target_modules=[lm_head]", "train=3"]
+FORBIDDEN = ["train.learning_rate=0", "rollout.engine=sglang", "lora.r=513", "lora.target_modules=all", "train=3"]
 BAD = [
+    (["beta=0.1"], "unknown key 'beta': did you mean 'objective.beta'?"),
+    (["temperature=1"], "unknown key 'temperature': did you mean 'rollout.temperature' or 'evaluation.temperature'?"),
+    (["train.reward_funcs=f"], "unknown key 'train.reward_funcs': TRL's name; here reward.functions; in Python"),
+    (
+        ["lora.lora_dropout=0.1"],
+        "unknown key 'lora.lora_dropout': TRL's name; here leave it out: dropout would put noise",
+    ),
     (["train.lerning_rate=1"], "unknown key 'train.lerning_rate': did you mean 'learning_rate'?"),
     (["objective.s2t.zzz=1"], "unknown key 'objective.s2t.zzz': allowed are preset, enabled, tau_p, quantile"),
     (["train.learning_rate=fast"], "key 'train.learning_rate': input should be a valid number"),

@@ -79,12 +79,14 @@ def test_rows_of_every_kind_of_source(tmp_path):
     assert load_rows(Data(source=str(parquet))) == rows
     like_the_hub.mkdir()
     parquet.rename(like_the_hub / "test.parquet")
-    assert load_rows(Data(source=str(like_the_hub), split="test")) == rows
+    assert list(load_rows(Data(source=str(like_the_hub), split="test"))) == rows
     parquet.write_bytes(b"PAR1 not really")
-    for source in (like_the_hub, parquet, "no-user/no-data-set", "json:no", "none:dumps", "builtins:globals"):
+    for source in (like_the_hub, parquet, "no-user/no-data-set", "json:no", "none:dumps"):
         with pytest.raises(InputError, match="neither a readable") as error:
             load_rows(Data(source=str(source)))
         assert "\n" not in str(error.value)
+    with pytest.raises(InputError, match="data.source=builtins:globals: rows must be dictionaries"):
+        load_rows(Data(source="builtins:globals"))
     generated = load_rows(Data(source="stapo_lite.tools.one_sentence:prompts"))
     assert (len(generated), generated[26]["word"]) == (500, "stone")
     assert generated[26]["prompt"] == 'Write one sentence about a garden with the word "stone".'

@@ -166,7 +166,7 @@ def test_bad_input_is_one_line(run, adapter, tmp_path, monkeypatch, changes, mes
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"use_rslora": True}, r"not a plain LoRA adapter \(use_rslora\)"),
+        ({"use_dora": True}, r"not a plain LoRA adapter \(use_dora\)"),
         ({"peft_type": "IA3"}, r"not a plain LoRA adapter \(IA3\)"),
         ({"target_modules": "all-linear"}, "must be a list of layer names, got all-linear"),
         ({"target_modules": ["mlp.up_proj"]}, "must be a list of layer names"),

@@ -1,4 +1,5 @@
 import weakref
+from contextlib import nullcontext
 
 import bitsandbytes
 import oracle
@@ -8,9 +9,9 @@ from helpers import SAMPLING, adapted_policy, fake_completions, learn
 from transformers import AutoConfig, AutoModelForCausalLM, PhiConfig, PhiForCausalLM
 
 from stapo_lite.algorithm.microbatches import sequence_length
-from stapo_lite.config import PROJECTIONS
+from stapo_lite.config import PROJECTIONS, Lora
 from stapo_lite.errors import InputError
-from stapo_lite.model.loading import load_tokenizer, use_repeated_keys
+from stapo_lite.model.loading import find_start, load_tokenizer, use_repeated_keys
 from stapo_lite.model.policy import sum_gradients
 
 
@@ -74,6 +75,39 @@ def test_only_the_adapter_trains_a_new_one_changes_nothing_and_it_is_loaded_as_s
     other.save_adapter(tmp_path)
     policy.load_adapter(tmp_path)
     assert all(torch.equal(p, other.parameters[name]) for name, p in policy.parameters.items())
+
+
+def test_a_start_from_an_adapter_which_is_the_reference(make_policy, tmp_path):
+    first, completions = make_policy(scale=0.5), fake_completions(1, [1.0] * 3)
+    first.save_adapter(tmp_path)
+    with torch.no_grad():
+        expected = first.statistics(completions).logprobs
+    policy = make_policy(lora__adapter=str(tmp_path))  # which moves on
+    assert torch.equal(policy.reference_logprobs(completions), expected)
+    alone = with_gradient(policy, completions)
+    logprobs = policy.statistics(completions).logprobs
+    policy.reference_logprobs(completions)  # between the passes of a graph
+    gradient = torch.autograd.grad(logprobs.sum(), list(policy.parameters.values()))
+    assert torch.equal(torch.cat([g.flatten() for g in gradient]), alone[1])
+    assert not torch.allclose(logprobs, expected, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"r": 4}, "lora.adapter=.* is another kind of adapter: set lora.r=8$"),
+        ({"lora_alpha": 8, "use_rslora": True}, "set lora.lora_alpha=16 lora.use_rslora=false$"),
+        ({"target_modules": ["q_proj", "v_proj"]}, r'set lora.target_modules=\[".*q_proj.*"\]$'),
+        ({"adapter": "nobody/nothing"}, r"lora.adapter=nobody/nothing: neither a folder nor on the Hub \("),
+        ({"adapter": "."}, "adapter=.: no adapter in PEFT's format"),
+        ({"target_modules": "all-linear"}, None),
+    ],
+)
+def test_a_start_that_does_not_fit_the_config(make_policy, tmp_path, change, message):
+    make_policy().save_adapter(tmp_path)
+    lora = Lora(**{"adapter": str(tmp_path), "r": 8, "lora_alpha": 16} | change)
+    with pytest.raises(InputError, match=message) if message else nullcontext():
+        assert find_start(lora) == tmp_path
 
 
 def test_repeated_keys_attend_as_grouped_queries_do(tiny_model):
@@ -192,5 +226,8 @@ def test_a_model_is_checked_before_its_weights_are_loaded(tiny_model):
     assert (len(tokenizer), model_eos) == (260, 1)
     with pytest.raises(InputError, match="holds 512 tokens"):
         load_tokenizer(str(tiny_model), 513, PROJECTIONS)
-    with pytest.raises(InputError, match="lora.target_modules: .* has no qkv_proj: leave them out"):
-        load_tokenizer(str(tiny_model), 512, ["q_proj", "qkv_proj"])
+    message = (
+        "lora.target_modules: the model has no linear layer lm_head, qkv_proj, but .*q_proj, .*: leave the others out"
+    )
+    with pytest.raises(InputError, match=message):
+        load_tokenizer(str(tiny_model), 512, ["q_proj", "qkv_proj", "lm_head"])

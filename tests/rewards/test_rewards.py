@@ -1,4 +1,3 @@
-import math
 import os
 import re
 import subprocess
@@ -6,7 +5,9 @@ import sys
 import threading
 import time
 from contextlib import ExitStack, closing
+from types import SimpleNamespace
 
+import numpy as np
 import psutil
 import pytest
 from helpers import command
@@ -29,10 +30,15 @@ def completion(text, answer="4", prompt="2+2?", **columns):
     return Completion(Prompt(prompt, [5], answer, columns), [6, 7], [0.0, 0.0], False, 0, text=text)
 
 
-def score(functions, completions, **changes):
-    with closing(RewardModel(Reward(functions=functions, function_timeout=GENEROUS, **changes))) as model:
-        model.score(completions, seed=0)
+def score(functions, completions, own=None, **changes):
+    settings = Reward(functions=functions, function_timeout=GENEROUS, **changes)
+    with closing(RewardModel(settings, 10, own)) as model:
+        model.score(completions, seed=0, step=4)
     return [c.reward for c in completions]
+
+
+def ask(function, completions, seed=0):
+    return function(completions, seed, SimpleNamespace(global_step=0, max_steps=1))
 
 
 def test_questions_are_graded_in_order_with_the_answer_in_one_spelling():
@@ -127,6 +133,8 @@ def test_scales_and_weights_and_completions_that_were_cut_off():
 def test_a_user_function_is_called_as_trl_calls_it(tmp_path, monkeypatch):
     (tmp_path / "my_rewards.py").write_text(
         "def length(prompts, completions, completion_ids, level, **columns):\n"
+        "    state = columns.pop('trainer_state')\n"
+        "    assert (state.global_step, state.max_steps) == (3, 10)\n"
         "    assert sorted(columns) == ['answer'], columns\n"
         "    assert prompts == ['2+2?'] * 2 and completion_ids == [[6, 7]] * 2\n"
         "    return [None if l else float(len(c)) for c, l in zip(completions, level)]\n"
@@ -135,6 +143,10 @@ def test_a_user_function_is_called_as_trl_calls_it(tmp_path, monkeypatch):
         "def numpy(**columns):\n"
         "    import numpy\n"
         "    return numpy.array([1.0, 2.0], dtype=numpy.float32)\n"
+        "async def later(completions, **columns):\n"
+        "    import asyncio\n"
+        "    await asyncio.sleep(0)\n"
+        "    return [float(len(c)) for c in completions]\n"
         "value = 3\n",
         encoding="utf-8",
     )
@@ -146,6 +158,7 @@ def test_a_user_function_is_called_as_trl_calls_it(tmp_path, monkeypatch):
     assert score(["my_rewards:chat"], chat) == [4.0, 0.0]
     pair = [completion("a", completions="a column of the data"), completion("b", completions="")]
     assert score(["my_rewards:numpy"], pair) == [1.0, 2.0]
+    assert score(["my_rewards:later"], pair) == [1.0, 1.0]
     for path, message in [
         ("broken_rewards:f", r"cannot be imported \(ValueError: two lines\)"),
         ("my_rewards:nothing", "cannot be imported"),
@@ -189,19 +202,19 @@ def test_a_function_that_fails_is_asked_twice_and_then_judges_nothing(user_funct
     function, pair = user_function(body), [completion("a"), completion("b")]
     function.sandbox.timeout = SHORT if "hangs" in fault else GENEROUS
     function.sandbox.memory_bytes = int(0.2 * 2**30) if "memory" in fault else 1 << 30
-    assert function(pair, 0) == [None, None]
+    assert ask(function, pair) == [None, None]
     assert len(re.findall(f"reward.functions=faulty:f: {message}", caplog.text)) == 2
     function.sandbox.timeout, function.sandbox.memory_bytes = GENEROUS, 1 << 30
     function.close()  # a new process reads the mended file
     (tmp_path / "faulty.py").write_text("def f(completions, **columns): return [1, True]\n", encoding="utf-8")
-    assert function(pair, 0) == [1.0, 1.0]
+    assert ask(function, pair) == [1.0, 1.0]
 
 
 def test_processes_that_a_function_started_end_with_it(user_function, tmp_path):
     start = "import subprocess; p = subprocess.Popen(['sleep', '1000']); open(__file__ + 'p', 'a').write(f'{p.pid} ')"
     function = user_function(f"{start}; time.sleep(1000)")
     function.sandbox.timeout = SHORT
-    assert function([completion("a")], 0) == [None]
+    assert ask(function, [completion("a")]) == [None]
     pids = (tmp_path / "faulty.pyp").read_text(encoding="utf-8").split()
     assert len(pids) == 2
     children = [psutil.Process(int(pid)) for pid in pids if psutil.pid_exists(int(pid))]
@@ -228,37 +241,48 @@ def test_processes_that_a_function_started_end_with_it(user_function, tmp_path):
 )
 def test_values_of_a_user_function(user_function, caplog, body, values):
     completions = [completion("a", level=3), *(completion("b") for _ in values[1:])]
-    assert user_function(body)(completions, 0) == values
+    assert ask(user_function(body), completions) == values
     no_numbers = "of 2 values are no finite numbers, their completions not judged"
     assert (f"1 {no_numbers}" in caplog.text) == ("nan" in body)
 
 
-def test_a_notebooks_own_function(monkeypatch):
-    """It, and what it uses, goes to the process as it is now."""
-    names: dict = {"__name__": "__main__", "math": math, "half": 0.5}
-    exec("def f(completions, **_): return [math.floor(len(c) * half) for c in completions]", names)
-    for name in ("f", "half", "math"):
-        monkeypatch.setattr(sys.modules["__main__"], name, names[name], raising=False)
-    assert score(["__main__:f"], [completion("abcd"), completion("a")]) == [2.0, 0.0]
-    monkeypatch.setattr(sys.modules["__main__"], "lock", threading.Lock(), raising=False)
-    for name, message in (("g", "AttributeError"), ("lock", "TypeError: cannot pickle")):
-        with pytest.raises(InputError, match=f"reward.functions=__main__:{name}: cannot be imported \\({message}"):
-            score([f"__main__:{name}"], [completion("a")])
+def test_functions_of_this_process_keep_their_state_and_run_beside_each_other():
+    seen, both = [], threading.Barrier(2)
+
+    def first(completions, trainer_state, **_):
+        seen.append(trainer_state.global_step)
+        both.wait(GENEROUS)  # breaks where the other one begins only after this one
+        return (len(c) for c in completions)
+
+    async def second(completions, **_):
+        both.wait(GENEROUS)
+        return np.array([1.0, np.nan])
+
+    pair = [completion("abc"), completion("a")]
+    names = {"first": first, "second": second}
+    assert score(["first", "second", "math"], pair, names, weights=[1.0, 2.0, 0.5]) == [3.0 + 2.0 - 0.5, 1.0 - 0.5]
+    assert [c.scores for c in pair] == [{"first": 3, "second": 1, "math": -1}, {"first": 1, "math": -1}]
+    assert seen == [3]
+    with pytest.raises(RunError, match=r"reward_funcs: short returned 1 values, not 2; continue with resume=True"):
+        score(["short"], pair, {"short": lambda **_: [1.0]})
+    with pytest.raises(ZeroDivisionError):  # with its traceback: it is the caller's own
+        score(["wrong"], pair, {"wrong": lambda **_: 1 / 0})
 
 
 def test_too_many_failures_in_a_row_end_the_run(user_function):
     function, pair = user_function("return [] if 'bad' in completions else [1.0, 2.0]"), [completion("a")] * 2
     bad = [completion("bad"), completion("a")]
-    assert [function(batch, 0)[0] for batch in (bad, bad, pair, bad, bad)] == [None, None, 1.0, None, None]
+    assert [ask(function, batch)[0] for batch in (bad, bad, pair, bad, bad)] == [None, None, 1.0, None, None]
     with pytest.raises(RunError, match="returned 0 values, not 2; it failed on 3 batches in a row: mend it"):
-        function(bad, 0)
+        ask(function, bad)
 
 
 def test_a_functions_draws_follow_from_the_seed(user_function):
     body = "import numpy, torch; return [random.random() + numpy.random.rand() + torch.rand(()).item(), 0]"
     function, pair = user_function(body, timeout=120.0), [completion("a"), completion("b")]
-    _, second, other, again = [function(pair, seed)[0] for seed in (1, 1, 2, 1)]  # the first imports numpy and torch
-    assert second == again != other
+    ask(function, pair)  # it imports numpy and torch
+    first, other, again = [ask(function, pair, seed)[0] for seed in (1, 2, 1)]
+    assert first == again != other
 
 
 def test_a_function_that_hangs_ends_with_its_parent(tmp_path):

@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 from helpers import LONG, MINIMAL, PROMPTS, SAMPLING, adapted_policy, gap, generate, make_vllm, randomise_adapter
+from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from stapo_lite.config import PROJECTIONS, Engine, load_config
@@ -160,11 +161,25 @@ def test_an_adapter_from_its_folder(vllm_engine, make_policy, tmp_path):
     assert (tmp_path / "adapter_config.json").exists()  # only the engine's own folders are cleared
 
 
-@pytest.mark.parametrize(("projection", "rank"), [*((projection, 8) for projection in PROJECTIONS), ("", 5)])
-def test_every_target_module_reaches_vllm(vllm_engine, make_policy, projection, rank):
+ADAPTERS = [*((projection, {}) for projection in PROJECTIONS), ("", {"lora__r": 5}), ("", {"lora__use_rslora": True})]
+
+
+def test_an_adapter_of_layers_that_vllm_does_not_serve(vllm_engine, make_policy, tmp_path):
+    policy = make_policy()
+    policy.save_adapter(tmp_path)
+    values = {name.replace("up_proj", "router"): value for name, value in policy.adapter_tensors("float32").items()}
+    save_file(values, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(InputError, match="lora.target_modules: vLLM cannot serve the adapter .*router"):
+        vllm_engine.load_adapter(tmp_path, next(VERSIONS))
+    vllm_engine.publish(policy, next(VERSIONS))  # it goes on
+    assert gap(policy, generate(vllm_engine, PROMPTS)).max() < 1e-4
+
+
+@pytest.mark.parametrize(("projection", "kind"), ADAPTERS)
+def test_every_target_module_reaches_vllm(vllm_engine, make_policy, projection, kind):
     """An adapter in one projection alone has the same effect in vLLM as in the trainer, and has one; in all of them, of
-    a rank between those that vLLM allows, too."""
-    policy = make_policy(lora__r=rank)
+    a rank between those that vLLM allows, and rank-stabilised, too."""
+    policy = make_policy(**kind)
     randomise_adapter(policy, seed=3, scale=0.5, only=projection)
     vllm_engine.publish(policy, next(VERSIONS))
     groups = generate(vllm_engine, PROMPTS)

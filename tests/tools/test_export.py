@@ -9,8 +9,7 @@ import sys
 import pytest
 import torch
 from helpers import adapted_policy, command, tiny_qwen3, write_yaml
-from hub import Hub
-from huggingface_hub import ModelCard, constants
+from huggingface_hub import ModelCard
 from peft import LoraModel, PeftModel
 from random_model import build
 from safetensors.torch import load_file
@@ -273,19 +272,6 @@ def test_the_card_of_an_adapter(make_run, tied_model, tmp_path):
         assert text in card.text, text
     assert "secret" not in card.text
     assert "Not evaluated" not in card.text
-
-
-@pytest.fixture
-def hub(monkeypatch):
-    """The client is the real one."""
-    server = Hub()
-    monkeypatch.setattr(constants, "ENDPOINT", server.url)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
-    monkeypatch.setenv("HF_TOKEN", "hf_writer")
-    yield server
-    server.close()
 
 
 def test_pushing_a_merged_model(hub, make_run, tmp_path, capsys):

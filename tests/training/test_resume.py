@@ -90,19 +90,29 @@ def test_sigterm_loses_no_finished_step(children, arguments, tmp_path):
     assert not (tmp_path / "run" / "adapter").exists()
 
 
+LAUNCHERS = {
+    "accelerate, which dies of it": "accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no "
+    "--dynamo_backend no -m stapo_lite.train",
+    "our own": "stapo train --processes 2",
+}
+
+
 @pytest.mark.slow
-def test_sigterm_to_the_launcher_reaches_the_run(write_config, tmp_path):
-    """`accelerate launch` dies of it; the run behind it saves its checkpoint."""
-    launch = [str(Path(sys.executable).with_name("accelerate")), "launch", "--num_processes", "1"]
-    launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "-m", "stapo_lite.train"]
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_sigterm_to_the_launcher_reaches_the_run(write_config, tmp_path, launcher):
+    """The run behind it saves its checkpoint."""
+    program, *options = LAUNCHERS[launcher].split()
+    launch = [str(Path(sys.executable).with_name(program)), *options]
     launch += [str(write_config(train__max_steps=10_000, log__save_steps=0))]
-    options = {"cwd": tmp_path, "stderr": subprocess.DEVNULL, "env": os.environ | {"PYTHONUNBUFFERED": "1"}}
-    with subprocess.Popen(launch, stdout=subprocess.PIPE, text=True, **options) as launched:
+    surroundings = {"cwd": tmp_path, "stderr": subprocess.PIPE, "env": os.environ | {"PYTHONUNBUFFERED": "1"}}
+    with subprocess.Popen(launch, stdout=subprocess.PIPE, text=True, **surroundings) as launched:
         for line in launched.stdout:
             if line.startswith("step     3/"):
                 break
         launched.terminate()
         launched.stdout.read()  # until the run, which writes there, has ended
+        assert program == "accelerate" or "Traceback" not in launched.stderr.read()
+    assert launched.returncode == (-signal.SIGTERM if program == "accelerate" else 128 + signal.SIGTERM)
     step = int(checkpoints(tmp_path / "run")[-1].removeprefix("checkpoint-"))
     assert 3 <= step < 1000
     assert [m["step"] for m in read_metrics(tmp_path / "run")][-1] - step in (0, 1)

@@ -74,7 +74,8 @@ def test_a_run_leaves_everything_behind_but_secrets(write_config, tmp_path, caps
     assert len(re.findall(r"samples of step", output)) == 2
     assert "silenced share" in output
     rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert sorted(name for row in rows for name in re.findall(r"`(\w+)`", row)) == sorted(metrics[0])
+    named = [name.replace("parity:even", "FUNCTION") for name in metrics[0]]
+    assert sorted(name for row in rows for name in re.findall(r"`([\w/]+)`", row)) == sorted(named)
 
 
 def test_metrics_and_token_log_of_a_step_by_hand(write_config, trained, monkeypatch, tmp_path):
@@ -90,7 +91,9 @@ def test_metrics_and_token_log_of_a_step_by_hand(write_config, trained, monkeypa
     cut = sum(n == 8 and c.token_ids[-1] not in (1, 2) for n, c in zip(lengths, completions, strict=True))
     flat = sum(len({c.reward for c in group}) == 1 for group in in_groups(trained))
     assert m["completion_length"] == pytest.approx(tokens / 16)
-    assert m["reward"] == pytest.approx(right / 16)
+    rewards = [sum(i % 2 == 0 for i in c.token_ids) for c in completions]
+    assert m["reward"] == m["reward/parity:even"] == pytest.approx(right / 16)
+    assert m["reward_std"] == m["reward_std/parity:even"] == pytest.approx(np.std(rewards, ddof=1))
     assert m["truncated_share"] == pytest.approx(cut / 16)
     assert m["zero_variance_groups"] == flat / 4
     assert m["sampled_nll"] == pytest.approx(-sum(sum(c.rollout_logprobs) for c in completions) / tokens, rel=1e-5)
@@ -169,15 +172,15 @@ def test_benchmarks_during_training(write_config, tiny_model, tmp_path, monkeypa
 def test_rows_that_are_left_out_are_counted(write_config, tmp_path, capsys):
     write_lines(tmp_path / "mine.jsonl", [{"problem": "Say two!", "answer": 1}, {"problem": "say seven", "answer": 1}])
     config = write_config(data__drop_contaminated=[str(tmp_path / "mine.jsonl")])
-    prompts, _, _ = opening.load_prompts(load_config(config), print)
+    prompts, _, _ = opening.load_prompts(load_config(config), None, print)
     assert [p.prompt for p in prompts] == ["say one", "say three", "say four"]
     shorter = write_config(data__max_prompt_length=26, data__filter_overlong_prompts=True)
-    opening.load_prompts(load_config(shorter), print)
+    opening.load_prompts(load_config(shorter), None, print)
     printed = capsys.readouterr().out
     assert f"1 rows of {tmp_path / 'prompts.jsonl'} that hold 1 benchmark problems left out" in printed
     assert re.search(r"^2 prompts from .*prompts.jsonl; 2 longer than 26 tokens left out$", printed, re.MULTILINE)
     with pytest.raises(InputError, match="data.drop_contaminated: nowhere.jsonl: cannot be read .*; or set data.drop"):
-        opening.load_prompts(load_config(config, ["data.drop_contaminated=[nowhere.jsonl]"]), print)
+        opening.load_prompts(load_config(config, ["data.drop_contaminated=[nowhere.jsonl]"]), None, print)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,16 @@
 """The same tensors through TRL's trainer: where it has the same objective, loss and gradient agree."""
 
+import dataclasses
+import inspect
+import re
+
 import pytest
 import torch
 from helpers import (
     ADVANTAGES,
     LONGEST,
+    MINIMAL,
+    ROOT,
     SAMPLING,
     adapted_policy,
     later_update,
@@ -12,10 +18,14 @@ from helpers import (
     objective,
     packed,
     relative,
+    run,
     run_update,
 )
 
 from stapo_lite.algorithm.objective import sampler_correction
+from stapo_lite.config import flatten, load_config
+from stapo_lite.config.trl import TRL_NAMES
+from stapo_lite.training.tracking import TRL_METRICS, trl_metrics
 
 trl = pytest.importorskip("trl", reason="TRL is not installed: pip install -e '.[test]'")
 
@@ -98,3 +108,39 @@ def test_loss_and_gradient_agree(tiny_model, tmp_path, case):
     assert metrics["clipped_low"] + metrics["clipped_high"] > 0
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert relative(gradient, expected) < 1e-5
+
+
+def test_the_page_for_those_who_come_from_trl():
+    """It has every name, each key that it speaks of is one, and TRL has every name that is said to be its."""
+    page = (ROOT / "docs" / "from_trl.md").read_text(encoding="utf-8")
+    assert [name for name, here in TRL_NAMES.items() if f"| `{name}` | {here} |" not in page] == []
+    keys = flatten(load_config(MINIMAL).model_dump())
+    sections = "|".join(name for name, value in load_config(MINIMAL).model_dump().items() if isinstance(value, dict))
+    spoken_of = {key for here in TRL_NAMES.values() for key in re.findall(rf"\b(?:{sections})\.[\w.]+", here)}
+    assert {key for key in spoken_of if key not in keys} == {"rollout.vllm.tensor_parallel_size"}
+    configs = [trl.GRPOConfig, trl.ModelConfig, trl.DatasetMixtureConfig, trl.ScriptArguments]
+    theirs = {field.name for config in configs for field in dataclasses.fields(config)}
+    theirs |= set(inspect.signature(trl.GRPOTrainer.__init__).parameters)
+    assert TRL_NAMES.keys() - theirs == set()
+
+
+def test_trackers_get_the_metrics_under_names_that_trl_logs():
+    source = inspect.getsource(trl.GRPOTrainer)
+    by_transformers = {"loss", "grad_norm", "learning_rate"}
+    assert [name for name in TRL_METRICS.values() if f'"{name}"' not in source and name not in by_transformers] == []
+    metrics = {"reward": 0.5, "reward_std": 0.1, "reward/math": 1.0, "reward_std/a.b:tidy": 0.2, "tau_p": 0.002}
+    assert trl_metrics(metrics) == {
+        "train/reward": 0.5,
+        "train/reward_std": 0.1,
+        "train/rewards/math/mean": 1.0,
+        "train/rewards/tidy/std": 0.2,
+    }
+
+
+def test_metrics_of_both_names_in_a_tracker(write_config, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    metrics = run(write_config(train__max_steps=1, log__report_to=["tensorboard"]))[0]
+    events = EventAccumulator(str(tmp_path / "run" / "logs" / "stapo_lite")).Reload()
+    for name in ("reward", "train/reward", "train/rewards/even/mean"):
+        assert events.Scalars(name)[0].value == pytest.approx(metrics["reward"])

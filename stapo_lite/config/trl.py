@@ -1,0 +1,46 @@
+"""The keys of TRL's GRPOConfig, ModelConfig and GRPOTrainer that have another name here (docs/from_trl.md)."""
+
+_PROMPTS = "per_device_train_batch_size x gradient_accumulation_steps x processes / num_generations"
+
+TRL_NAMES = {
+    "model_name_or_path": "model",
+    "dataset_name": "data.source",
+    "dataset_config": "data.subset",
+    "dataset_train_split": "data.split",
+    "train_dataset": "data.source; in Python Trainer(train_dataset=...)",
+    "reward_funcs": "reward.functions; in Python Trainer(reward_funcs=...)",
+    "reward_weights": "reward.weights",
+    "mask_truncated_completions": "reward.truncated_is_incorrect: they count as wrong",
+    "load_in_4bit": "quantization: nf4",
+    "bf16": "dtype: bfloat16",
+    "fp16": "dtype: float16",
+    "lora_r": "lora.r",
+    "lora_target_modules": "lora.target_modules",
+    "lora_dropout": "leave it out: dropout would put noise into masks and log-probabilities, and the engine has none",
+    "use_vllm": "rollout.engine",
+    "vllm_mode": "rollout.engine: vllm for colocate, server for server",
+    "vllm_server_base_url": "rollout.servers",
+    "vllm_gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "vllm_tensor_parallel_size": "rollout.vllm.tensor_parallel_size",
+    "vllm_enable_sleep_mode": "rollout.sleep_level",
+    "vllm_max_model_length": "data.max_prompt_length + rollout.max_completion_length",
+    "vllm_importance_sampling_correction": "objective.sampler_correction",
+    "vllm_importance_sampling_mode": "objective.sampler_correction",
+    "vllm_importance_sampling_cap": "objective.sampler_cap",
+    "vllm_importance_sampling_clip_max": "objective.sampler_cap",
+    "loss_type": "objective.aggregation: sequence-mean for grpo, token-mean for dapo, constant for dr_grpo; "
+    "algorithm sets all that a method differs in",
+    "per_device_train_batch_size": f"train.mini_batch_size, in prompts: {_PROMPTS}; "
+    "train.max_tokens_per_microbatch bounds the memory",
+    "gradient_accumulation_steps": f"train.mini_batch_size, in prompts: {_PROMPTS}",
+    "generation_batch_size": "train.batch_size, in prompts: generation_batch_size / num_generations",
+    "steps_per_generation": "train.batch_size: steps_per_generation / gradient_accumulation_steps x "
+    "train.mini_batch_size",
+    "num_train_epochs": "train.max_steps: num_train_epochs x rows / train.batch_size",
+    "num_iterations": "leave it out: each completion trains once",
+    "log_completions": "log.log_completions_steps",
+    "push_to_hub": "`stapo export --push-to-hub`; in Python Trainer.push_to_hub",
+    "hub_model_id": "`stapo export --push-to-hub`; in Python Trainer.push_to_hub",
+    "resume_from_checkpoint": "`stapo train --resume`",
+}
+"""TRL's name -> what to write here."""

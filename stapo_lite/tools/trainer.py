@@ -1,0 +1,117 @@
+"""A training run in Python, with reward functions and data that exist only there."""
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from stapo_lite.config import Config, Prompting, load_config, load_eval_config
+from stapo_lite.evaluation.evaluate import evaluate
+from stapo_lite.tools.export import export
+from stapo_lite.training.loop import train
+
+RewardFunc = Callable[..., Any] | str
+
+
+class Trainer:
+    """A run that Python drives.
+
+        trainer = Trainer("configs/quickstart.yaml", reward_funcs=brief, train_dataset=rows)
+        trainer.train()                      # or: for metrics in trainer: ...
+        trainer.push_to_hub("me/brief")
+
+    Args:
+        config: a YAML file, what it would hold as nested dictionaries, or a Config.
+        overrides: `key.sub=value` texts.
+        reward_funcs: one or several, callables or names as in `reward.functions`; by default those of the config. A
+            callable gets what TRL would give it, runs in this process, and may be a lambda, a closure or a coroutine
+            function.
+        train_dataset: a `datasets.Dataset`, or dictionaries, in place of `data.source`.
+
+    Attributes:
+        config: the whole config, checked.
+
+    Raises:
+        InputError: a key or value of the config is wrong.
+    """
+
+    def __init__(
+        self,
+        config: Config | dict[str, Any] | str | Path,
+        overrides: Sequence[str] = (),
+        *,
+        reward_funcs: RewardFunc | Sequence[RewardFunc] | None = None,
+        train_dataset: Sequence[dict[str, Any]] | None = None,
+    ):
+        functions = [reward_funcs] if callable(reward_funcs) or isinstance(reward_funcs, str) else reward_funcs
+        names = _names(functions or [])
+        self._own = {name: f for name, f in zip(names, functions or [], strict=True) if not isinstance(f, str)}
+        self._rows = train_dataset
+        given = [f"reward.functions={json.dumps(names)}"] if names else []
+        given += [] if train_dataset is None else ["data.source=train_dataset"]
+        tree = config.model_dump(exclude_unset=True) if isinstance(config, Config) else config
+        self.config = load_config(tree, [*overrides, *given])
+
+    def steps(self, resume: bool = False, force: bool = False) -> Iterator[dict[str, Any]]:
+        """Train step by step; yields the metrics of each one. Who stops iterating ends the run there: adapter and
+        checkpoint are written as at the last step.
+
+        Args:
+            resume: continue from the newest intact checkpoint in `output_dir`; begin where there is none.
+            force: continue with a config that differs where it decides what the run computes.
+
+        Raises:
+            InputError: something in the config, the data or the model cannot be used.
+            RunError: the run cannot go on (docs/faults.md).
+        """
+        return train(self.config, resume, force, self._own, self._rows)
+
+    __iter__ = steps
+
+    def train(self, resume: bool = False, force: bool = False) -> list[dict[str, Any]]:
+        """Train to the end; returns the metrics of each step (docs/metrics.md). As `steps`."""
+        return list(self.steps(resume, force))
+
+    def evaluate(self, **keys: Any) -> dict[str, Any] | None:
+        """Sample and grade benchmarks with the adapter of the finished run, prompted as in training; returns the
+        results, on the main process.
+
+        Args:
+            keys: of an evaluation (docs/config.md), sections as dictionaries: `benchmarks=["math500"], limit=50`.
+
+        Raises:
+            InputError: there is no adapter, or a key is wrong.
+        """
+        config, folder = self.config, Path(self.config.output_dir)
+        prompting = config.data.model_dump(include=set(Prompting.model_fields), exclude_unset=True)
+        length = {"max_completion_length": config.rollout.max_completion_length}
+        tree = {
+            "model": config.model,
+            "adapter": str(folder / "adapter"),
+            "output_dir": str(folder / "evaluation"),
+            "dtype": config.dtype,
+            **keys,
+            "data": prompting | keys.get("data", {}),
+            "rollout": length | keys.get("rollout", {}),
+        }
+        return evaluate(load_eval_config(tree))
+
+    def export(self, out: str | Path, **options: Any) -> Path:
+        """Write the adapter, or the merged model (`merge=True`), to a new folder; options as `export` has them."""
+        return export(self.config.output_dir, out, **options)
+
+    def push_to_hub(self, repository: str, **options: Any) -> None:
+        """Export to a repository on the Hub, which is made if there is none; options as `export` has them."""
+        with tempfile.TemporaryDirectory() as folder:
+            export(self.config.output_dir, Path(folder) / "export", push_to_hub=repository, **options)
+
+
+def _names(functions: Sequence[RewardFunc]) -> list[str]:
+    """A name for each function, by which config and metrics call it; those after the first of a name get a number."""
+    names: list[str] = []
+    for function in functions:
+        name = function if isinstance(function, str) else getattr(function, "__name__", type(function).__name__)
+        same = sum(other.partition("#")[0] == name for other in names)
+        names.append(f"{name}#{same + 1}" if same and not isinstance(function, str) else name)
+    return names

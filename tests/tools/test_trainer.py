@@ -1,0 +1,88 @@
+"""A run that Python drives, with functions and rows that exist only there."""
+
+import re
+
+import datasets
+import pytest
+import yaml
+from helpers import ROOT
+
+from stapo_lite import Config, InputError, Trainer, load_config
+from stapo_lite.files import write_lines
+from stapo_lite.training.tracking import read_metrics
+
+ROWS = [{"prompt": f"say {word}", "wanted": word} for word in ("one", "two", "three", "four")]
+
+
+@pytest.fixture
+def tree(write_config):
+    tree = yaml.safe_load(write_config(train__max_steps=2).read_text(encoding="utf-8"))
+    del tree["data"]["source"], tree["reward"]
+    return tree
+
+
+def test_closures_and_rows_step_by_step_and_to_the_end(tree, tmp_path):
+    calls = []
+
+    def even(completion_ids, wanted, trainer_state, **_):
+        calls.append((sorted(set(wanted)), trainer_state.global_step, trainer_state.max_steps))
+        return [sum(i % 2 == 0 for i in ids) for ids in completion_ids]
+
+    lambdas = [lambda completions, **_: [0.5] * len(completions), lambda completions, **_: [None] * len(completions)]
+    options = {"reward_funcs": [even, *lambdas], "train_dataset": datasets.Dataset.from_list(ROWS)}
+    trainer = Trainer(tree, ["seed=1"], **options)
+    assert trainer.config.reward.functions == ["even", "<lambda>", "<lambda>#2"]
+    assert (trainer.config.seed, trainer.config.data.source) == (1, "train_dataset")
+    metrics = next(iter(trainer))  # and no more: adapter and checkpoint are kept
+    assert metrics["reward"] == metrics["reward/even"] + 0.5
+    assert (metrics["reward/<lambda>"], metrics["reward_std/<lambda>"]) == (0.5, 0.0)
+    assert metrics["reward/<lambda>#2"] is None
+    assert [line["step"] for line in read_metrics(tmp_path / "run")] == [1]
+    again = Trainer(trainer.config, **options)
+    assert [m["step"] for m in again.train(resume=True)] == [2]
+    words = ["four", "one", "three", "two"]
+    assert calls == [(words, 0, 2), (words, 1, 2)]
+
+
+def test_one_function_whole_configs_and_what_follows_a_run(tree, tmp_path, capsys):
+    write_lines(tmp_path / "mine.jsonl", [{"problem": "1 + 1?", "answer": "2"}])
+    config = load_config(tree | {"data": {"source": "elsewhere", "max_prompt_length": 64}})
+    trainer = Trainer(config, reward_funcs=lambda completions, **_: range(len(completions)), train_dataset=ROWS)
+    assert isinstance(trainer.config, Config)
+    assert trainer.config.model_fields_set == config.model_fields_set | {"reward"}  # memory: auto asks what was given
+    assert len(trainer.train()) == 2
+    adapter = trainer.export(tmp_path / "out", base_model=tree["model"])
+    assert (adapter / "adapter_model.safetensors").exists()
+    keys = {"rollout": {"num_samples": 2, "engine": "transformers"}, "data": {"max_prompt_length": 128}}
+    results = trainer.evaluate(benchmarks=[str(tmp_path / "mine.jsonl")], **keys)
+    assert results["benchmarks"]["mine"]["avg"] == 0.0
+
+
+def test_pushing(hub, tree):
+    trainer = Trainer(tree, reward_funcs=lambda completions, **_: [1.0] * len(completions), train_dataset=ROWS)
+    trainer.train()
+    trainer.push_to_hub("mine", merge=True)
+    assert "model.safetensors" in hub.files["me/mine"]
+
+
+def test_the_readmes_lines(write_config, tmp_path, monkeypatch):
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (lines,) = re.findall(r"```python\n(from stapo_lite import Trainer.*?)```", readme, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(lines.replace("configs/quickstart.yaml", str(write_config(train__max_steps=1))), {})
+    assert (tmp_path / "runs" / "brief-adapter" / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"train_dataset": []}, "data.source=train_dataset: no rows"),
+        ({"train_dataset": ["one"]}, "data.source=train_dataset: rows must be dictionaries"),
+        ({"train_dataset": ROWS, "reward_funcs": ["nowhere:f"]}, "reward.functions=nowhere:f: cannot be imported"),
+        ({"reward_funcs": len}, "key 'data.source' is required: add it"),
+        ({"train_dataset": ROWS, "reward_funcs": ["math", "math"]}, "one stands there twice"),
+    ],
+)
+def test_mistakes(tree, given, message):
+    with pytest.raises(InputError, match=message):
+        Trainer(tree, **given).train()
