@@ -14,6 +14,7 @@ COMMANDS = {
     "plan": ("plan", "predict a run's memory"),
     "evaluate": ("evaluate", "take the benchmarks, or compare evaluations"),
     "report": ("report", "a finished run at a glance"),
+    "completions": ("completions", "a run's completions, the worst first"),
     "audit": ("audit", "a page about a run's tokens, or about several runs"),
     "export": ("export", "an adapter to publish, merged or as it is"),
     "grade": ("rewards.__main__", "grade a file of answers"),

@@ -87,6 +87,8 @@ class Journal:
         Raises:
             OSError: it still cannot be; the file is as it was.
         """
+        if not self._waiting:
+            return
         size = self.path.stat().st_size if self.path.exists() else 0
         try:
             with self.path.open("a", encoding="utf-8", errors=SURROGATES) as file:
@@ -104,7 +106,8 @@ class Journal:
             OSError: they cannot be written.
         """
         self.flush()
-        sync(self.path)
+        if self.path.exists():
+            sync(self.path)
 
 
 def _dump(line: dict[str, Any]) -> str:

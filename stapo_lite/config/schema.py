@@ -309,6 +309,9 @@ class Log(Section):
     """Project name shown by the trackers; TensorBoard makes a folder of it."""
     log_completions_steps: int = Field(10, ge=0)
     """Print sample completions of the first step and of every so many after it; 0 for never."""
+    completions: int = Field(32, ge=0)
+    """Completions of each step, whole groups first, that are kept in completions.jsonl with their rewards, and with the
+    trackers; `stapo completions RUN` reads them."""
     save_steps: int = Field(50, ge=0)
     """Checkpoint every so many steps, and at the end; 0 for only at the end."""
     save_total_limit: int = Field(2, ge=1)

@@ -1,5 +1,6 @@
 """The state of a training run, and the record of its steps: metrics, symptoms, checkpoints."""
 
+import itertools
 import logging
 import math
 import time
@@ -170,7 +171,7 @@ class Run:
             tau_p=progress.tau_p,
             learning_rate=learner.optimizer.param_groups[0]["lr"],
         )
-        self._log(step, metrics, rollouts.sampled)
+        self._log(step, metrics, rollouts)
         s2t = learner.objective.s2t
         if s2t.target_share is not None and metrics["silenced_share"] is not None:
             given = config.objective.s2t.tau_p
@@ -181,13 +182,15 @@ class Run:
             self.save_checkpoint()
         return metrics
 
-    def _log(self, step: int, metrics: dict[str, Any], sampled: Sequence[Sequence[Completion]]) -> None:
+    def _log(self, step: int, metrics: dict[str, Any], rollouts: Rollouts) -> None:
         config = self.config
         self.log.step(metrics)
+        groups = rollouts.batch or rollouts.sampled  # dynamic sampling may have dropped all
+        self.log.completions(step, list(itertools.chain(*groups))[: config.log.completions])
         if self.learner.token_log is not None:
             self.learner.token_log.write(step, self.learner.objective.s2t.tau_p)
         if config.log.log_completions_steps and (step - 1) % config.log.log_completions_steps == 0:
-            self.log.samples(step, sampled)
+            self.log.samples(step, groups[0])
         self.history.append(metrics)
         symptoms = new_symptoms(self.history)
         for symptom in symptoms if self.accelerator.is_main_process else []:

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from tqdm.auto import tqdm
 
 from stapo_lite.errors import InputError, one_line
-from stapo_lite.evaluation.results import results_table
+from stapo_lite.evaluation.results import markdown, results_table
 from stapo_lite.files import Journal, read_lines, write_lines
 from stapo_lite.types import Completion
 
@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
+COMPLETIONS_FILE = "completions.jsonl"
 ENVIRONMENT_FILE = "environment.json"
 TOKENS_FILE = "tokens.jsonl"
 QUADRANTS_FILE = "quadrants.jsonl"
@@ -67,12 +68,13 @@ class RunLog:
         self._max_steps = max_steps
         if accelerator.is_main_process:
             # Not what a new run, or the steps to come, will write again; also where the token log is off by now.
-            names = (METRICS_FILE, EVALUATIONS_FILE, TOKENS_FILE, QUADRANTS_FILE)
+            names = (METRICS_FILE, EVALUATIONS_FILE, COMPLETIONS_FILE, TOKENS_FILE, QUADRANTS_FILE)
             before = {folder / name: read_lines(folder / name) for name in names if (folder / name).exists()}
             for path, lines in before.items():
                 write_lines(path, [line for line in lines if line["step"] <= start_step and start_step])
         accelerator.wait_for_everyone()
         self._steps, self._evaluations = Journal(folder / METRICS_FILE), Journal(folder / EVALUATIONS_FILE)
+        self._completions = Journal(folder / COMPLETIONS_FILE)
         self._evaluated = {line["step"] for line in read_lines(folder / EVALUATIONS_FILE)}
 
     def start_trackers(self, project: str, config: dict[str, str]) -> None:
@@ -115,9 +117,8 @@ class RunLog:
         Raises:
             OSError: they still cannot.
         """
-        self._steps.sync()
-        if self._evaluated:
-            self._evaluations.sync()
+        for journal in (self._steps, self._completions, self._evaluations):
+            journal.sync()
 
     def has_evaluation(self, step: int) -> bool:
         """Whether the benchmarks were run after this step."""
@@ -133,17 +134,69 @@ class RunLog:
         scores = results["benchmarks"] | {"average": results["average"]}
         self._track({f"evaluation/{name}": score["avg"] for name, score in scores.items()}, step)
 
-    def samples(self, step: int, groups: Sequence[Sequence[Completion]]) -> None:
-        """Print the best and the worst completion of the first prompt."""
+    def completions(self, step: int, completions: Sequence[Completion]) -> None:
+        """Keep completions in a file of their own, and as a table with the trackers that have tables or texts."""
+        if not self._accelerator.is_main_process or not completions:
+            return
+        lines = [completion_line(step, completion) for completion in completions]
+        self._completions.add(lines)
+        cells = [[_shorten(str(value)) for value in line.values()] for line in lines]
+        with self._untracked():
+            for tracker in self._accelerator.trackers:
+                if hasattr(tracker, "log_table"):
+                    tracker.log_table("completions", columns=list(lines[0]), data=cells, step=step)
+                elif tracker.name == "tensorboard":
+                    rows = [[cell.replace("|", "\\|") for cell in row] for row in cells]
+                    tracker.log({"completions": markdown([list(lines[0]), *rows])}, step=step)
+
+    def samples(self, step: int, group: Sequence[Completion]) -> None:
+        """Print the best and the worst completion of a prompt."""
         if not self._accelerator.is_main_process:
             return
-        group = sorted(groups[0], key=lambda c: -math.inf if c.reward is None else c.reward)
-        prompt = group[0].prompt.prompt
-        text = prompt if isinstance(prompt, str) else " / ".join(message["content"] for message in prompt)
-        lines = [f"  samples of step {step} | prompt: {_shorten(text)}"]
+        group = sorted(group, key=lambda c: -math.inf if c.reward is None else c.reward)
+        lines = [f"  samples of step {step} | prompt: {_shorten(_text(group[0].prompt.prompt))}"]
         for completion in (group[-1], group[0]):
             lines.append(f"    reward {show(completion.reward)} | {_shorten(completion.text)}")
         tqdm.write("\n".join(lines))
+
+
+def completion_line(step: int, completion: Completion) -> dict[str, Any]:
+    """A line of completions.jsonl."""
+    return {
+        "step": step,
+        "prompt": _text(completion.prompt.prompt),
+        "text": completion.text,
+        "reward": completion.reward,
+        "scores": completion.scores,
+        "advantage": completion.advantage,
+        "tokens": len(completion.token_ids),
+        "truncated": completion.truncated,
+    }
+
+
+def show_completions(folder: Path, worst: int, step: int | None) -> str:
+    """The completions of a run with the lowest rewards, those that nobody judged first.
+
+    Args:
+        step: of this step alone; None for all.
+
+    Raises:
+        InputError: none are kept.
+    """
+    lines = [line for line in read_lines(folder / COMPLETIONS_FILE) if step in (None, line["step"])]
+    if not lines:
+        of_step = "" if step is None else f" of step {step}"
+        raise InputError(f"{folder}: no completions{of_step} were kept; see log.completions")
+    lines.sort(key=lambda line: -math.inf if line["reward"] is None else line["reward"])
+    parts = []
+    for line in lines[:worst]:
+        scores = "".join(f", {name} {score:.3f}" for name, score in line["scores"].items() if len(line["scores"]) > 1)
+        cut = ", cut off" if line["truncated"] else ""
+        parts.append(
+            f"step {line['step']} | reward {show(line['reward'])}{scores} | advantage {line['advantage']:.3f} | "
+            f"{line['tokens']} tokens{cut}\n> {line['prompt']}\n{line['text']}"
+        )
+    return "\n\n".join(parts)
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -183,6 +236,10 @@ def step_line(m: dict[str, Any], max_steps: int) -> str:
 def show(value: float | None, form: str = ".3f") -> str:
     """A number, or a dash where there is none."""
     return "-" if value is None else f"{value:{form}}"
+
+
+def _text(prompt: str | list[dict[str, str]]) -> str:
+    return prompt if isinstance(prompt, str) else " / ".join(message["content"] for message in prompt)
 
 
 def _shorten(text: str, limit: int = 300) -> str:

@@ -35,6 +35,9 @@ def arguments(write_config, tmp_path):
     return lambda name: [str(config), f"output_dir={tmp_path / name}"]
 
 
+KEPT = ("tokens.jsonl", "quadrants.jsonl", "completions.jsonl")
+
+
 def outcome(folder: Path):
     """All that a run leaves behind, but for times and its own name."""
     left = []
@@ -43,7 +46,7 @@ def outcome(folder: Path):
         state.pop("config", None)
         weights = [file.read_bytes() for file in sorted(path.glob("*.safetensors")) + sorted(path.glob("*.pt"))]
         left.append((path.name, state, weights))
-    logs = [(folder / name).read_bytes() for name in ("tokens.jsonl", "quadrants.jsonl") if (folder / name).exists()]
+    logs = [(folder / name).read_bytes() for name in KEPT if (folder / name).exists()]
     return left, logs, without_times(read_metrics(folder)), list(folder.glob(".checkpoint*"))
 
 

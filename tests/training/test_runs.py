@@ -126,6 +126,30 @@ def test_metrics_and_token_log_of_a_step_by_hand(write_config, trained, monkeypa
     assert len(read_lines(tmp_path / "run" / "tokens.jsonl")) == 3 < t["candidate"]
 
 
+def test_completions_are_kept_with_their_rewards_and_read_again(write_config, trained, tmp_path, capsys):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run(write_config(log={"completions": 6, "report_to": ["tensorboard"]}, train__mini_batch_size=4))
+    lines = read_lines(tmp_path / "run" / "completions.jsonl")
+    assert [line["step"] for line in lines] == [step for step in (1, 2, 3, 4) for _ in range(6)]
+    for line, completion in zip(lines[6:12], trained[16:22], strict=True):
+        assert line["text"] == completion.text
+        assert line["prompt"] == completion.prompt.prompt
+        assert line["reward"] == line["scores"]["parity:even"] == completion.reward
+        assert line["advantage"] == completion.advantage
+        assert (line["tokens"], line["truncated"]) == (len(completion.token_ids), completion.truncated)
+    events = EventAccumulator(str(tmp_path / "run" / "logs" / "stapo_lite")).Reload()
+    texts = events.Tensors("completions/text_summary")
+    assert [text.step for text in texts] == [1, 2, 3, 4]
+    assert b"say " in texts[0].tensor_proto.string_val[0]
+    capsys.readouterr()
+    assert command("completions", tmp_path / "run", "--worst", 3, "--step", 2) == 0
+    shown = re.findall(r"^step 2 \| reward (\S+) \| advantage \S+ \| \d tokens", capsys.readouterr().out, re.MULTILINE)
+    assert [float(reward) for reward in shown] == sorted(line["reward"] for line in lines[6:12])[:3]
+    assert command("completions", tmp_path / "run", "--step", 9) == 2
+    assert "no completions of step 9 were kept; see log.completions" in capsys.readouterr().err
+
+
 def test_the_reward_rises(write_config):
     metrics = run(write_config(train__max_steps=30, log__save_steps=0, log__log_completions_steps=0))
     first, last = (sum(m["reward"] for m in part) / 5 for part in (metrics[:5], metrics[-5:]))
