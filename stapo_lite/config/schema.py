@@ -316,6 +316,11 @@ class Log(Section):
     """Checkpoint every so many steps, and at the end; 0 for only at the end."""
     save_total_limit: int = Field(2, ge=1)
     """Checkpoints kept, newest first."""
+    hub_model_id: str | None = None
+    """Repository on the Hub that gets adapter and model card at every checkpoint and at the end; made if there is none.
+    A connection that is lost costs a warning, and the next checkpoint is pushed."""
+    hub_private_repo: bool = False
+    """Make it private."""
     audit_tokens: int = Field(0, ge=0)
     """The token log, for `python -m stapo_lite.audit`: the most candidates of S2T, in context and with alternatives,
     and the most points of the probability-entropy plane that a step writes, 0.7 kB for each of both; 0 for none."""

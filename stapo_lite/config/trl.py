@@ -40,8 +40,7 @@ TRL_NAMES = {
     "num_iterations": "leave it out: each completion trains once",
     "log_completions": "log.completions: how many are kept of each step",
     "num_completions_to_print": "log.log_completions_steps: how often two are printed",
-    "push_to_hub": "`stapo export --push-to-hub`; in Python Trainer.push_to_hub",
-    "hub_model_id": "`stapo export --push-to-hub`; in Python Trainer.push_to_hub",
+    "push_to_hub": "log.hub_model_id, or `stapo export --push-to-hub`; in Python Trainer.push_to_hub",
     "resume_from_checkpoint": "`stapo train --resume`",
 }
 """TRL's name -> what to write here."""

@@ -33,6 +33,7 @@ from stapo_lite.training.lifecycle import (
     make_accelerator,
     undisturbed,
 )
+from stapo_lite.training.push import HubMirror
 from stapo_lite.training.run import Run
 from stapo_lite.training.token_log import TokenLog
 from stapo_lite.training.tracking import ENVIRONMENT_FILE, RunLog, read_metrics
@@ -99,6 +100,10 @@ def begin(
     if newest is not None:
         for note in checkpoint.check_resume(newest, config.model_dump(), surroundings, force):
             accelerator.print(note)
+    hub = None
+    if config.log.hub_model_id and accelerator.is_main_process:
+        hub = HubMirror(config.log.hub_model_id, config.log.hub_private_repo, folder, stop_tokens)
+        closing.callback(hub.close)
     rewards = RewardModel(config.reward, config.train.max_steps, reward_funcs)
     closing.callback(rewards.close)
     learner = make_learner(config, accelerator, shard, newest)
@@ -111,7 +116,7 @@ def begin(
     if config.log.audit_tokens:
         learner.token_log = TokenLog(folder, config.log.audit_tokens, learner.policy, tokenizer, accelerator)
     return Run(
-        config, accelerator, prompts, tokenizer, surroundings, rewards, learner, engine, log, exam,
+        config, accelerator, prompts, tokenizer, surroundings, rewards, learner, engine, log, exam, hub,
         snapshot=checkpoint.take_snapshot(learner.progress, learner.policy, learner.optimizer),
         history=read_metrics(folder),
     )  # fmt: skip

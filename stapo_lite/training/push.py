@@ -1,15 +1,25 @@
-"""Repositories on the Hub: made before anything slow begins, and filled."""
+"""Repositories on the Hub: made before anything slow begins, and filled, at the end or while a run goes on."""
 
+import logging
+import shutil
+import tempfile
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from huggingface_hub import HfApi
 
 from stapo_lite import __version__
 from stapo_lite.errors import InputError, one_line
+from stapo_lite.training.card import model_card, read_run
+
+logger = logging.getLogger(__name__)
 
 
-def prepare_repository(name: str, private: bool) -> str:
+def prepare_repository(name: str, private: bool, asked: str = "--push-to-hub") -> str:
     """Make the repository unless it is there; returns its full name.
+
+    Args:
+        asked: the option or key that named it, for messages.
 
     Raises:
         InputError: there is no token, it can only read, the repository is public and must not be, or the Hub refuses.
@@ -21,10 +31,10 @@ def prepare_repository(name: str, private: bool) -> str:
         public = private and not api.model_info(repository).private
     except Exception as error:  # the Hub's client raises of many kinds
         raise InputError(
-            f"--push-to-hub={name}: {one_line(error)}; a token that can write comes from `hf auth login`, or HF_TOKEN"
+            f"{asked}={name}: {one_line(error)}; a token that can write comes from `hf auth login`, or HF_TOKEN"
         ) from None
     if public:
-        raise InputError(f"--private: {repository} is there already, and public")
+        raise InputError(f"{asked}={name} --private: {repository} is there already, and public")
     return repository
 
 
@@ -40,3 +50,52 @@ def push(folder: Path, repository: str) -> str:
     except Exception as error:  # the Hub's client raises of many kinds
         again = f"{folder} is there; go on with: hf upload {repository} {folder}"
         raise InputError(f"--push-to-hub={repository}: {one_line(error)}; {again}") from None
+
+
+class HubMirror:
+    """Keeps a repository at the newest adapter of a run, with its card, in a thread beside the run. What fails, fails
+    with a warning: the next save brings newer values.
+
+    Args:
+        run_folder: of a run that has saved a checkpoint, or its adapter, before each `push`.
+        stops: tokens that ended a completion, for the card.
+
+    Raises:
+        InputError: the repository cannot be made or written.
+    """
+
+    def __init__(self, name: str, private: bool, run_folder: Path, stops: tuple[int, ...]):
+        self.repository = prepare_repository(name, private, "log.hub_model_id")
+        self._run_folder, self._stops = run_folder, stops
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hub")
+        self._under_way: Future[None] | None = None
+
+    def push(self, last: bool = False) -> None:
+        """Begin to upload what was saved last, unless an upload is still under way.
+
+        Args:
+            last: wait for the one under way, and for this one.
+        """
+        if self._under_way is not None and not self._under_way.done() and not last:
+            return
+        folder = Path(tempfile.mkdtemp(prefix="stapo_lite-hub-"))
+        run = read_run(self._run_folder, None)
+        for path in run.adapter.glob("adapter_*"):  # now: a checkpoint goes when newer ones are saved
+            shutil.copy(path, folder)
+        card = model_card(self.repository, run, run.config.model, merged=False, stops=self._stops)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+        self._under_way = self._thread.submit(self._upload, folder)
+        if last:
+            self._under_way.result()
+
+    def _upload(self, folder: Path) -> None:
+        try:
+            push(folder, self.repository)
+        except InputError as error:
+            logger.warning("log.hub_model_id: not pushed this time (%s)", one_line(error))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """Wait for the upload under way."""
+        self._thread.shutdown()

@@ -26,6 +26,7 @@ from stapo_lite.training.checkpoint import Progress, Snapshot
 from stapo_lite.training.guard import RULES, new_symptoms
 from stapo_lite.training.lifecycle import card_memory, full_disk_is_a_run_error
 from stapo_lite.training.metrics import count_rollouts, step_metrics
+from stapo_lite.training.push import HubMirror
 from stapo_lite.training.report import write_report
 from stapo_lite.training.tracking import RunLog
 from stapo_lite.training.update import Learner, Update
@@ -89,6 +90,7 @@ class Run:
     Attributes:
         surroundings: hardware, versions and data, as in environment.json.
         exam: the benchmarks; None where there are none.
+        hub: gets what is saved; on the main process, where a repository was named.
         snapshot: the run after its last whole step, on the main process: what an interruption saves.
         history: metrics of every step.
         memory: GiB of the card at the ends of the step's two phases.
@@ -105,6 +107,7 @@ class Run:
     engine: RolloutEngine
     log: RunLog
     exam: Exam | None
+    hub: HubMirror | None
     snapshot: Snapshot
     history: list[dict[str, Any]]
     clock: Clock = field(default_factory=Clock)
@@ -215,6 +218,8 @@ class Run:
             self.flush_logs()
             limit, config = self.config.log.save_total_limit, self.config.model_dump()
             checkpoint.save_checkpoint(self.folder, self.snapshot, self.policy, config, self.surroundings, limit)
+            if self.hub is not None:
+                self.hub.push()
         except (OSError, RuntimeError, SafetensorError) as error:  # a full disk, above all
             logger.warning("checkpoint-%d was not written (%s)", self.snapshot.progress.step, one_line(error))
 
@@ -231,6 +236,8 @@ class Run:
             self.policy.save_adapter(self.folder / "adapter")
             report = write_report(self.folder)
         print(f"{report}\nadapter: {self.folder / 'adapter'}")
+        if self.hub is not None:
+            self.hub.push(last=True)
 
 
 def learning_rate(train: Train, step: int) -> float:

@@ -1,5 +1,6 @@
 """A run that Python drives, with functions and rows that exist only there."""
 
+import json
 import re
 
 import datasets
@@ -9,6 +10,7 @@ from helpers import ROOT
 
 from stapo_lite import Config, InputError, Trainer, load_config
 from stapo_lite.files import write_lines
+from stapo_lite.training import push
 from stapo_lite.training.tracking import read_metrics
 
 ROWS = [{"prompt": f"say {word}", "wanted": word} for word in ("one", "two", "three", "four")]
@@ -63,6 +65,34 @@ def test_pushing(hub, tree):
     trainer.train()
     trainer.push_to_hub("mine", merge=True)
     assert "model.safetensors" in hub.files["me/mine"]
+
+
+def test_a_run_that_is_mirrored_on_the_hub(hub, write_config, tmp_path, caplog, monkeypatch):
+    """At each checkpoint and at the end; uploads that fail cost a warning."""
+    pushed, upload = [], push.HfApi.upload_folder
+
+    def note(api, **options):
+        folder = options["folder_path"]
+        pushed.append({path.name: path.read_bytes() for path in folder.iterdir()})
+        if len(pushed) == 1:
+            raise OSError("the connection is lost")
+        return upload(api, **options)
+
+    monkeypatch.setattr(push.HfApi, "upload_folder", note)
+    log = {"save_steps": 2, "hub_model_id": "mine", "hub_private_repo": True}
+    Trainer(write_config(), [f"log={json.dumps(log)}"]).train()
+    assert "log.hub_model_id: not pushed this time" in caplog.text
+    assert len(pushed) >= 2
+    assert hub.created["me/mine"]["visibility"] == "private"
+    assert hub.files["me/mine"] == pushed[-1]
+    assert set(pushed[-1]) == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+    adapter = tmp_path / "run" / "adapter" / "adapter_model.safetensors"
+    assert pushed[-1]["adapter_model.safetensors"] == adapter.read_bytes()
+    assert pushed[0]["adapter_model.safetensors"] != adapter.read_bytes()
+    assert b"| steps | 4 of 4 prompts" in pushed[-1]["README.md"]
+    monkeypatch.setenv("HF_TOKEN", "hf_reader")
+    with pytest.raises(InputError, match="log.hub_model_id=other: .*a token that can write comes from"):
+        Trainer(write_config(output_dir=str(tmp_path / "b")), ["log.hub_model_id=other"]).train()
 
 
 def test_the_readmes_lines(write_config, tmp_path, monkeypatch):
