@@ -327,14 +327,24 @@ class Log(Section):
 
 
 class Evaluation(Section):
-    """Benchmarks during training, of completions of at most `rollout.max_completion_length` tokens."""
+    """Held-out rows and benchmarks during training, with completions of at most `rollout.max_completion_length`
+    tokens."""
 
     steps: int = Field(0, ge=0)
     """Evaluate before the first step, every so many steps and at the end; 0 for never."""
-    benchmarks: list[str] = Field(["aime24", "aime25", "amc23"], min_length=1)
-    """As in an evaluation (below)."""
+    source: OptionalPath = None
+    """Held-out rows, as `data.source` has those to train on; judged by the run's own reward functions."""
+    split: str = "test"
+    """`source`: split of a Hub dataset."""
+    limit: int | None = Field(None, ge=1)
+    """Only the first so many rows of `source`, and problems of each benchmark."""
+    benchmarks: list[str] | None = None
+    """As in an evaluation (below); by default aime24, aime25 and amc23, or with a `source` none."""
+    best: str | None = None
+    """Keep the adapter of the best evaluation in `best/`: by `reward`, which is that of `source`, by `average`, or by a
+    benchmark's name."""
     num_samples: int | None = Field(None, ge=1)
-    """Samples per problem; by default what each benchmark asks for."""
+    """Samples per problem; by default what each benchmark asks for, and one for each row of `source`."""
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature."""
     top_p: float = Field(1.0, gt=0, le=1)

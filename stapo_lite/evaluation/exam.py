@@ -1,7 +1,7 @@
 """Benchmarks with an engine at hand: draw the samples, grade them, sum up. `evaluate.py` and the training share it."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
@@ -13,13 +13,14 @@ from tqdm.auto import tqdm
 
 from stapo_lite.config import Config, Prompting
 from stapo_lite.data.benchmarks import Problem, load_benchmark
-from stapo_lite.data.prompts import render_prompts
+from stapo_lite.data.prompts import load_rows, render_prompts
 from stapo_lite.errors import InputError
 from stapo_lite.evaluation.scores import Sample, average_scores, benchmark_scores
 from stapo_lite.evaluation.verifier import Case, Verifier
+from stapo_lite.rewards.functions import RewardModel
 from stapo_lite.rewards.grading import MathGrader, Question
 from stapo_lite.rollout import Decoding, RolloutEngine
-from stapo_lite.types import Prompt
+from stapo_lite.types import Prompt, derived_seed
 
 
 @dataclass(frozen=True)
@@ -119,32 +120,79 @@ def summarise(tasks: Sequence[Task], samples: Sequence[Sample]) -> dict[str, Any
     return {"benchmarks": benchmarks, "average": average, "rates": rates}
 
 
-Exam = Callable[[RolloutEngine, Accelerator], dict[str, Any] | None]
-"""The benchmarks during training: gives the results on the main process."""
+class Exam:
+    """The evaluation during training: held-out rows with the run's own rewards, and benchmarks.
 
-
-def make_exam(config: Config, tokenizer: Any) -> Exam | None:
-    """The benchmarks during training: a function of the engine, which gives the results on the main process.
-
-    None where `evaluation.steps` is 0.
+    Raises:
+        InputError: rows or a benchmark cannot be read, or there is no metric called `evaluation.best`.
     """
-    e, d = config.evaluation, config.data
-    if not e.steps:
-        return None
-    tasks = make_tasks(e.benchmarks, e.num_samples, None, tokenizer, d)
-    decoding = Decoding(config.rollout.max_completion_length, e.temperature, e.top_p)
 
-    def exam(engine: RolloutEngine, accelerator: Accelerator) -> dict[str, Any] | None:
-        mine = tasks[accelerator.process_index :: accelerator.num_processes]
-        quiet = None if accelerator.is_main_process else True
-        samples = draw(engine, mine, decoding, config.seed, tokenizer)
-        bar = tqdm(samples, "evaluate", len(mine), leave=False, disable=quiet)
-        lines = {sample_key(line): line for line in gather_object(list(bar))}
+    def __init__(self, config: Config, tokenizer: Any):
+        e, d = config.evaluation, config.data
+        self._settings, self._seed, self._tokenizer = e, config.seed, tokenizer
+        self._decoding = Decoding(config.rollout.max_completion_length, e.temperature, e.top_p)
+        usual = [] if e.source else ["aime24", "aime25", "amc23"]
+        names = usual if e.benchmarks is None else e.benchmarks
+        self._tasks = make_tasks(names, e.num_samples, e.limit, tokenizer, d)
+        self._prompts: list[Prompt] = []
+        if e.source:
+            rows = load_rows(d.model_copy(update={"source": e.source, "split": e.split}))
+            rows = [row for row, _ in zip(rows, range(e.limit or len(rows)), strict=False)]
+            answer = d.answer_column if "math" in config.reward.functions else None
+            prompts = render_prompts(rows, tokenizer, d, e.source, d.prompt_column, answer, d.filter_overlong_prompts)
+            self._prompts = [prompt for prompt in prompts for _ in range(e.num_samples or 1)]
+        known = ["reward"] if self._prompts else []
+        known += [*dict.fromkeys(task.problem.benchmark for task in self._tasks), "average"] if self._tasks else []
+        if e.best not in (None, *known):
+            raise InputError(f"evaluation.best={e.best}: choose one of {', '.join(known)}")
+
+    def take(
+        self, engine: RolloutEngine, rewards: RewardModel, accelerator: Accelerator, step: int
+    ) -> dict[str, Any] | None:
+        """The results of the adapter that the engine has now, on the main process.
+
+        Args:
+            step: of the run, which the reward functions are told.
+        """
+        results = self._reward(engine, rewards, accelerator, step) if self._prompts else {}
+        mine = self._tasks[accelerator.process_index :: accelerator.num_processes]
+        samples = draw(engine, mine, self._decoding, self._seed, self._tokenizer)
+        lines = {sample_key(line): line for line in gather_object(list(_bar(samples, len(mine), accelerator)))}
         if not accelerator.is_main_process:
             return None
-        grader = MathGrader()
-        judged = judge(tasks, [lines[task.key] for task in tasks], grader)
-        grader.close()
-        return {"temperature": e.temperature, "top_p": e.top_p, **summarise(tasks, judged)}
+        if self._tasks:
+            grader = MathGrader()
+            judged = judge(self._tasks, [lines[task.key] for task in self._tasks], grader)
+            grader.close()
+            results |= summarise(self._tasks, judged)
+        return {"temperature": self._settings.temperature, "top_p": self._settings.top_p, **results}
 
-    return exam
+    def _reward(
+        self, engine: RolloutEngine, rewards: RewardModel, accelerator: Accelerator, step: int
+    ) -> dict[str, Any]:
+        """Mean reward of the held-out prompts, and what each function gave."""
+        numbers = range(accelerator.process_index, len(self._prompts), accelerator.num_processes)
+        prompts = [self._prompts[number] for number in numbers]
+        seeds = [derived_seed(self._seed, "held out", number) for number in numbers]  # the same at every step
+        answers = dict(_bar(engine.stream(prompts, seeds, self._decoding), len(prompts), accelerator))
+        completions = [answers[number] for number in range(len(prompts))]
+        for completion in completions:
+            completion.text = self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        if completions:
+            rewards.score(completions, self._seed, step)
+        given = [{"reward": c.reward} | {f"reward/{name}": v for name, v in c.scores.items()} for c in completions]
+        everyones = gather_object(given)
+        names = dict.fromkeys(name for scores in everyones for name in scores)
+        found = {name: [s[name] for s in everyones if s.get(name) is not None] for name in names}
+        return {name: fmean(values) if values else None for name, values in found.items()}
+
+
+def _bar(samples: Iterator[Any], number: int, accelerator: Accelerator) -> Iterator[Any]:
+    quiet = None if accelerator.is_main_process else True
+    return iter(tqdm(samples, "evaluate", number, leave=False, disable=quiet))
+
+
+def main_score(results: dict[str, Any], metric: str) -> float | None:
+    """The value of `evaluation.best` in an evaluation's results; None where they do not have it."""
+    scores = {"average": results.get("average", {})} | results.get("benchmarks", {})
+    return results.get("reward") if metric == "reward" else scores.get(metric, {}).get("avg")

@@ -78,7 +78,7 @@ def model_card(name: str, run: FinishedRun, base: str, merged: bool, stops: tupl
         run=run,
         config=config,
         fields=to_yaml(config.objective).strip(),
-        table=results_table(run.results) if run.results else "",
+        table=results_table(run.results) if run.results and "benchmarks" in run.results else "",
         served_rank=served_rank(config.lora.r),
         stops=list(stops),
     )

@@ -156,7 +156,7 @@ def mini_batches(run: Run, groups: Sequence[Sequence[Completion]]) -> Iterator[M
 
 
 def evaluate(run: Run) -> None:
-    """Take the benchmarks with the adapter as it is now, where they are due and not yet taken; the clock stands."""
+    """Evaluate the adapter as it is now, where that is due and not yet done; the clock stands."""
     step = run.progress.step
     if run.exam is None or run.log.has_evaluation(step):
         return
@@ -166,5 +166,6 @@ def evaluate(run: Run) -> None:
     elif step % run.config.evaluation.steps:
         return
     run.clock.lap("rollout")
-    run.log.evaluation(step, run.exam(run.engine, run.accelerator))
+    run.log.evaluation(step, run.exam.take(run.engine, run.rewards, run.accelerator, step + 1))
+    run.keep_best()
     run.clock.start()

@@ -15,7 +15,7 @@ from stapo_lite.config import Config, Data, batch_arithmetic, check_processes, c
 from stapo_lite.data.contamination import find_overlaps, load_problems
 from stapo_lite.data.prompts import check_rows, load_rows, prompt_text, render_prompts, stop_token_ids
 from stapo_lite.errors import InputError
-from stapo_lite.evaluation.exam import make_exam
+from stapo_lite.evaluation.exam import Exam
 from stapo_lite.files import write_text
 from stapo_lite.model.loading import find_start, load_tokenizer
 from stapo_lite.model.policy import load_policy, make_optimizer
@@ -90,7 +90,7 @@ def begin(
     config = fit(config, engine_name, folder if resume else None, processes, shard is not None)
     prompts, tokenizer, stop_tokens = load_prompts(config, rows, accelerator.print)
     find_start(config.lora)
-    exam = make_exam(config, tokenizer)
+    exam = Exam(config, tokenizer) if config.evaluation.steps else None
     accelerator.print(batch_arithmetic(config, processes))
     if accelerator.is_main_process:
         closing.enter_context(lock(folder))

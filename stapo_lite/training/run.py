@@ -3,6 +3,7 @@
 import itertools
 import logging
 import math
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,8 @@ from safetensors import SafetensorError
 from stapo_lite.algorithm.s2t import next_tau_p
 from stapo_lite.config import Config, Train
 from stapo_lite.errors import one_line
-from stapo_lite.evaluation.exam import Exam
+from stapo_lite.evaluation.exam import Exam, main_score
+from stapo_lite.files import read_lines
 from stapo_lite.model.policy import Policy
 from stapo_lite.rewards.functions import RewardModel
 from stapo_lite.rollout import RolloutEngine
@@ -28,7 +30,7 @@ from stapo_lite.training.lifecycle import card_memory, full_disk_is_a_run_error
 from stapo_lite.training.metrics import count_rollouts, step_metrics
 from stapo_lite.training.push import HubMirror
 from stapo_lite.training.report import write_report
-from stapo_lite.training.tracking import RunLog
+from stapo_lite.training.tracking import EVALUATIONS_FILE, RunLog
 from stapo_lite.training.update import Learner, Update
 from stapo_lite.types import Completion, Prompt, derived_seed
 
@@ -89,7 +91,7 @@ class Run:
 
     Attributes:
         surroundings: hardware, versions and data, as in environment.json.
-        exam: the benchmarks; None where there are none.
+        exam: the evaluation during training; None where there is none.
         hub: gets what is saved; on the main process, where a repository was named.
         snapshot: the run after its last whole step, on the main process: what an interruption saves.
         history: metrics of every step.
@@ -222,6 +224,24 @@ class Run:
                 self.hub.push()
         except (OSError, RuntimeError, SafetensorError) as error:  # a full disk, above all
             logger.warning("checkpoint-%d was not written (%s)", self.snapshot.progress.step, one_line(error))
+
+    def keep_best(self) -> None:
+        """Write the adapter to `best/` where the last evaluation is better than those before; a warning where it cannot
+        be written."""
+        metric, best = self.config.evaluation.best, self.folder / "best"
+        if metric is None or not self.accelerator.is_main_process:
+            return
+        *before, now = (main_score(line, metric) for line in read_lines(self.folder / EVALUATIONS_FILE))
+        if now is None or any(score is not None and score >= now for score in before):
+            return
+        partial = self.folder / ".best"
+        try:
+            self.policy.save_adapter(partial)
+            shutil.rmtree(best, ignore_errors=True)
+            partial.rename(best)
+            self.accelerator.print(f"best so far: {metric} {now:.3f} after step {self.progress.step}, kept in {best}")
+        except (OSError, SafetensorError) as error:
+            logger.warning("%s was not written (%s)", best, one_line(error))
 
     def finish(self) -> None:
         """Write adapter and report, if a step was taken.

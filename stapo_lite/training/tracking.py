@@ -121,18 +121,23 @@ class RunLog:
             journal.sync()
 
     def has_evaluation(self, step: int) -> bool:
-        """Whether the benchmarks were run after this step."""
+        """Whether there was one after this step."""
         return step in self._evaluated
 
     def evaluation(self, step: int, results: dict[str, Any] | None) -> None:
-        """Note the benchmarks after a step: in a file of their own, as a table, and for the trackers."""
+        """Note an evaluation after a step: in a file of its own, on the terminal, and for the trackers."""
         self._evaluated.add(step)
         if results is None:  # not the main process
             return
         self._evaluations.add([{"step": step} | results])
-        tqdm.write(f"benchmarks after step {step}\n{results_table(results)}")
-        scores = results["benchmarks"] | {"average": results["average"]}
-        self._track({f"evaluation/{name}": score["avg"] for name, score in scores.items()}, step)
+        values = {name: value for name, value in results.items() if name.startswith("reward") and value is not None}
+        for name, value in values.items():
+            tqdm.write(f"held out after step {step}: {name} {value:.3f}")
+        if "benchmarks" in results:
+            tqdm.write(f"benchmarks after step {step}\n{results_table(results)}")
+            scores = results["benchmarks"] | {"average": results["average"]}
+            values |= {name: score["avg"] for name, score in scores.items()}
+        self._track({f"evaluation/{name}": value for name, value in values.items()}, step)
 
     def completions(self, step: int, completions: Sequence[Completion]) -> None:
         """Keep completions in a file of their own, and as a table with the trackers that have tables or texts."""

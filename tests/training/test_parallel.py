@@ -23,7 +23,7 @@ from helpers import (
 )
 from safetensors.torch import load_file
 
-from stapo_lite.files import read_lines
+from stapo_lite.files import read_lines, write_lines
 from stapo_lite.training.tracking import read_metrics
 from stapo_lite.training.update import Update
 
@@ -61,6 +61,8 @@ def one(write_config, user_reward, tmp_path):
     user_reward(RARELY_RIGHT)
     # At a higher rate Adam would blow the rounding of tiny gradients up.
     changes = {"train__max_steps": 3, "train__learning_rate": 1e-4, "rollout__dynamic_sampling": True}
+    write_lines(tmp_path / "held_out.jsonl", [{"prompt": f"say {word}"} for word in ("five", "six", "seven")])
+    changes["evaluation"] = {"steps": 2, "source": str(tmp_path / "held_out.jsonl"), "best": "reward"}
     changes["log"] = {"audit_tokens": 5, "save_steps": 1, "save_total_limit": 9}
 
     def write(name, after=None):
@@ -81,6 +83,8 @@ def test_two_processes_make_the_same_run_as_one(one, tmp_path):
     shown = in_two_processes(write("two"), tmp_path)
     assert len(re.findall("^step ", shown, re.MULTILINE)) == 3
     same_metrics(read_metrics(tmp_path / "two"), metrics)
+    assert read_lines(tmp_path / "two" / "evaluations.jsonl") == read_lines(tmp_path / "one" / "evaluations.jsonl")
+    assert (tmp_path / "two" / "best").exists()
     ones, twos = (read_lines(tmp_path / name / "tokens.jsonl") for name in ("one", "two"))
     assert [(t["step"], t["token"]) for t in twos] == [(t["step"], t["token"]) for t in ones]
     final = [load_file(tmp_path / name / "adapter" / "adapter_model.safetensors") for name in ("one", "two")]

@@ -18,6 +18,7 @@ from stapo_lite.errors import InputError
 from stapo_lite.evaluation import exam
 from stapo_lite.evaluation.evaluate import evaluate
 from stapo_lite.files import read_lines, write_lines
+from stapo_lite.rewards.functions import RewardModel
 from stapo_lite.tools.export import export
 from stapo_lite.training import opening
 from stapo_lite.training.lifecycle import make_accelerator
@@ -124,6 +125,36 @@ def test_metrics_and_token_log_of_a_step_by_hand(write_config, trained, monkeypa
     assert (sum(step["tokens"][:2]), step["tokens"][0]) == (t["candidate"], t["spurious"])
     assert step["tau_h"] == pytest.approx(m["tau_h"])
     assert len(read_lines(tmp_path / "run" / "tokens.jsonl")) == 3 < t["candidate"]
+
+
+def test_the_best_adapter_by_held_out_rows_with_ones_own_reward(write_config, tmp_path, monkeypatch, capsys):
+    """Scores from the completions; the adapter is that of the step with the best of them, also over a resumption."""
+    folder, judged = tmp_path / "run", []
+    write_lines(tmp_path / "held_out.jsonl", [{"prompt": f"say {word}"} for word in ("five", "six", "seven")])
+    score = RewardModel.score
+
+    def note(self, completions, seed, step):
+        score(self, completions, seed, step)
+        if completions[0].prompt.prompt == "say five":
+            judged.append((step, completions))
+
+    monkeypatch.setattr(RewardModel, "score", note)
+    held_out = {"steps": 1, "source": str(tmp_path / "held_out.jsonl"), "best": "reward", "num_samples": 2, "limit": 2}
+    changes = {"evaluation": held_out, "log": {"save_steps": 1, "save_total_limit": 9}, "train__learning_rate": 0.03}
+    run(write_config(train__max_steps=2, **changes))
+    run(write_config(train__max_steps=5, **changes), resume=True)
+    lines = read_lines(folder / "evaluations.jsonl")
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5] == [step - 1 for step, _ in judged]
+    assert all(len(completions) == 4 for _, completions in judged)
+    rewards = [sum(c.reward for c in completions) / 4 for _, completions in judged]
+    assert [line["reward"] for line in lines] == [line["reward/parity:even"] for line in lines] == rewards
+    best = rewards.index(max(rewards))
+    assert best > 0  # the untrained adapter has no checkpoint to compare with
+    assert adapter_bytes(folder / "best") == adapter_bytes(folder / f"checkpoint-{best}")
+    shown = f"best so far: reward {max(rewards):.3f} after step {best}, kept in {folder / 'best'}"
+    assert shown in capsys.readouterr().out
+    with pytest.raises(InputError, match="evaluation.best=math500: choose one of reward"):
+        run(write_config(output_dir=str(tmp_path / "b"), evaluation=held_out | {"best": "math500"}))
 
 
 def test_completions_are_kept_with_their_rewards_and_read_again(write_config, trained, tmp_path, capsys):
