@@ -140,7 +140,7 @@ def judge(run: Run, prompts: Sequence[Prompt]) -> dict[str, Any]:
     rollout = run.config.rollout
     decoding = Decoding(rollout.max_completion_length, rollout.temperature, top_p=1.0)
     seeds = [derived_seed("held out", number) for number in range(len(prompts))]  # the same for every run and step
-    answers = dict(run.engine.stream(prompts, seeds, decoding))
+    answers = dict(run.engine.stream(prompts, seeds, [decoding] * len(prompts)))
     completions = [answers[number] for number in range(len(prompts))]
     texts = run.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
     for completion, text in zip(completions, texts, strict=True):

@@ -163,6 +163,9 @@ class Engine(Section):
 class Rollout(Engine):
     """Sampling of completion groups."""
 
+    function: str | None = None
+    """`package.module:coroutine` for completions of several turns, with tools (docs/turns.md); in Python
+    `Trainer(rollout_func=...)`."""
     num_generations: int = Field(8, ge=2)
     """Completions per prompt (the group size G)."""
     temperature: float = Field(1.0, gt=0)
@@ -193,6 +196,9 @@ class Rollout(Engine):
     )
     _servers_alone_sample_ahead = _refuse(
         lambda s: s.engine != "server" and s.max_lag, "rollout.max_lag needs rollout.engine=server (docs/scaling.md)"
+    )
+    _turns_are_sampled_when_they_are_due = _refuse(
+        lambda s: s.function and s.max_lag, "rollout.function needs rollout.max_lag=0: turns cannot be sampled ahead"
     )
     _bitsandbytes_is_read_once = _refuse(
         lambda s: s.sleep_level == 2 and s.quantization == "bitsandbytes",
@@ -407,6 +413,10 @@ class Config(Section):
         ),
         "rollout.max_lag={s.rollout.max_lag} needs a correction for older adapters: set "
         "objective.sampler_correction=token-truncate, or objective.old_logprobs=rollout",
+    )
+    _evaluations_have_one_turn = _refuse(
+        lambda s: s.rollout.function and s.evaluation.steps,
+        "rollout.function: an evaluation during training has one turn only; set evaluation.steps=0",
     )
     _servers_have_their_card = _refuse(
         lambda s: s.rollout.engine == "server" and s.train.park_trainer,

@@ -73,7 +73,7 @@ def draw(
 ) -> Iterator[dict[str, Any]]:
     """The samples as they finish, each as a line of `samples.jsonl`."""
     prompts, seeds = [task.prompt for task in tasks], [task.problem.seed(seed, task.number) for task in tasks]
-    for index, completion in engine.stream(prompts, seeds, decoding):
+    for index, completion in engine.stream(prompts, seeds, [decoding] * len(prompts)):
         yield {
             **dict(zip(("benchmark", "id", "sample", "prompt"), tasks[index].key, strict=True)),
             "seed": seeds[index],
@@ -174,7 +174,7 @@ class Exam:
         numbers = range(accelerator.process_index, len(self._prompts), accelerator.num_processes)
         prompts = [self._prompts[number] for number in numbers]
         seeds = [derived_seed(self._seed, "held out", number) for number in numbers]  # the same at every step
-        answers = dict(_bar(engine.stream(prompts, seeds, self._decoding), len(prompts), accelerator))
+        answers = dict(_bar(engine.stream(prompts, seeds, [self._decoding] * len(prompts)), len(prompts), accelerator))
         completions = [answers[number] for number in range(len(prompts))]
         for completion in completions:
             completion.text = self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -38,11 +38,15 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Decoding:
-    """The draws of an evaluation: one completion of each prompt, with a seed of its own."""
+    """The draw of one completion, with a seed of its own: of an evaluation, or of a turn."""
 
     max_completion_length: int
     temperature: float
     top_p: float
+    logprobs: bool = False
+    """Whether the log-probability of each token is wanted."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further ones of vLLM's SamplingParams, such as `stop`."""
 
 
 class Publisher(Protocol):
@@ -63,10 +67,10 @@ class RolloutEngine(Protocol):
     the version it was sampled from and the log-probability of each token at the sampling temperature.
     Completion g of a prompt with seed s has the seed `derived_seed(s, g)`; vLLM in the process draws all from
     the first prompt's seed.
-    `prefetch` announces what later calls of `generate` will ask for. `stream` yields the index of a prompt
-    and its one completion as they finish, with log-probabilities of no meaning; each draw follows from the prompt's own
-    seed. `sleep` gives the device's memory to the trainer; after `wake` the engine serves the version
-    that it served before.
+    `prefetch` announces what later calls of `generate` will ask for. `stream` yields the index of a prompt and its one
+    completion as they finish; each draw follows from the prompt's own seed, and its log-probabilities mean something
+    where its decoding asks for them. `sleep` gives the device's memory to the trainer; after `wake` the engine serves
+    the version that it served before.
     """
 
     def publish(self, policy: Publisher, version: int) -> None: ...
@@ -74,7 +78,7 @@ class RolloutEngine(Protocol):
         self, prompts: Sequence[Prompt], seeds: Sequence[int], progress: bool = False
     ) -> list[list[Completion]]: ...
     def stream(
-        self, prompts: Sequence[Prompt], seeds: Sequence[int], decoding: Decoding
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], decodings: Sequence[Decoding]
     ) -> Iterator[tuple[int, Completion]]: ...
     def prefetch(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> None:
         """Begin with nothing: who samples in the trainer's process does not train meanwhile."""
@@ -131,16 +135,21 @@ def check_engine(name: str, config: Config) -> None:
             raise InputError(f"{key}={value} needs vLLM; the transformers engine samples from the trainer's own model")
 
 
+def make_sampling(config: Config, stop_tokens: tuple[int, ...]) -> Sampling:
+    """The draws of a training run."""
+    r = config.rollout
+    return Sampling(
+        r.num_generations, config.data.max_prompt_length, r.max_completion_length, r.temperature, stop_tokens
+    )
+
+
 def make_engine(name: str, config: Config, stop_tokens: tuple[int, ...], accelerator: Accelerator) -> RolloutEngine:
     """Start the engine of a training run.
 
     Raises:
         InputError: it does not start.
     """
-    r = config.rollout
-    sampling = Sampling(
-        r.num_generations, config.data.max_prompt_length, r.max_completion_length, r.temperature, stop_tokens
-    )
+    r, sampling = config.rollout, make_sampling(config, stop_tokens)
     if name == "transformers":
         from stapo_lite.rollout.transformers_engine import TransformersEngine
 

@@ -241,12 +241,13 @@ class ServerEngine(RolloutEngine):
         return [[future.result() for future in self._ahead.pop(seed)] for seed in bar]
 
     def stream(
-        self, prompts: Sequence[Prompt], seeds: Sequence[int], decoding: Decoding
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], decodings: Sequence[Decoding]
     ) -> Iterator[tuple[int, Completion]]:
-        d = decoding
-        options = {"temperature": d.temperature, "max_tokens": d.max_completion_length, "top_p": d.top_p}
-        drawn = zip(prompts, seeds, strict=True)
-        indices = {self._submit(self._sample(prompt, options | {"seed": s})): i for i, (prompt, s) in enumerate(drawn)}
+        indices = {}
+        for index, (prompt, seed, d) in enumerate(zip(prompts, seeds, decodings, strict=True)):
+            options: dict[str, Any] = {"temperature": d.temperature, "max_tokens": d.max_completion_length}
+            options |= {"top_p": d.top_p, "seed": seed, "logprobs": 0 if d.logprobs else None}
+            indices[self._submit(self._sample(prompt, options | d.options))] = index
         try:
             for future in as_completed(indices):
                 yield indices[future], future.result()

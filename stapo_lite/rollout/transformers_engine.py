@@ -8,6 +8,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
+from stapo_lite.errors import InputError
 from stapo_lite.rollout import Decoding, Publisher, RolloutEngine, Sampling
 from stapo_lite.types import Completion, Prompt, derived_seed
 
@@ -28,23 +29,32 @@ class TransformersEngine(RolloutEngine):
         s, size = self._sampling, self._sampling.num_generations
         rows = [prompt for prompt in prompts for _ in range(size)]
         row_seeds = [derived_seed(seed, g) for seed in seeds for g in range(size)]
-        draws = self.stream(rows, row_seeds, Decoding(s.max_completion_length, s.temperature, top_p=1.0))
+        draws = self.stream(rows, row_seeds, [Decoding(s.max_completion_length, s.temperature, top_p=1.0)] * len(rows))
         bar = tqdm(draws, "rollout", len(rows), unit="completion", leave=False, disable=None if progress else True)
         completions = [completion for _, completion in bar]
         return [completions[i : i + size] for i in range(0, len(rows), size)]
 
     def stream(
-        self, prompts: Sequence[Prompt], seeds: Sequence[int], decoding: Decoding
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], decodings: Sequence[Decoding]
     ) -> Iterator[tuple[int, Completion]]:
+        """As the protocol has it, for decodings of one temperature and top-p.
+
+        Raises:
+            InputError: a decoding has options of vLLM's.
+        """
+        if wrong := next((d.options for d in decodings if d.options), None):
+            raise InputError(f"rollout.engine=transformers knows no {next(iter(wrong))}: set rollout.engine=vllm")
         for start in range(0, len(prompts), self._max_num_seqs):
             batch = prompts[start : start + self._max_num_seqs]
+            limits = [d.max_completion_length for d in decodings[start : start + self._max_num_seqs]]
+            decoding = decodings[start]
             recorder = _LogprobRecorder(decoding.temperature)
             warpers: list[Any] = [TemperatureLogitsWarper(decoding.temperature)]
             if decoding.top_p < 1:
                 warpers.append(TopPLogitsWarper(decoding.top_p))
             draws = _SeededDraws(seeds[start : start + len(batch)])
-            output = self._generate(batch, [recorder, *warpers, draws], decoding.max_completion_length)
-            drawn = zip(batch, output.tolist(), recorder.finish(output).tolist(), strict=True)
+            output = self._generate(batch, [recorder, *warpers, draws], max(limits))
+            drawn = zip(batch, limits, output.tolist(), recorder.finish(output).tolist(), strict=True)
             yield from enumerate((self._completion(*each) for each in drawn), start)
 
     @torch.no_grad()
@@ -69,10 +79,10 @@ class TransformersEngine(RolloutEngine):
             self._model.train()
         return output[:, width:]
 
-    def _completion(self, prompt: Prompt, token_ids: list[int], logprobs: list[float]) -> Completion:
-        stops = (t for t, token in enumerate(token_ids) if token in self._sampling.stop_token_ids)
+    def _completion(self, prompt: Prompt, limit: int, token_ids: list[int], logprobs: list[float]) -> Completion:
+        stops = (t for t, token in enumerate(token_ids[:limit]) if token in self._sampling.stop_token_ids)
         stop = next(stops, None)
-        length = len(token_ids) if stop is None else stop + 1
+        length = min(limit, len(token_ids)) if stop is None else stop + 1
         return Completion(
             prompt, token_ids[:length], logprobs[:length], truncated=stop is None, adapter_version=self._version
         )

@@ -128,12 +128,14 @@ class VLLMEngine(RolloutEngine):
         return [groups[index] for index in range(len(prompts))]
 
     def stream(
-        self, prompts: Sequence[Prompt], seeds: Sequence[int], decoding: Decoding
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], decodings: Sequence[Decoding]
     ) -> Iterator[tuple[int, Completion]]:
-        d = decoding
-        options: dict[str, Any] = {"temperature": d.temperature, "top_p": d.top_p}
-        options["max_tokens"] = d.max_completion_length
-        parameters = [self._parameters(seed=seed, **options) for seed in seeds]
+        parameters = []
+        for seed, d in zip(seeds, decodings, strict=True):
+            options: dict[str, Any] = {"temperature": d.temperature, "top_p": d.top_p, "seed": seed}
+            options |= {"max_tokens": d.max_completion_length, "logprobs": 0 if d.logprobs else None}
+            options["detokenize"] = bool(d.options)  # to find stop strings
+            parameters.append(self._parameters(**options | d.options))
         for index, output in self._outputs(prompts, parameters):
             yield index, completions(prompts[index], output)[0]
 

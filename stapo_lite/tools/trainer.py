@@ -2,14 +2,16 @@
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from stapo_lite.config import Config, Prompting, load_config, load_eval_config
 from stapo_lite.evaluation.evaluate import evaluate
+from stapo_lite.rollout.episodes import Episode
 from stapo_lite.tools.export import export
 from stapo_lite.training.loop import train
+from stapo_lite.training.opening import Given
 
 RewardFunc = Callable[..., Any] | str
 
@@ -28,6 +30,7 @@ class Trainer:
             callable gets what TRL would give it, runs in this process, and may be a lambda, a closure or a coroutine
             function.
         train_dataset: a `datasets.Dataset`, or dictionaries, in place of `data.source`.
+        rollout_func: a coroutine function that makes a completion of several turns (docs/turns.md).
 
     Attributes:
         config: the whole config, checked.
@@ -43,15 +46,17 @@ class Trainer:
         *,
         reward_funcs: RewardFunc | Sequence[RewardFunc] | None = None,
         train_dataset: Sequence[dict[str, Any]] | None = None,
+        rollout_func: Callable[[Episode], Awaitable[None]] | None = None,
     ):
         functions = [reward_funcs] if callable(reward_funcs) or isinstance(reward_funcs, str) else reward_funcs
         names = _names(functions or [])
-        self._own = {name: f for name, f in zip(names, functions or [], strict=True) if not isinstance(f, str)}
-        self._rows = train_dataset
-        given = [f"reward.functions={json.dumps(names)}"] if names else []
-        given += [] if train_dataset is None else ["data.source=train_dataset"]
+        own = {name: f for name, f in zip(names, functions or [], strict=True) if not isinstance(f, str)}
+        self._given = Given(own, train_dataset, rollout_func)
+        changes = [f"reward.functions={json.dumps(names)}"] if names else []
+        changes += [] if train_dataset is None else ["data.source=train_dataset"]
+        changes += [] if rollout_func is None else [f"rollout.function={rollout_func.__name__}"]
         tree = config.model_dump(exclude_unset=True) if isinstance(config, Config) else config
-        self.config = load_config(tree, [*overrides, *given])
+        self.config = load_config(tree, [*overrides, *changes])
 
     def steps(self, resume: bool = False, force: bool = False) -> Iterator[dict[str, Any]]:
         """Train step by step; yields the metrics of each one. Who stops iterating ends the run there: adapter and
@@ -65,7 +70,7 @@ class Trainer:
             InputError: something in the config, the data or the model cannot be used.
             RunError: the run cannot go on (docs/faults.md).
         """
-        return train(self.config, resume, force, self._own, self._rows)
+        return train(self.config, resume, force, self._given)
 
     __iter__ = steps
 

@@ -8,7 +8,7 @@ departs from the paper; first of all, a LoRA adapter trains instead of the whole
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,18 +21,14 @@ from stapo_lite.config import Config
 from stapo_lite.rewards.functions import overlong_share
 from stapo_lite.training.lifecycle import card_memory
 from stapo_lite.training.metrics import has_variance
-from stapo_lite.training.opening import open_run
+from stapo_lite.training.opening import Given, open_run
 from stapo_lite.training.run import Rollouts, Run
 from stapo_lite.training.update import measure, old_inputs, update, with_gradient
 from stapo_lite.types import Completion, derived_seed
 
 
 def train(
-    config: Config,
-    resume: bool = False,
-    force: bool = False,
-    reward_funcs: Mapping[str, Callable] | None = None,
-    rows: Sequence[dict[str, Any]] | None = None,
+    config: Config, resume: bool = False, force: bool = False, given: Given | None = None
 ) -> Iterator[dict[str, Any]]:
     """Run the training; yields the metrics of each step (docs/metrics.md).
 
@@ -43,15 +39,14 @@ def train(
     Args:
         resume: continue from the newest intact checkpoint in `config.output_dir`; begin where there is none.
         force: continue with a config that differs where it decides what the run computes.
-        reward_funcs: functions of this process by their names in `config.reward.functions`.
-        rows: of the data set, in place of `config.data.source`.
+        given: what there is besides the config: functions and rows of this process.
 
     Raises:
         InputError: something in the config, the data or the model cannot be used; found before any
             weights are loaded, where it can be.
         RunError: faults that the run outlives (docs/faults.md) did not end.
     """
-    with open_run(config, resume, force, reward_funcs, rows) as run:
+    with open_run(config, resume, force, given) as run:
         for step in run.steps():
             rollouts = sample_groups(run, step)
             assign_advantages(run, rollouts.batch)
@@ -92,7 +87,7 @@ def sample_round(run: Run, step: int, wanted: int, rollouts: Rollouts) -> list[l
     share, seed = run.share(wanted), derived_seed(run.config.seed, run.progress.prompts_drawn)
     groups: list[list[Completion]] = []
     if share.prompts:
-        groups = run.engine.generate(share.prompts, share.seeds, progress=run.accelerator.is_main_process)
+        groups = run.sample(share.prompts, share.seeds, progress=run.accelerator.is_main_process)
     completions = list(itertools.chain(*groups))
     lags = [step - completion.adapter_version for completion in completions]
     assert all(0 <= lag <= run.config.rollout.max_lag for lag in lags), "the engine lost the adapter"

@@ -13,7 +13,7 @@ from stapo_lite.algorithm.s2t import linear_quantiles
 from stapo_lite.types import Completion
 
 SUMS = (
-    "groups", "zero_variance_groups", "completions", "truncated", "tokens", "sampled_nll",
+    "groups", "zero_variance_groups", "completions", "truncated", "tokens", "written", "sampled_nll",
     "batch_completions", "overlong_penalty", "lag",
     "batch_tokens", "kept", "active_tokens", "trained_tokens", "loss", "kl", "kl_tokens", "entropy", "collision",
     "logit_grad_norm", "clipped_low", "clipped_high", "silenced", "candidate", "gradient_mass",
@@ -103,6 +103,7 @@ def count_rollouts(tally: Tally, groups: Sequence[Sequence[Completion]], step: i
         completions=len(completions),
         truncated=sum(c.truncated for c in completions),
         tokens=sum(len(c.token_ids) for c in completions),
+        written=sum(len(c.token_ids) if c.loss_mask is None else sum(c.loss_mask) for c in completions),
         sampled_nll=-sum(sum(c.rollout_logprobs) for c in completions),
         lag=sum(lags),
     )
@@ -136,7 +137,7 @@ def step_metrics(
         "truncated_share": ratio(t["truncated"], t["completions"]),
         "lag_mean": ratio(t["lag"], t["completions"]),
         "lag_max": t["lag_max"],
-        "sampled_nll": ratio(t["sampled_nll"], t["tokens"]),
+        "sampled_nll": ratio(t["sampled_nll"], t["written"]),
         "entropy": ratio(t["entropy"], t["active_tokens"]),
         "entropy_p10": p10,
         "entropy_p50": p50,

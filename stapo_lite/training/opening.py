@@ -4,8 +4,9 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
@@ -22,7 +23,8 @@ from stapo_lite.model.policy import load_policy, make_optimizer
 from stapo_lite.model.sharding import make_sharding
 from stapo_lite.planning.choice import fit
 from stapo_lite.rewards.functions import RewardModel
-from stapo_lite.rollout import check_engine, make_engine, resolve_engine
+from stapo_lite.rollout import check_engine, make_engine, make_sampling, resolve_engine
+from stapo_lite.rollout.episodes import find_function, play
 from stapo_lite.training import checkpoint
 from stapo_lite.training.checkpoint import Progress
 from stapo_lite.training.lifecycle import (
@@ -34,21 +36,26 @@ from stapo_lite.training.lifecycle import (
     undisturbed,
 )
 from stapo_lite.training.push import HubMirror
-from stapo_lite.training.run import Run
+from stapo_lite.training.run import Run, Sampler
 from stapo_lite.training.token_log import TokenLog
 from stapo_lite.training.tracking import ENVIRONMENT_FILE, RunLog, read_metrics
 from stapo_lite.training.update import Learner
 from stapo_lite.types import Prompt
 
 
+class Given(NamedTuple):
+    """What the caller of a run gives besides its config."""
+
+    reward_funcs: Mapping[str, Callable] | None = None
+    """Functions of this process by their names in `reward.functions`."""
+    rows: Sequence[dict[str, Any]] | None = None
+    """The data set; None for `data.source`."""
+    rollout_func: Callable | None = None
+    """A coroutine function; None for `rollout.function`."""
+
+
 @contextmanager
-def open_run(
-    config: Config,
-    resume: bool = False,
-    force: bool = False,
-    reward_funcs: Mapping[str, Callable] | None = None,
-    rows: Sequence[dict[str, Any]] | None = None,
-) -> Iterator[Run]:
+def open_run(config: Config, resume: bool = False, force: bool = False, given: Given | None = None) -> Iterator[Run]:
     """Open a run, new or resumed; close it, or where something interrupts it keep what was learned.
 
     Raises:
@@ -56,7 +63,7 @@ def open_run(
         RunError: the disk is full at the end.
     """
     with ExitStack() as closing:  # all of it, whatever one does
-        run = begin(config, resume, force, reward_funcs, rows, closing)
+        run = begin(config, resume, force, given or Given(), closing)
         try:
             yield run
         except BaseException as interruption:
@@ -67,14 +74,7 @@ def open_run(
         run.finish()
 
 
-def begin(
-    config: Config,
-    resume: bool,
-    force: bool,
-    reward_funcs: Mapping[str, Callable] | None,
-    rows: Sequence[dict[str, Any]] | None,
-    closing: ExitStack,
-) -> Run:
+def begin(config: Config, resume: bool, force: bool, given: Given, closing: ExitStack) -> Run:
     """Assemble a run: what is cheap and can fail first, weights last."""
     folder = Path(config.output_dir)
     accelerator = make_accelerator(config.log, folder / "logs")
@@ -88,8 +88,9 @@ def begin(
     if not resume:
         check_no_run(folder)
     config = fit(config, engine_name, folder if resume else None, processes, shard is not None)
-    prompts, tokenizer, stop_tokens = load_prompts(config, rows, accelerator.print)
+    prompts, tokenizer, stop_tokens = load_prompts(config, given.rows, accelerator.print)
     find_start(config.lora)
+    function = given.rollout_func or (find_function(config.rollout.function) if config.rollout.function else None)
     exam = Exam(config, tokenizer) if config.evaluation.steps else None
     accelerator.print(batch_arithmetic(config, processes))
     if accelerator.is_main_process:
@@ -104,11 +105,14 @@ def begin(
     if config.log.hub_model_id and accelerator.is_main_process:
         hub = HubMirror(config.log.hub_model_id, config.log.hub_private_repo, folder, stop_tokens)
         closing.callback(hub.close)
-    rewards = RewardModel(config.reward, config.train.max_steps, reward_funcs)
+    rewards = RewardModel(config.reward, config.train.max_steps, given.reward_funcs)
     closing.callback(rewards.close)
     learner = make_learner(config, accelerator, shard, newest)
     engine = make_engine(engine_name, config, stop_tokens, accelerator)
     closing.callback(engine.close)
+    sample: Sampler = engine.generate
+    if function is not None:
+        sample = partial(play, engine, make_sampling(config, stop_tokens), tokenizer, function)
     log = open_folder(config, accelerator, surroundings, learner.progress.step)
     closing.callback(log.close)
     settings = {k: str(v) for k, v in flatten(config.model_dump()).items()}
@@ -116,7 +120,7 @@ def begin(
     if config.log.audit_tokens:
         learner.token_log = TokenLog(folder, config.log.audit_tokens, learner.policy, tokenizer, accelerator)
     return Run(
-        config, accelerator, prompts, tokenizer, surroundings, rewards, learner, engine, log, exam, hub,
+        config, accelerator, prompts, tokenizer, surroundings, rewards, learner, engine, sample, log, exam, hub,
         snapshot=checkpoint.take_snapshot(learner.progress, learner.policy, learner.optimizer),
         history=read_metrics(folder),
     )  # fmt: skip

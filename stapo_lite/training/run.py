@@ -5,7 +5,7 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +35,10 @@ from stapo_lite.training.update import Learner, Update
 from stapo_lite.types import Completion, Prompt, derived_seed
 
 logger = logging.getLogger(__name__)
+
+
+Sampler = Callable[..., list[list[Completion]]]
+"""As `RolloutEngine.generate`."""
 
 
 class Clock:
@@ -91,6 +95,7 @@ class Run:
 
     Attributes:
         surroundings: hardware, versions and data, as in environment.json.
+        sample: groups of completions, by the engine alone or in several turns.
         exam: the evaluation during training; None where there is none.
         hub: gets what is saved; on the main process, where a repository was named.
         snapshot: the run after its last whole step, on the main process: what an interruption saves.
@@ -107,6 +112,7 @@ class Run:
     rewards: RewardModel
     learner: Learner
     engine: RolloutEngine
+    sample: Sampler
     log: RunLog
     exam: Exam | None
     hub: HubMirror | None

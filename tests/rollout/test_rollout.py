@@ -1,9 +1,11 @@
 """The engines against the trainer: vLLM for real (its CPU build), in float32 and bfloat16."""
 
+import asyncio
 import itertools
 import json
 import re
 import shutil
+import threading
 from contextlib import closing, nullcontext
 from types import SimpleNamespace
 from unittest.mock import Mock, call
@@ -13,12 +15,13 @@ import pytest
 import torch
 from helpers import LONG, MINIMAL, PROMPTS, SAMPLING, adapted_policy, gap, generate, make_vllm, randomise_adapter
 from safetensors.torch import save_file
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 
 from stapo_lite.config import PROJECTIONS, Engine, load_config
 from stapo_lite.errors import InputError, RunError
 from stapo_lite.planning.plan import as_json, model_sizes
 from stapo_lite.rollout import MAX_RETRIES, Decoding, check_engine, resolve_engine
+from stapo_lite.rollout.episodes import play
 from stapo_lite.rollout.transformers_engine import TransformersEngine
 from stapo_lite.rollout.vllm_options import BATCHED_TOKENS, WATERMARK, check_vllm, fp32_head
 from stapo_lite.types import Prompt
@@ -60,12 +63,17 @@ def engine(request):
     return TransformersEngine(SAMPLING, max_num_seqs=8)
 
 
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model):
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
 def tokens(groups):
     return [[c.token_ids for c in group] for group in groups]
 
 
 def drawn(engine, prompts, seeds, decoding=DECODING):
-    completions = dict(engine.stream(prompts, seeds, decoding))
+    completions = dict(engine.stream(prompts, seeds, [decoding] * len(prompts)))
     assert sorted(completions) == list(range(len(prompts)))
     return [completions[i] for i in range(len(prompts))]
 
@@ -93,6 +101,92 @@ def test_groups_follow_the_protocol_and_the_seed(engine, make_policy):
     engine.publish(policy, next(VERSIONS))
     assert tokens(generate(engine, PROMPTS, seed=3)) == tokens(groups)
     assert tokens(generate(engine, PROMPTS, seed=4)) != tokens(groups)
+
+
+async def with_a_tool(episode):
+    """Two turns of the model's, and what a tool says between them."""
+    await episode.generate(max_tokens=3)
+    episode.add("!?")
+    await episode.generate()
+
+
+def test_turns_with_a_tool_between_them(engine, make_policy, tokenizer):
+    """What the model wrote has the log-probabilities that it had in its place; a tool's has none."""
+    policy, now = make_policy(), next(VERSIONS)
+    engine.publish(policy, now)
+    groups = play(engine, SAMPLING, tokenizer, with_a_tool, PROMPTS, [1, 2, 3])
+    assert [len(group) for group in groups] == [SAMPLING.num_generations] * len(PROMPTS)
+    completions = [completion for group in groups for completion in group]
+    said = tokenizer("!?").input_ids
+    for completion in completions:
+        first = completion.loss_mask.index(False)  # its first turn may end sooner
+        assert 1 <= first <= 3
+        assert completion.token_ids[first : first + 2] == said
+        assert completion.loss_mask == [i not in (first, first + 1) for i in range(len(completion.token_ids))]
+        assert len(completion.token_ids) <= SAMPLING.max_completion_length
+        assert completion.truncated == (completion.token_ids[-1] not in SAMPLING.stop_token_ids)
+        assert completion.adapter_version == now
+    mask = torch.tensor([written for c in completions for written in c.loss_mask])
+    assert gap(policy, groups)[mask].max() < 1e-4
+    assert all(c.rollout_logprobs[c.loss_mask.index(False)] == 0.0 for c in completions)
+    engine.publish(policy, next(VERSIONS))
+    assert tokens(play(engine, SAMPLING, tokenizer, with_a_tool, PROMPTS, [1, 2, 3])) == tokens(groups)
+
+
+def test_tools_run_side_by_side_and_what_one_raises_ends_all(make_policy, tokenizer):
+    engine = TransformersEngine(SAMPLING, max_num_seqs=64)
+    engine.publish(make_policy(), 1)
+    meeting: list[asyncio.Barrier] = []
+
+    async def meet(episode):
+        await episode.generate(max_tokens=1)
+        meeting[:] = meeting or [asyncio.Barrier(SAMPLING.num_generations * len(PROMPTS))]
+        await asyncio.wait_for(meeting[0].wait(), 60)  # for all the others
+        await episode.generate(max_tokens=1)
+
+    async def fail(episode):
+        await episode.generate(max_tokens=1)
+        if episode.prompt is PROMPTS[1]:
+            raise LookupError("no such tool")
+        await episode.generate()
+
+    async def nothing(episode):
+        episode.add("only a tool")
+
+    async def full(episode):
+        episode.add("a" * 100)
+        assert episode.room == 0
+        assert await episode.generate() == ""
+        assert not episode.finished
+
+    groups = play(engine, SAMPLING, tokenizer, meet, PROMPTS, [1, 2, 3])
+    assert {len(c.token_ids) for group in groups for c in group} == {2}
+    for function, error, message in (
+        (fail, LookupError, "no such tool"),
+        (nothing, RunError, "an episode ended without a turn of the model's"),
+        (full, RunError, "an episode ended without a turn of the model's"),
+    ):
+        with pytest.raises(error, match=message):
+            play(engine, SAMPLING, tokenizer, function, PROMPTS, [1, 2, 3])
+    with pytest.raises(InputError, match="rollout.engine=transformers knows no stop: set rollout.engine=vllm"):
+        play(engine, SAMPLING, tokenizer, until_a_letter, PROMPTS, [1, 2, 3])
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("episodes")]
+
+
+async def until_a_letter(episode):
+    text = await episode.generate(stop=["a", "e", "i"])
+    assert episode.finished == (text[-1:] in ("a", "e", "i") or episode.token_ids[-1] in SAMPLING.stop_token_ids)
+    episode.prompt.columns.setdefault("texts", []).append(text)
+
+
+def test_stop_strings(vllm_engine, make_policy, tokenizer):
+    policy = make_policy(scale=0.0)
+    vllm_engine.publish(policy, next(VERSIONS))
+    prompts = [Prompt("", prompt.token_ids, "") for prompt in PROMPTS]
+    groups = play(vllm_engine, SAMPLING, tokenizer, until_a_letter, prompts, [7, 8, 9])
+    assert gap(policy, groups).max() < 1e-4
+    assert any(text.endswith(("a", "e", "i")) for prompt in prompts for text in prompt.columns["texts"])
+    assert not any(letter in text[:-1] for prompt in prompts for text in prompt.columns["texts"] for letter in "aei")
 
 
 def deviations(completions, p):
@@ -142,7 +236,7 @@ def test_a_stream_that_is_left_early_leaves_nothing_behind(engine, make_policy):
     engine.publish(make_policy(), next(VERSIONS))
     prompts = [Prompt("", [10 + (i + 13 * t) % 250 for t in range(380)], answer="") for i in range(16)]
     expected = drawn_ids(engine, prompts, range(16))
-    stream = engine.stream(prompts * 2, range(32), DECODING)
+    stream = engine.stream(prompts * 2, range(32), [DECODING] * 32)
     next(stream)
     stream.close()
     assert drawn_ids(engine, prompts, range(16)) == expected

@@ -21,6 +21,8 @@ from test_rollout import (  # noqa: F401
     test_each_sample_follows_from_its_own_seed,
     test_groups_come_from_the_tempered_distribution_and_streamed_samples_from_its_nucleus,
     test_groups_follow_the_protocol_and_the_seed,
+    test_turns_with_a_tool_between_them,
+    tokenizer,
     tokens,
 )
 
@@ -83,7 +85,7 @@ def adapters(url):
 
 
 def streamed(engine, prompts):
-    return {i: c.token_ids for i, c in engine.stream(prompts, range(len(prompts)), DECODING)}
+    return {i: c.token_ids for i, c in engine.stream(prompts, range(len(prompts)), [DECODING] * len(prompts))}
 
 
 @pytest.mark.parametrize("lag", [0, 2])
@@ -198,7 +200,7 @@ def test_a_server_that_is_gone_is_dropped_until_it_is_back(server, other, make_p
     with connected(tmp_path / "both", server, other) as both, connected(tmp_path / "alone", other) as alone:
         both.publish(policy, 1)
         alone.publish(policy, 1)
-        expected, stream = streamed(both, prompts), both.stream(prompts, range(60), DECODING)
+        expected, stream = streamed(both, prompts), both.stream(prompts, range(60), [DECODING] * 60)
         index, first = next(stream)
         gone.append(True)
         assert {index: first.token_ids} | {i: c.token_ids for i, c in stream} == expected
@@ -250,7 +252,7 @@ def test_a_lost_server_is_dropped_and_its_work_moved(server, tiny_model, make_po
         # One that dies in the middle of a batch.
         caplog.clear()
         prompts = PROMPTS * 60  # more than is done before it dies
-        expected, stream = streamed(engine, prompts), engine.stream(prompts, range(180), DECODING)
+        expected, stream = streamed(engine, prompts), engine.stream(prompts, range(180), [DECODING] * 180)
         index, first = next(stream)
         os.killpg(group, signal.SIGKILL)
         assert {index: first.token_ids} | {i: c.token_ids for i, c in stream} == expected

@@ -6,10 +6,11 @@ import re
 import datasets
 import pytest
 import yaml
-from helpers import ROOT
+from helpers import ROOT, without_times
 
 from stapo_lite import Config, InputError, Trainer, load_config
 from stapo_lite.files import write_lines
+from stapo_lite.rewards.functions import RewardModel
 from stapo_lite.training import push
 from stapo_lite.training.tracking import read_metrics
 
@@ -93,6 +94,67 @@ def test_a_run_that_is_mirrored_on_the_hub(hub, write_config, tmp_path, caplog, 
     monkeypatch.setenv("HF_TOKEN", "hf_reader")
     with pytest.raises(InputError, match="log.hub_model_id=other: .*a token that can write comes from"):
         Trainer(write_config(output_dir=str(tmp_path / "b")), ["log.hub_model_id=other"]).train()
+
+
+async def spell(episode):
+    await episode.generate(max_tokens=2)
+    episode.add(episode.prompt.columns["wanted"])
+    await episode.generate()
+
+
+def test_several_turns(tree, tmp_path, monkeypatch):
+    """The tool's tokens count for the length, and for nothing else; the same by the function's path."""
+    seen, score = [], RewardModel.score
+    monkeypatch.setattr(RewardModel, "score", lambda self, c, *rest: (score(self, c, *rest), seen.extend(c)))
+
+    def even(completion_ids, **_):
+        return [sum(i % 2 == 0 for i in ids) for ids in completion_ids]
+
+    changes = {"train_dataset": ROWS, "reward_funcs": even}
+    trainer = Trainer(tree, [f"output_dir={tmp_path / 'own'}"], rollout_func=spell, **changes)
+    assert trainer.config.rollout.function == "spell"
+    metrics = trainer.train()
+    first = seen[:16]
+    assert all(c.prompt.columns["wanted"] in c.text for c in seen)
+    written = [x for c in first for x, own in zip(c.rollout_logprobs, c.loss_mask, strict=True) if own]
+    assert len(written) == sum(len(c.token_ids) - len(c.prompt.columns["wanted"]) for c in first)
+    assert metrics[0]["sampled_nll"] == pytest.approx(-sum(written) / len(written), rel=1e-5)
+    assert metrics[0]["completion_length"] == sum(len(c.token_ids) for c in first) / 16
+    assert metrics[0]["sampler_gap_max"] < 1e-4
+    assert all(m["updates"] == 2 for m in metrics)
+    (tmp_path / "my_tools.py").write_text("from test_trainer import spell\nplain = len\n", encoding="utf-8")
+    by_path = Trainer(tree, ["rollout.function=my_tools:spell", f"output_dir={tmp_path / 'path'}"], **changes)
+    assert without_times(by_path.train()) == without_times(metrics)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["rollout.function=nowhere:f"], "rollout.function=nowhere:f: cannot be imported"),
+        (["rollout.function=builtins:len"], "rollout.function=builtins:len: is no coroutine function"),
+        (
+            ["rollout.function=a:b", "rollout.engine=server", "rollout.max_lag=1"],
+            "rollout.function needs rollout.max_lag=0",
+        ),
+        (
+            ["rollout.function=a:b", "evaluation.steps=1"],
+            "rollout.function: an evaluation during training has one turn",
+        ),
+    ],
+)
+def test_turns_that_cannot_be(tree, overrides, message):
+    with pytest.raises(InputError, match=message):
+        Trainer(tree, overrides, train_dataset=ROWS, reward_funcs=len).train()
+
+
+def test_the_page_about_turns(write_config, tmp_path, monkeypatch):
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    (lines,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "turns.md").read_text(encoding="utf-8"), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    data = {"max_prompt_length": 384}
+    config = write_config(train__max_steps=1, rollout__engine="vllm", data=data, train__max_tokens_per_microbatch=1024)
+    exec(lines.replace("configs/quickstart.yaml", str(config)), {})
+    assert (tmp_path / "runs" / "calculator" / "adapter" / "adapter_model.safetensors").exists()
 
 
 def test_the_readmes_lines(write_config, tmp_path, monkeypatch):
