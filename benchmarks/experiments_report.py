@@ -146,14 +146,17 @@ def band(axes: Axes, seeds: dict[int, tuple[list[dict], list[dict]]], name: str,
 
 
 def place_names(axes: Axes, ends: dict[str, tuple[int, float]], colours: dict[str, str]) -> None:
-    """Write each method's name where its line ends, moved up where it would stand on another."""
+    """Write each method's name where its line ends, apart from the others and not above the axes."""
     low, high = axes.get_ylim()
-    lowest = low
-    for method, (step, value) in sorted(ends.items(), key=lambda end: end[1][1]):
-        lowest = max(lowest, value)
-        end = (step, lowest)
-        axes.annotate(method, end, (4, 0), textcoords="offset points", color=colours[method], va="center")
-        lowest += 0.06 * (high - low)
+    apart = 0.06 * (high - low)
+    heights: list[float] = []
+    for _, value in sorted(ends.values(), key=lambda end: end[1]):
+        heights.append(max(value, heights[-1] + apart) if heights else value)
+    down = max(0.0, heights[-1] - high)
+    for (method, (step, _)), height in zip(sorted(ends.items(), key=lambda end: end[1][1]), heights, strict=True):
+        axes.annotate(
+            method, (step, height - down), (4, 0), textcoords="offset points", color=colours[method], va="center"
+        )
 
 
 def main() -> None:
