@@ -18,6 +18,7 @@ from random_model import VOCABULARY, qwen3
 from stapo_lite.algorithm.microbatches import TokenBudget, pack
 from stapo_lite.cli import main as cli
 from stapo_lite.config import Config, Engine, Lora, Train, load_config
+from stapo_lite.model.loading import find_start
 from stapo_lite.model.policy import Policy, load_policy, make_optimizer
 from stapo_lite.rollout import Sampling
 from stapo_lite.training.checkpoint import Progress, list_checkpoints
@@ -119,7 +120,7 @@ def adapted_policy(
     }
     overrides = [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in (keys | changes).items()]
     config = load_config(MINIMAL | {"model": str(model), "dtype": dtype}, overrides)
-    policy = load_policy(config, torch.device(device), shard)
+    policy = load_policy(config, torch.device(device), shard, find_start(config.lora))
     randomise_adapter(policy, adapter_seed, scale)
     return policy
 

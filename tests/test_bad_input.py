@@ -204,7 +204,10 @@ CHECKPOINTS = {
     "progress of another version": (edit("state.json", lambda s: s["progress"].update(epoch=1)), NO_STATE),
     "a list as state": (write("state.json", "[]"), "state.json: must be a JSON object, got list"),
     "metrics that are lists": (write("../metrics.jsonl", "[1]\n"), "line 1: must be a JSON object"),
-    "an adapter of another rank": (edit("adapter_model.safetensors", lower_rank), NO_FIT),
+    "an adapter of another rank": (
+        edit("adapter_model.safetensors", lower_rank),
+        "checkpoint-1: the adapter does not fit the model (",
+    ),
     "half an optimiser": (edit("optimizer.pt", lambda o: o.pop("param_groups")), NO_FIT),
     "moments of another shape": (edit("optimizer.pt", lambda o: o["state"][0].update(exp_avg=torch.ones(2))), NO_FIT),
     "fewer parameters": (edit("optimizer.pt", lambda o: o["param_groups"][0].update(params=[0])), NO_FIT),

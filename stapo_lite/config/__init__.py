@@ -4,6 +4,7 @@ from stapo_lite.config.launch import batch_arithmetic, check_processes, check_sh
 from stapo_lite.config.loading import flatten, load_config, load_eval_config, to_yaml
 from stapo_lite.config.schema import (
     BENCHMARK_NAMES,
+    IN_PYTHON,
     PROJECTIONS,
     S2T,
     Config,

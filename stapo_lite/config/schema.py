@@ -26,6 +26,8 @@ def _path(text: str) -> str:
 
 
 UserPath = Annotated[str, Field(min_length=1), AfterValidator(_path)]
+IN_PYTHON = "train_dataset"
+"""`data.source` of a run whose rows exist only in Python."""
 BENCHMARK_NAMES = ["aime24", "aime25", "amc23", "math500", "minerva", "olympiadbench"]
 _OFF = BeforeValidator(lambda value: "off" if value is False else value)  # as YAML reads it
 _ALL_LINEAR = BeforeValidator(lambda value: [value] if value == "all-linear" else value)
@@ -317,7 +319,7 @@ class Log(Section):
     """Print sample completions of the first step and of every so many after it; 0 for never."""
     completions: int = Field(32, ge=0)
     """Completions of each step, whole groups first, that are kept in completions.jsonl with their rewards, and with the
-    trackers; `stapo completions RUN` reads them."""
+    trackers; `stapo completions RUN` reads them. 32 of 2,000 tokens are some 250 kB a step."""
     save_steps: int = Field(50, ge=0)
     """Checkpoint every so many steps, and at the end; 0 for only at the end."""
     save_total_limit: int = Field(2, ge=1)
@@ -340,6 +342,8 @@ class Evaluation(Section):
     """Evaluate before the first step, every so many steps and at the end; 0 for never."""
     source: OptionalPath = None
     """Held-out rows, as `data.source` has those to train on; judged by the run's own reward functions."""
+    subset: str | None = None
+    """`source`: configuration name of a Hub dataset; `data.subset` where it is the same dataset."""
     split: str = "test"
     """`source`: split of a Hub dataset."""
     limit: int | None = Field(None, ge=1)
@@ -417,6 +421,10 @@ class Config(Section):
     _evaluations_have_one_turn = _refuse(
         lambda s: s.rollout.function and s.evaluation.steps,
         "rollout.function: an evaluation during training has one turn only; set evaluation.steps=0",
+    )
+    _what_is_evaluated_has_a_time = _refuse(
+        lambda s: (s.evaluation.source or s.evaluation.best) and not s.evaluation.steps,
+        "evaluation.source and evaluation.best need evaluation.steps: every how many steps",
     )
     _servers_have_their_card = _refuse(
         lambda s: s.rollout.engine == "server" and s.train.park_trainer,

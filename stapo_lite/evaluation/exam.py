@@ -136,7 +136,8 @@ class Exam:
         self._tasks = make_tasks(names, e.num_samples, e.limit, tokenizer, d)
         self._prompts: list[Prompt] = []
         if e.source:
-            rows = load_rows(d.model_copy(update={"source": e.source, "split": e.split}))
+            subset = d.subset if e.subset is None and e.source == d.source else e.subset
+            rows = load_rows(d.model_copy(update={"source": e.source, "subset": subset, "split": e.split}))
             rows = [row for row, _ in zip(rows, range(e.limit or len(rows)), strict=False)]
             answer = d.answer_column if "math" in config.reward.functions else None
             prompts = render_prompts(rows, tokenizer, d, e.source, d.prompt_column, answer, d.filter_overlong_prompts)

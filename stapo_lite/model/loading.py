@@ -215,9 +215,11 @@ def find_start(lora: Lora) -> Path | None:
     adapter = read_adapter(folder)
     differing = []
     for key in ("r", "lora_alpha", "use_rslora", "target_modules"):
-        has, wanted = adapter[key], getattr(lora, key)
+        has, wanted = adapter.get(key, Lora.model_fields[key].default), getattr(lora, key)
         if wanted != ["all-linear"] and (sorted(has) != sorted(wanted) if isinstance(has, list) else has != wanted):
             differing.append(f"lora.{key}={json.dumps(has)}")
+    if not (folder / "adapter_model.safetensors").exists():
+        raise InputError(f"lora.adapter={lora.adapter}: it has no adapter_model.safetensors")
     if differing:
         raise InputError(f"lora.adapter={lora.adapter} is another kind of adapter: set {' '.join(differing)}")
     return folder

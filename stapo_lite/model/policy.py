@@ -13,21 +13,23 @@ from torch import Tensor, nn
 from stapo_lite.algorithm.lm_head import token_statistics, top_tokens
 from stapo_lite.algorithm.microbatches import send
 from stapo_lite.config import Config, Train
-from stapo_lite.errors import InputError
-from stapo_lite.model.loading import add_adapter, find_start, load_weights
+from stapo_lite.errors import InputError, one_line
+from stapo_lite.model.loading import add_adapter, load_weights
 from stapo_lite.types import Completion, TokenStatistics
 
 
-def load_policy(config: Config, device: torch.device, shard: Callable[[Any], None] | None = None) -> "Policy":
-    """Load the base model and give it a LoRA adapter: a new one, drawn from `config.seed`, or that of `lora.adapter`.
+def load_policy(
+    config: Config, device: torch.device, shard: Callable[[Any], None] | None = None, start: Path | None = None
+) -> "Policy":
+    """Load the base model and give it a LoRA adapter: a new one, drawn from `config.seed`, or one to start from.
 
     Args:
+        start: folder of that one (`find_start`).
         shard: spreads the base over the processes (`sharding.py`).
 
     Raises:
         InputError: the model or the adapter cannot be loaded, does not fit on the device, or lacks weights.
     """
-    start = find_start(config.lora)
     base = load_weights(config.model, config.dtype, "cpu" if shard else device, config.quantization)
     if shard is not None:
         shard(base)
@@ -40,7 +42,8 @@ def load_policy(config: Config, device: torch.device, shard: Callable[[Any], Non
     policy = Policy(peft_model, config, sharded=shard is not None)
     if start is not None:
         policy.load_adapter(start)
-        policy.refer_to_now()
+        if config.objective.beta:
+            policy.refer_to_now()
     return policy
 
 
@@ -202,12 +205,15 @@ class Policy:
         """Replace the adapter's values by those of a saved one of the same shape.
 
         Raises:
-            InputError: it has values for other layers, or none for some.
+            InputError: it has values for other layers or of another shape, or none for some.
         """
         from peft import set_peft_model_state_dict
         from safetensors.torch import load_file
 
-        result: Any = set_peft_model_state_dict(self.model, load_file(folder / "adapter_model.safetensors"))
+        try:
+            result: Any = set_peft_model_state_dict(self.model, load_file(folder / "adapter_model.safetensors"))
+        except RuntimeError as error:
+            raise InputError(f"{folder}: the adapter does not fit the model ({one_line(error)})") from None
         wrong = [*result.unexpected_keys, *(name for name in result.missing_keys if "lora_" in name)]
         if wrong:
             raise InputError(f"{folder}: the adapter does not fit the model, {wrong[0]} is on one side only")

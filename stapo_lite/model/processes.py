@@ -14,18 +14,28 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def count_processes(wanted: int | None) -> int:
-    """The processes of this launch; where nothing has launched this one, those wanted, or one for each card."""
+    """The processes of this launch; where nothing has launched this one, those wanted, or one for each card.
+
+    Raises:
+        InputError: fewer than one are wanted, or others than were launched.
+    """
     if _is_launched():
-        return int(os.environ.get("WORLD_SIZE", "1"))
+        launched = int(os.environ.get("WORLD_SIZE", "1"))
+        if wanted not in (None, launched):
+            raise InputError(f"--processes={wanted}: {launched} were launched (WORLD_SIZE): leave one of both out")
+        return launched
+    if wanted is not None and wanted < 1:
+        raise InputError(f"--processes={wanted}: at least one is needed")
     if wanted is None and NVIDIA_DRIVER.exists():
         import torch  # slow, and of no use here without a driver
 
         wanted = torch.cuda.device_count()
-    return max(1, wanted or 1)
+    return wanted or 1
 
 
 def launch(module: str, processes: int, arguments: Sequence[str]) -> bool:
-    """Run a module in several processes of this machine by accelerate's launcher, and wait for them.
+    """Run a module in several processes of this machine by torch's launcher, which is accelerate's without its
+    configuration, and wait for them.
 
     Returns:
         False where there is nothing to launch: one process is enough, or this is one of them.
@@ -35,18 +45,17 @@ def launch(module: str, processes: int, arguments: Sequence[str]) -> bool:
     """
     if processes == 1 or _is_launched():
         return False
-    from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what failed has said why
-    threads = max(1, (os.cpu_count() or 1) // processes)
-    options = ["--multi_gpu", "--num_processes", processes, "--num_cpu_threads_per_process", threads]
-    options += ["--num_machines", 1, "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", 0]
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     try:
-        launch_command(launch_command_parser().parse_args([*map(str, options), "-m", module, *arguments]))
+        run.main(["--standalone", "--nproc-per-node", str(processes), "-m", module, *arguments])
     except ChildFailedError as error:
-        raise SystemExit(error.get_first_failure()[1].exitcode) from None
+        status = error.get_first_failure()[1].exitcode
+        raise SystemExit(status if status > 0 else 128 - status) from None
     except SignalException as error:
         raise SystemExit(128 + error.sigval) from None
     return True

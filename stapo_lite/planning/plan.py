@@ -121,6 +121,8 @@ def make_plan(config: Config, model: Any, cards: Cards) -> Plan:
             "trainer: two layers put together": 2 * (sum(weights.linears) // model.num_hidden_layers),
         }
     trainer = {"trainer: adapter": weights.adapter, "trainer: optimiser": weights.optimizer}
+    if config.lora.adapter and config.objective.beta:
+        trainer["trainer: reference adapter"] = weights.adapter
     context = {"CUDA context": CUDA_CONTEXT}
     engine, kv_tokens = plan_engine(config, model, weights, sizes, cards)
     rollout_phase = engine | context

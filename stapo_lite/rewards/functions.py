@@ -5,6 +5,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,8 +65,15 @@ class RewardModel:
             Exception: what a function of this process raised.
         """
         state = SimpleNamespace(global_step=step - 1, max_steps=self._max_steps)  # as TRL has it: steps done
-        judged = self._threads.map(lambda judge: judge(completions, seed, state), self._functions.values())
-        values = dict(zip(self._functions, judged, strict=True))
+        beside = {
+            name: self._threads.submit(function, completions, seed, state)
+            for name, function in self._functions.items()
+            if not (isinstance(function, OwnFunction) and function.in_this_thread)
+        }
+        values = {
+            name: beside[name].result() if name in beside else function(completions, seed, state)
+            for name, function in self._functions.items()
+        }
         weights = dict(zip(self._functions, self._settings.weights or [1.0] * len(values), strict=True))
         for number, completion in enumerate(completions):
             scores = {name: judged[number] for name, judged in values.items()}
@@ -74,11 +82,12 @@ class RewardModel:
             completion.reward = sum(weighted) if weighted else None
 
     def close(self) -> None:
-        self._threads.shutdown(cancel_futures=True)
-        self._grader.close()
+        """End all calls, also those under way."""
         for function in self._functions.values():
-            if isinstance(function, UserFunction):
+            if isinstance(function, UserFunction | OwnFunction):
                 function.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._grader.close()
 
 
 def trl_arguments(completions: Sequence[Completion], trainer_state: SimpleNamespace) -> dict[str, Any]:
@@ -124,15 +133,21 @@ def _is_finite(value: Any) -> bool:
 
 class OwnFunction:
     """A function that the caller of a run has given as it is: it may be a lambda or a closure, and keeps its state. It
-    runs in the trainer's process, in a thread, without limits; what it raises ends the run.
+    runs in the trainer's process, without limits and without seeds of its own; what it raises ends the run.
 
     Args:
         name: for messages.
         function: called as TRL calls it; may be a coroutine function.
+
+    Attributes:
+        in_this_thread: whether it must be called where the run lives, on the device of that thread and with its
+            signals. A coroutine function has an event loop of its own instead, the same for all calls.
     """
 
     def __init__(self, name: str, function: Callable):
-        self._name, self._function = name, function
+        self._name, self._function, self._loop = name, function, asyncio.new_event_loop()
+        asynchronous = map(inspect.iscoroutinefunction, (function, type(function).__call__))
+        self.in_this_thread = not any(asynchronous)
 
     def __call__(self, completions: Sequence[Completion], _: int, trainer_state: SimpleNamespace) -> list[float | None]:
         """A number for each completion, or None.
@@ -142,11 +157,15 @@ class OwnFunction:
         """
         values = self._function(**trl_arguments(completions, trainer_state))
         if inspect.iscoroutine(values):
-            values = asyncio.run(values)
+            values = self._loop.run_until_complete(values)
         try:
             return judgements(self._name, as_json(values), len(completions))
         except SandboxError as error:
             raise RunError(f"reward_funcs: {self._name} {error}; continue with resume=True") from None
+
+    def close(self) -> None:
+        with suppress(RuntimeError):  # it runs: what interrupted the run ends it
+            self._loop.close()
 
 
 class UserFunction:
@@ -166,7 +185,7 @@ class UserFunction:
     """
 
     def __init__(self, path: str, timeout: float, memory_bytes: int | None = None):
-        self._path, self._failures = path, 0
+        self._path, self._failures, self._closed = path, 0, False
         module_name, _, attribute = path.partition(":")
         if not module_name or not attribute:
             raise InputError(f"reward.functions={path}: use math or package.module:function")
@@ -195,6 +214,8 @@ class UserFunction:
                 return values
             except SandboxError as error:
                 problem = error
+                if self._closed:
+                    raise RunError(f"reward.functions={self._path}: interrupted") from None
                 logger.warning("reward.functions=%s: %s", self._path, problem)
         self._failures += 1
         if self._failures >= MAX_FAILURES:
@@ -205,7 +226,9 @@ class UserFunction:
         return [None] * len(completions)
 
     def close(self) -> None:
-        self.sandbox.close()
+        """End its process, and with it a call under way."""
+        self._closed = True
+        self.sandbox.kill()
 
 
 def overlong_share(length: int, max_completion_length: int, buffer: float) -> float:

@@ -112,11 +112,16 @@ class Sandbox:
             raise SandboxError(problem)
         return value
 
-    def close(self) -> None:
-        """End the process and what it started."""
+    def kill(self) -> None:
+        """End the process and what it started; a call under way in another thread finds that out."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """The same where no call is under way; the next one starts a new process."""
+        if self._process is not None:
+            self.kill()
             self._process.wait()
             self._process = None
             self._connection.close()
@@ -143,6 +148,7 @@ def serve(connection: Connection) -> None:
     except Exception as error:  # the module is the user's
         problem = f"cannot be imported ({_describe(error)})"
     connection.send_bytes(_answer(None, problem))
+    loop = asyncio.Runner()  # one for all calls: what a coroutine function holds belongs to its loop
     while problem is None:
         arguments, seed, timeout = connection.recv()
         signal.alarm(math.ceil(timeout) + 1)  # where the parent is gone, too; not handled, so it ends even C code
@@ -153,7 +159,7 @@ def serve(connection: Connection) -> None:
             torch.manual_seed(seed)
         try:
             value = function(**arguments)
-            answer = _answer(asyncio.run(value) if inspect.iscoroutine(value) else value, None)
+            answer = _answer(loop.run(value) if inspect.iscoroutine(value) else value, None)
         except Exception as error:
             answer = _answer(None, f"raised {_describe(error)}")
         signal.alarm(0)

@@ -6,7 +6,9 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from stapo_lite.config import Config, Prompting, load_config, load_eval_config
+from accelerate import PartialState
+
+from stapo_lite.config import IN_PYTHON, Config, Prompting, load_config, load_eval_config
 from stapo_lite.evaluation.evaluate import evaluate
 from stapo_lite.rollout.episodes import Episode
 from stapo_lite.tools.export import export
@@ -53,7 +55,7 @@ class Trainer:
         own = {name: f for name, f in zip(names, functions or [], strict=True) if not isinstance(f, str)}
         self._given = Given(own, train_dataset, rollout_func)
         changes = [f"reward.functions={json.dumps(names)}"] if names else []
-        changes += [] if train_dataset is None else ["data.source=train_dataset"]
+        changes += [] if train_dataset is None else [f"data.source={IN_PYTHON}"]
         changes += [] if rollout_func is None else [f"rollout.function={rollout_func.__name__}"]
         tree = config.model_dump(exclude_unset=True) if isinstance(config, Config) else config
         self.config = load_config(tree, [*overrides, *changes])
@@ -89,7 +91,7 @@ class Trainer:
             InputError: there is no adapter, or a key is wrong.
         """
         config, folder = self.config, Path(self.config.output_dir)
-        prompting = config.data.model_dump(include=set(Prompting.model_fields), exclude_unset=True)
+        prompting = config.data.model_dump(include=set(Prompting.model_fields))
         length = {"max_completion_length": config.rollout.max_completion_length}
         tree = {
             "model": config.model,
@@ -103,20 +105,27 @@ class Trainer:
         return evaluate(load_eval_config(tree))
 
     def export(self, out: str | Path, **options: Any) -> Path:
-        """Write the adapter, or the merged model (`merge=True`), to a new folder; options as `export` has them."""
-        return export(self.config.output_dir, out, **options)
+        """Write the adapter, or the merged model (`merge=True`), to a new folder, on the main process; options as
+        `export` has them."""
+        if PartialState().is_main_process:
+            export(self.config.output_dir, out, **options)
+        PartialState().wait_for_everyone()
+        return Path(out)
 
     def push_to_hub(self, repository: str, **options: Any) -> None:
         """Export to a repository on the Hub, which is made if there is none; options as `export` has them."""
         with tempfile.TemporaryDirectory() as folder:
-            export(self.config.output_dir, Path(folder) / "export", push_to_hub=repository, **options)
+            self.export(Path(folder) / "export", push_to_hub=repository, **options)
 
 
 def _names(functions: Sequence[RewardFunc]) -> list[str]:
-    """A name for each function, by which config and metrics call it; those after the first of a name get a number."""
+    """A name for each function, by which config and metrics call it; a callable whose name is taken gets a number."""
+    taken = list({"math", *(function for function in functions if isinstance(function, str))})
     names: list[str] = []
     for function in functions:
         name = function if isinstance(function, str) else getattr(function, "__name__", type(function).__name__)
-        same = sum(other.partition("#")[0] == name for other in names)
-        names.append(f"{name}#{same + 1}" if same and not isinstance(function, str) else name)
+        if not isinstance(function, str):
+            taken.append(name)
+            name += f"#{taken.count(name)}" if taken.count(name) > 1 else ""
+        names.append(name)
     return names

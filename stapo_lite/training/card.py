@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from stapo_lite.config import Config, load_config, to_yaml
+from stapo_lite.config import IN_PYTHON, Config, load_config, to_yaml
 from stapo_lite.errors import InputError
 from stapo_lite.evaluation.results import results_table
 from stapo_lite.files import read_lines, read_object
@@ -58,7 +58,7 @@ def model_card(name: str, run: FinishedRun, base: str, merged: bool, stops: tupl
     config, data = run.config, run.config.data
     path = Path(data.source)
     on_this_machine = path.suffix.lower() in (".jsonl", ".parquet") or path.is_absolute() or path.exists()
-    local_data = on_this_machine or ":" in data.source
+    local_data = on_this_machine or ":" in data.source or data.source == IN_PYTHON
     metadata = ModelCardData(
         base_model=None if Path(base).exists() else base,
         datasets=None if local_data else [data.source],

@@ -42,7 +42,7 @@ FREE = (
     "output_dir", "train.max_steps", "reward.function_timeout", "rollout.servers", "stop_on", "log.", "evaluation.",
 )  # fmt: skip
 """Keys, and sections, that may change when a run is resumed: they decide nothing that a sound run computes."""
-FIXED = ("lora.", "train.optim")
+FIXED = ("lora.r", "lora.lora_alpha", "lora.use_rslora", "lora.target_modules", "train.optim")
 """Those that no force can change: adapter and optimiser would not fit."""
 
 

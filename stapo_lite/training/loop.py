@@ -161,6 +161,7 @@ def evaluate(run: Run) -> None:
     elif step % run.config.evaluation.steps:
         return
     run.clock.lap("rollout")
-    run.log.evaluation(step, run.exam.take(run.engine, run.rewards, run.accelerator, step + 1))
-    run.keep_best()
+    results = run.exam.take(run.engine, run.rewards, run.accelerator, step + 1)
+    run.keep_best(results)  # before its line: who is killed between the two evaluates again
+    run.log.evaluation(step, results)
     run.clock.start()

@@ -89,7 +89,8 @@ def begin(config: Config, resume: bool, force: bool, given: Given, closing: Exit
         check_no_run(folder)
     config = fit(config, engine_name, folder if resume else None, processes, shard is not None)
     prompts, tokenizer, stop_tokens = load_prompts(config, given.rows, accelerator.print)
-    find_start(config.lora)
+    resumed = resume and checkpoint.list_checkpoints(folder)  # which has the adapter; only a reference is read again
+    start = find_start(config.lora) if config.objective.beta or not resumed else None
     function = given.rollout_func or (find_function(config.rollout.function) if config.rollout.function else None)
     exam = Exam(config, tokenizer) if config.evaluation.steps else None
     accelerator.print(batch_arithmetic(config, processes))
@@ -103,11 +104,11 @@ def begin(config: Config, resume: bool, force: bool, given: Given, closing: Exit
             accelerator.print(note)
     hub = None
     if config.log.hub_model_id and accelerator.is_main_process:
-        hub = HubMirror(config.log.hub_model_id, config.log.hub_private_repo, folder, stop_tokens)
+        hub = HubMirror(config.log.hub_model_id, config.log.hub_private_repo, folder, tokenizer, stop_tokens)
         closing.callback(hub.close)
     rewards = RewardModel(config.reward, config.train.max_steps, given.reward_funcs)
     closing.callback(rewards.close)
-    learner = make_learner(config, accelerator, shard, newest)
+    learner = make_learner(config, accelerator, shard, start, newest)
     engine = make_engine(engine_name, config, stop_tokens, accelerator)
     closing.callback(engine.close)
     sample: Sampler = engine.generate
@@ -130,10 +131,11 @@ def make_learner(
     config: Config,
     accelerator: Accelerator,
     shard: Callable[[Any], None] | None,
+    start: Path | None,
     newest: Path | None,
 ) -> Learner:
     """Policy and optimiser, new or as a checkpoint has them."""
-    policy = load_policy(config, accelerator.device, shard)
+    policy = load_policy(config, accelerator.device, shard, start)
     optimizer = make_optimizer(policy, config.train)
     progress = Progress(tau_p=config.objective.s2t.tau_p)
     if newest is not None:
@@ -155,6 +157,8 @@ def open_folder(config: Config, accelerator: Accelerator, surroundings: dict[str
             write_text(folder / ENVIRONMENT_FILE, json.dumps(surroundings, indent=1))
             if step < config.train.max_steps:
                 shutil.rmtree(folder / "adapter", ignore_errors=True)  # of the end before
+            if step == 0:
+                shutil.rmtree(folder / "best", ignore_errors=True)  # of a run that was killed in its first step
     return log
 
 

@@ -1,18 +1,22 @@
 """Repositories on the Hub: made before anything slow begins, and filled, at the end or while a run goes on."""
 
+import json
 import logging
 import shutil
 import tempfile
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import HfApi
 
 from stapo_lite import __version__
 from stapo_lite.errors import InputError, one_line
-from stapo_lite.training.card import model_card, read_run
+from stapo_lite.files import read_object, write_text
+from stapo_lite.training.card import FinishedRun, model_card, read_run
 
 logger = logging.getLogger(__name__)
+MESSAGE = f"stapo_lite {__version__}"
 
 
 def prepare_repository(name: str, private: bool, asked: str = "--push-to-hub") -> str:
@@ -45,8 +49,7 @@ def push(folder: Path, repository: str) -> str:
         InputError: the Hub refuses, or the connection is lost for good.
     """
     try:
-        message = f"stapo_lite {__version__}"
-        return str(HfApi().upload_folder(repo_id=repository, folder_path=folder, commit_message=message).repo_url)
+        return str(HfApi().upload_folder(repo_id=repository, folder_path=folder, commit_message=MESSAGE).repo_url)
     except Exception as error:  # the Hub's client raises of many kinds
         again = f"{folder} is there; go on with: hf upload {repository} {folder}"
         raise InputError(f"--push-to-hub={repository}: {one_line(error)}; {again}") from None
@@ -64,9 +67,9 @@ class HubMirror:
         InputError: the repository cannot be made or written.
     """
 
-    def __init__(self, name: str, private: bool, run_folder: Path, stops: tuple[int, ...]):
+    def __init__(self, name: str, private: bool, run_folder: Path, tokenizer: Any, stops: tuple[int, ...]):
         self.repository = prepare_repository(name, private, "log.hub_model_id")
-        self._run_folder, self._stops = run_folder, stops
+        self._run_folder, self._tokenizer, self._stops = run_folder, tokenizer, stops
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hub")
         self._under_way: Future[None] | None = None
 
@@ -78,20 +81,28 @@ class HubMirror:
         """
         if self._under_way is not None and not self._under_way.done() and not last:
             return
-        folder = Path(tempfile.mkdtemp(prefix="stapo_lite-hub-"))
-        run = read_run(self._run_folder, None)
-        for path in run.adapter.glob("adapter_*"):  # now: a checkpoint goes when newer ones are saved
-            shutil.copy(path, folder)
-        card = model_card(self.repository, run, run.config.model, merged=False, stops=self._stops)
-        (folder / "README.md").write_text(card, encoding="utf-8")
-        self._under_way = self._thread.submit(self._upload, folder)
+        try:
+            folder = Path(tempfile.mkdtemp(prefix="stapo_lite-hub-"))
+            run = read_run(self._run_folder, None)
+            for path in run.adapter.glob("adapter_*"):  # now: a checkpoint goes when newer ones are saved
+                shutil.copy(path, folder)
+        except Exception as error:  # a full disk, above all
+            logger.warning("log.hub_model_id: not pushed this time (%s)", one_line(error))
+            return
+        self._under_way = self._thread.submit(self._upload, folder, run)
         if last:
             self._under_way.result()
 
-    def _upload(self, folder: Path) -> None:
+    def _upload(self, folder: Path, run: FinishedRun) -> None:
         try:
-            push(folder, self.repository)
-        except InputError as error:
+            self._tokenizer.save_pretrained(folder)
+            config, base = read_object(folder / "adapter_config.json"), run.config.model
+            config["base_model_name_or_path"] = Path(base).name if Path(base).exists() else base
+            write_text(folder / "adapter_config.json", json.dumps(config, indent=2))
+            card = model_card(self.repository, run, base, merged=False, stops=self._stops)
+            write_text(folder / "README.md", card)
+            HfApi().upload_folder(repo_id=self.repository, folder_path=folder, commit_message=MESSAGE)
+        except Exception as error:  # the Hub's client raises of many kinds
             logger.warning("log.hub_model_id: not pushed this time (%s)", one_line(error))
         finally:
             shutil.rmtree(folder, ignore_errors=True)

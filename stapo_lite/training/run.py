@@ -1,6 +1,7 @@
 """The state of a training run, and the record of its steps: metrics, symptoms, checkpoints."""
 
 import itertools
+import json
 import logging
 import math
 import shutil
@@ -19,7 +20,7 @@ from stapo_lite.algorithm.s2t import next_tau_p
 from stapo_lite.config import Config, Train
 from stapo_lite.errors import one_line
 from stapo_lite.evaluation.exam import Exam, main_score
-from stapo_lite.files import read_lines
+from stapo_lite.files import read_object, write_text
 from stapo_lite.model.policy import Policy
 from stapo_lite.rewards.functions import RewardModel
 from stapo_lite.rollout import RolloutEngine
@@ -30,11 +31,14 @@ from stapo_lite.training.lifecycle import card_memory, full_disk_is_a_run_error
 from stapo_lite.training.metrics import count_rollouts, step_metrics
 from stapo_lite.training.push import HubMirror
 from stapo_lite.training.report import write_report
-from stapo_lite.training.tracking import EVALUATIONS_FILE, RunLog
+from stapo_lite.training.tracking import RunLog
 from stapo_lite.training.update import Learner, Update
 from stapo_lite.types import Completion, Prompt, derived_seed
 
 logger = logging.getLogger(__name__)
+
+SCORE_FILE = "score.json"
+"""Metric, score and step of the adapter in `best/`."""
 
 
 Sampler = Callable[..., list[list[Completion]]]
@@ -231,18 +235,23 @@ class Run:
         except (OSError, RuntimeError, SafetensorError) as error:  # a full disk, above all
             logger.warning("checkpoint-%d was not written (%s)", self.snapshot.progress.step, one_line(error))
 
-    def keep_best(self) -> None:
-        """Write the adapter to `best/` where the last evaluation is better than those before; a warning where it cannot
-        be written."""
-        metric, best = self.config.evaluation.best, self.folder / "best"
-        if metric is None or not self.accelerator.is_main_process:
-            return
-        *before, now = (main_score(line, metric) for line in read_lines(self.folder / EVALUATIONS_FILE))
-        if now is None or any(score is not None and score >= now for score in before):
-            return
-        partial = self.folder / ".best"
+    def keep_best(self, results: dict[str, Any] | None) -> None:
+        """Write the adapter to `best/`, with its score, where it beats the one there; a warning where it cannot be
+        written.
+
+        Args:
+            results: of its evaluation, on the main process.
+        """
+        metric, best, partial = self.config.evaluation.best, self.folder / "best", self.folder / ".best"
+        now = main_score(results, metric) if results and metric else None
+        score, before = {"metric": metric, "score": now, "step": self.progress.step}, {}
         try:
+            if (best / SCORE_FILE).exists():
+                before = read_object(best / SCORE_FILE)
+            if now is None or (before.get("metric") == metric and before["score"] >= now):
+                return
             self.policy.save_adapter(partial)
+            write_text(partial / SCORE_FILE, json.dumps(score))
             shutil.rmtree(best, ignore_errors=True)
             partial.rename(best)
             self.accelerator.print(f"best so far: {metric} {now:.3f} after step {self.progress.step}, kept in {best}")

@@ -1,3 +1,4 @@
+import json
 import weakref
 from contextlib import nullcontext
 
@@ -6,11 +7,13 @@ import oracle
 import pytest
 import torch
 from helpers import SAMPLING, adapted_policy, fake_completions, learn
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PhiConfig, PhiForCausalLM
 
 from stapo_lite.algorithm.microbatches import sequence_length
 from stapo_lite.config import PROJECTIONS, Lora
 from stapo_lite.errors import InputError
+from stapo_lite.files import read_object, write_text
 from stapo_lite.model.loading import find_start, load_tokenizer, use_repeated_keys
 from stapo_lite.model.policy import sum_gradients
 
@@ -82,7 +85,7 @@ def test_a_start_from_an_adapter_which_is_the_reference(make_policy, tmp_path):
     first.save_adapter(tmp_path)
     with torch.no_grad():
         expected = first.statistics(completions).logprobs
-    policy = make_policy(lora__adapter=str(tmp_path))  # which moves on
+    policy = make_policy(lora__adapter=str(tmp_path), objective__beta=0.1)  # which moves on
     assert torch.equal(policy.reference_logprobs(completions), expected)
     alone = with_gradient(policy, completions)
     logprobs = policy.statistics(completions).logprobs
@@ -108,6 +111,25 @@ def test_a_start_that_does_not_fit_the_config(make_policy, tmp_path, change, mes
     lora = Lora(**{"adapter": str(tmp_path), "r": 8, "lora_alpha": 16} | change)
     with pytest.raises(InputError, match=message) if message else nullcontext():
         assert find_start(lora) == tmp_path
+
+
+def test_starts_that_are_broken(make_policy, tmp_path):
+    make_policy().save_adapter(tmp_path)
+    path = tmp_path / "adapter_config.json"
+    old = read_object(path)
+    del old["use_rslora"]  # of a PEFT that did not know it
+    write_text(path, json.dumps(old))
+    lora = Lora(adapter=str(tmp_path), r=8, lora_alpha=16)
+    assert find_start(lora) == tmp_path
+    values = load_file(tmp_path / "adapter_model.safetensors")
+    save_file(
+        {name: value[:, :4].contiguous() for name, value in values.items()}, tmp_path / "adapter_model.safetensors"
+    )
+    with pytest.raises(InputError, match="the adapter does not fit the model .*size mismatch"):
+        make_policy(lora__adapter=str(tmp_path))
+    (tmp_path / "adapter_model.safetensors").unlink()
+    with pytest.raises(InputError, match="it has no adapter_model.safetensors"):
+        find_start(lora)
 
 
 def test_repeated_keys_attend_as_grouped_queries_do(tiny_model):

@@ -1,3 +1,4 @@
+import asyncio
 import os
 import re
 import subprocess
@@ -205,7 +206,7 @@ def test_a_function_that_fails_is_asked_twice_and_then_judges_nothing(user_funct
     assert ask(function, pair) == [None, None]
     assert len(re.findall(f"reward.functions=faulty:f: {message}", caplog.text)) == 2
     function.sandbox.timeout, function.sandbox.memory_bytes = GENEROUS, 1 << 30
-    function.close()  # a new process reads the mended file
+    function.sandbox.close()  # a new process reads the mended file
     (tmp_path / "faulty.py").write_text("def f(completions, **columns): return [1, True]\n", encoding="utf-8")
     assert ask(function, pair) == [1.0, 1.0]
 
@@ -247,10 +248,11 @@ def test_values_of_a_user_function(user_function, caplog, body, values):
 
 
 def test_functions_of_this_process_keep_their_state_and_run_beside_each_other():
-    seen, both = [], threading.Barrier(2)
+    seen, threads, both = [], [], threading.Barrier(2)
 
     def first(completions, trainer_state, **_):
         seen.append(trainer_state.global_step)
+        threads.append(threading.current_thread())
         both.wait(GENEROUS)  # breaks where the other one begins only after this one
         return (len(c) for c in completions)
 
@@ -263,10 +265,67 @@ def test_functions_of_this_process_keep_their_state_and_run_beside_each_other():
     assert score(["first", "second", "math"], pair, names, weights=[1.0, 2.0, 0.5]) == [3.0 + 2.0 - 0.5, 1.0 - 0.5]
     assert [c.scores for c in pair] == [{"first": 3, "second": 1, "math": -1}, {"first": 1, "math": -1}]
     assert seen == [3]
+    assert threads == [threading.current_thread()]  # whose device and signals it may need
     with pytest.raises(RunError, match=r"reward_funcs: short returned 1 values, not 2; continue with resume=True"):
         score(["short"], pair, {"short": lambda **_: [1.0]})
     with pytest.raises(ZeroDivisionError):  # with its traceback: it is the caller's own
         score(["wrong"], pair, {"wrong": lambda **_: 1 / 0})
+
+
+LIMITED = """
+import asyncio
+few = asyncio.Semaphore(1)
+async def judge(completions, **_):
+    async with few:
+        await asyncio.gather(*(asyncio.sleep(0) for _ in completions))
+    return [1.0 for _ in completions]
+"""
+
+
+def test_what_a_coroutine_function_holds_lives_through_all_its_calls(tmp_path, monkeypatch):
+    """A semaphore or a client belongs to an event loop."""
+    (tmp_path / "limited.py").write_text(LIMITED, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own: dict = {}
+    exec(LIMITED, own)
+    few, crowd = asyncio.Semaphore(1), [completion("a"), completion("b")]
+
+    async def waits(completions, **_):
+        async def one():
+            async with few:
+                await asyncio.sleep(0.001)
+            return 1.0
+
+        return await asyncio.gather(*(one() for _ in completions))
+
+    settings = Reward(functions=["limited:judge", "waits"], function_timeout=GENEROUS)
+    with closing(RewardModel(settings, 10, {"waits": waits})) as model:
+        for step in (1, 2, 3):
+            model.score(crowd, seed=0, step=step)
+            assert [c.reward for c in crowd] == [2.0, 2.0]
+
+
+def test_a_run_that_is_interrupted_waits_for_no_reward_function(tmp_path, monkeypatch, caplog):
+    source = "import time\ndef f(**_): print('begins', flush=True); time.sleep(1000)\n"
+    (tmp_path / "endless.py").write_text(source, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    model, raised = RewardModel(Reward(functions=["endless:f"]), 10), []
+
+    def score():
+        try:
+            model.score([completion("a")], seed=0, step=1)
+        except RunError as error:
+            raised.append(str(error))
+
+    thread = threading.Thread(target=score)
+    thread.start()
+    process = model._functions["endless:f"].sandbox._process
+    thread.join(0.5)
+    assert thread.is_alive()
+    model.close()
+    thread.join(GENEROUS)
+    assert raised == ["reward.functions=endless:f: interrupted"]
+    assert process.poll() is not None
 
 
 def test_too_many_failures_in_a_row_end_the_run(user_function):

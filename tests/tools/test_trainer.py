@@ -9,6 +9,7 @@ import yaml
 from helpers import ROOT, without_times
 
 from stapo_lite import Config, InputError, Trainer, load_config
+from stapo_lite.config.schema import EvalPrompting
 from stapo_lite.files import write_lines
 from stapo_lite.rewards.functions import RewardModel
 from stapo_lite.training import push
@@ -61,11 +62,32 @@ def test_one_function_whole_configs_and_what_follows_a_run(tree, tmp_path, capsy
     assert results["benchmarks"]["mine"]["avg"] == 0.0
 
 
+def test_an_evaluation_is_prompted_as_the_training(tree, tmp_path, monkeypatch):
+    monkeypatch.setattr("stapo_lite.tools.trainer.evaluate", lambda config: config)
+    tree["data"] |= {"system_prompt": "Be brief.", "chat_template_kwargs": {"a": 1}}
+    trainer = Trainer(tree, train_dataset=ROWS)
+    config = trainer.evaluate(benchmarks=["math500"], limit=3, data={"max_prompt_length": 99})
+    assert config.data == EvalPrompting(
+        system_prompt="Be brief.", prompt_suffix="", chat_template_kwargs={"a": 1}, max_prompt_length=99
+    )
+    assert (config.limit, config.rollout.max_completion_length, config.dtype) == (3, 8, "float32")
+    assert config.adapter == str(tmp_path / "run" / "adapter")
+
+
+def test_a_callable_never_takes_the_place_of_a_named_function(tree):
+    def math(**_):
+        return []
+
+    trainer = Trainer(tree, reward_funcs=[math, "math", len, "len", math], train_dataset=ROWS)
+    assert trainer.config.reward.functions == ["math#2", "math", "len#2", "len", "math#3"]
+
+
 def test_pushing(hub, tree):
     trainer = Trainer(tree, reward_funcs=lambda completions, **_: [1.0] * len(completions), train_dataset=ROWS)
     trainer.train()
     trainer.push_to_hub("mine", merge=True)
     assert "model.safetensors" in hub.files["me/mine"]
+    assert b"datasets:" not in hub.files["me/mine"]["README.md"]  # there is none of that name on the Hub
 
 
 def test_a_run_that_is_mirrored_on_the_hub(hub, write_config, tmp_path, caplog, monkeypatch):
@@ -75,6 +97,7 @@ def test_a_run_that_is_mirrored_on_the_hub(hub, write_config, tmp_path, caplog, 
     def note(api, **options):
         folder = options["folder_path"]
         pushed.append({path.name: path.read_bytes() for path in folder.iterdir()})
+        assert str(tmp_path.parent.parent).encode() not in b"".join(pushed[-1].values())  # no path of this machine
         if len(pushed) == 1:
             raise OSError("the connection is lost")
         return upload(api, **options)
@@ -86,7 +109,7 @@ def test_a_run_that_is_mirrored_on_the_hub(hub, write_config, tmp_path, caplog, 
     assert len(pushed) >= 2
     assert hub.created["me/mine"]["visibility"] == "private"
     assert hub.files["me/mine"] == pushed[-1]
-    assert set(pushed[-1]) == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+    assert {"README.md", "adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= set(pushed[-1])
     adapter = tmp_path / "run" / "adapter" / "adapter_model.safetensors"
     assert pushed[-1]["adapter_model.safetensors"] == adapter.read_bytes()
     assert pushed[0]["adapter_model.safetensors"] != adapter.read_bytes()

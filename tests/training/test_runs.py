@@ -151,6 +151,8 @@ def test_the_best_adapter_by_held_out_rows_with_ones_own_reward(write_config, tm
     best = rewards.index(max(rewards))
     assert best > 0  # the untrained adapter has no checkpoint to compare with
     assert adapter_bytes(folder / "best") == adapter_bytes(folder / f"checkpoint-{best}")
+    score = {"metric": "reward", "score": max(rewards), "step": best}
+    assert json.loads((folder / "best" / "score.json").read_text(encoding="utf-8")) == score
     shown = f"best so far: reward {max(rewards):.3f} after step {best}, kept in {folder / 'best'}"
     assert shown in capsys.readouterr().out
     with pytest.raises(InputError, match="evaluation.best=math500: choose one of reward"):

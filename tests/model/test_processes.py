@@ -1,0 +1,34 @@
+"""How many processes a command starts."""
+
+import pytest
+import torch
+
+from stapo_lite.errors import InputError
+from stapo_lite.model import processes
+
+
+@pytest.fixture(autouse=True)
+def by_hand(monkeypatch, tmp_path):
+    for name in ("WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(processes, "NVIDIA_DRIVER", tmp_path / "version")
+
+
+@pytest.mark.parametrize(("driver", "cards", "wanted", "count"), [
+    (True, 4, None, 4), (True, 4, 2, 2), (True, 0, None, 1), (False, 4, None, 1), (False, 0, 3, 3),
+])  # fmt: skip
+def test_one_for_each_card_or_as_many_as_are_wanted(monkeypatch, tmp_path, driver, cards, wanted, count):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
+    if driver:
+        (tmp_path / "version").touch()
+    assert processes.count_processes(wanted) == count
+
+
+def test_those_that_were_launched_count(monkeypatch):
+    with pytest.raises(InputError, match="--processes=-3: at least one is needed"):
+        processes.count_processes(-3)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert processes.count_processes(None) == processes.count_processes(4) == 4
+    assert not processes.launch("stapo_lite.train", 4, [])
+    with pytest.raises(InputError, match="--processes=2: 4 were launched"):
+        processes.count_processes(2)
