@@ -1,6 +1,7 @@
 """Benchmarks with an engine at hand: draw the samples, grade them, sum up. `evaluate.py` and the training share it."""
 
 import hashlib
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -138,7 +139,7 @@ class Exam:
         if e.source:
             subset = d.subset if e.subset is None and e.source == d.source else e.subset
             rows = load_rows(d.model_copy(update={"source": e.source, "subset": subset, "split": e.split}))
-            rows = [row for row, _ in zip(rows, range(e.limit or len(rows)), strict=False)]
+            rows = list(itertools.islice(rows, e.limit))
             answer = d.answer_column if "math" in config.reward.functions else None
             prompts = render_prompts(rows, tokenizer, d, e.source, d.prompt_column, answer, d.filter_overlong_prompts)
             self._prompts = [prompt for prompt in prompts for _ in range(e.num_samples or 1)]
