@@ -179,7 +179,7 @@ def measure(model: Path | str, merged: bool = False, head_dtype: str = "model", 
     overrides = {"hf_overrides": {"head_dtype": head_dtype}}  # the engine's own choice depends on the device
     vllm.LLM = lambda *arguments, **options: make_llm(*arguments, **options | overrides)
     config = make_config(model, **keys)
-    prompts, _, stop_tokens = load_prompts(config, show=lambda note: None)
+    prompts, _, stop_tokens = load_prompts(config, None, lambda note: None)
     policy = load_policy(config, device)
     perturb(policy, SCALE, seed=0, only="lora_B")
     engine: Any = MergedEngine(config, policy) if merged else make_engine("vllm", config, stop_tokens, Accelerator())

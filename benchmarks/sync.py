@@ -70,7 +70,7 @@ def drift(now: dict[str, Tensor], before: dict[str, Tensor]) -> dict[str, float]
 def measure(model: Path | str, pairs: int) -> dict[str, Any]:
     """Both ways."""
     device, config = prepare_vllm(), make_config(model)
-    prompts, _, stop_tokens = load_prompts(config, show=lambda note: None)
+    prompts, _, stop_tokens = load_prompts(config, None, lambda note: None)
     policies = {name: load_policy(config, device) for name in ("ours", "trl")}
     ours: Any = make_engine("vllm", config, stop_tokens, Accelerator())
     engines = {"ours": ours, "trl": MergedEngine(config, policies["trl"])}

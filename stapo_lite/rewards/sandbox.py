@@ -193,5 +193,5 @@ def _describe(error: Exception) -> str:
 if __name__ == "__main__":
     with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
         file.write("1000")  # where the machine's memory ends before the limit, the kernel takes this process first
-    with suppress(EOFError):
+    with suppress(EOFError, ConnectionError):  # the trainer has ended
         serve(Connection(int(sys.argv[1])))

@@ -259,6 +259,6 @@ def test_a_lost_trainer_ends_the_job_and_the_other_one_s_work_is_kept(write_conf
     whole = run(write_config(output_dir=str(tmp_path / "whole"), log__save_steps=0, train__learning_rate=1e-4))
     user_reward(DEADLY)
     config = write_config(log__save_steps=0, train__learning_rate=1e-4)
-    in_two_processes(config, tmp_path, status=1)
+    in_two_processes(config, tmp_path, status=128 + signal.SIGKILL)
     assert checkpoints(tmp_path / "run") == ["checkpoint-2"]
     same_metrics(run(config, resume=True), whole[2:])  # with one process

@@ -117,7 +117,7 @@ def test_sigterm_to_the_launcher_reaches_the_run(write_config, tmp_path, launche
         assert program == "accelerate" or "Traceback" not in launched.stderr.read()
     assert launched.returncode == (-signal.SIGTERM if program == "accelerate" else 128 + signal.SIGTERM)
     step = int(checkpoints(tmp_path / "run")[-1].removeprefix("checkpoint-"))
-    assert 3 <= step < 1000
+    assert 2 <= step < 1000  # the line is printed before the step's end
     assert [m["step"] for m in read_metrics(tmp_path / "run")][-1] - step in (0, 1)
 
 
