@@ -90,10 +90,10 @@ class RewardModel:
         self._grader.close()
 
 
-def trl_arguments(completions: Sequence[Completion], trainer_state: SimpleNamespace) -> dict[str, Any]:
-    """What TRL's GRPOTrainer gives a reward function: `prompts`, `completions` (text, or messages where the prompt is
-    messages), `completion_ids`, `trainer_state` with `global_step` and `max_steps`, and every other column of the data
-    set as a list."""
+def reward_arguments(completions: Sequence[Completion], trainer_state: SimpleNamespace) -> dict[str, Any]:
+    """Keyword arguments of a reward function, those of TRL's GRPOTrainer: `prompts`, `completions` (text, or messages
+    where the prompt is messages), `completion_ids`, `trainer_state` with `global_step` and `max_steps`, and every other
+    column of the data set as a list."""
     prompts = [c.prompt for c in completions]
     names = dict.fromkeys(name for p in prompts for name in p.columns)
     columns = {name: [p.columns.get(name) for p in prompts] for name in names}
@@ -155,7 +155,7 @@ class OwnFunction:
         Raises:
             RunError: it returned something else.
         """
-        values = self._function(**trl_arguments(completions, trainer_state))
+        values = self._function(**reward_arguments(completions, trainer_state))
         if inspect.iscoroutine(values):
             values = self._loop.run_until_complete(values)
         try:
@@ -169,8 +169,8 @@ class OwnFunction:
 
 
 class UserFunction:
-    """The user's reward function at `package.module:function`, called as TRL calls it (`trl_arguments`), in a process
-    of its own; it may be a coroutine function.
+    """The user's reward function at `package.module:function`, called as TRL calls it (`reward_arguments`), in a
+    process of its own; it may be a coroutine function.
 
     It returns a list of numbers, or None for a completion that it does not judge. Where it raises, hangs, takes too
     much memory, or returns anything else, it is called again, in a new process if need be, and then judges none of the
@@ -206,7 +206,7 @@ class UserFunction:
         Raises:
             RunError: it failed too often in a row.
         """
-        arguments = trl_arguments(completions, trainer_state)
+        arguments = reward_arguments(completions, trainer_state)
         for _ in range(2):
             try:
                 values = judgements(self._path, self.sandbox.call(arguments, seed), len(completions))

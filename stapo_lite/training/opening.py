@@ -44,7 +44,7 @@ from stapo_lite.types import Prompt
 
 
 class Given(NamedTuple):
-    """What the caller of a run gives besides its config."""
+    """Functions and rows that the caller of a run gives besides its config."""
 
     reward_funcs: Mapping[str, Callable] | None = None
     """Functions of this process by their names in `reward.functions`."""
