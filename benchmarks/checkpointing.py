@@ -1,10 +1,11 @@
-"""What checkpointing fewer layers saves: time and memory of a forward and backward pass, with none, half or all.
+"""What checkpointing fewer layers saves, and compiling them: time and memory of a forward and backward pass.
 
     python benchmarks/checkpointing.py [--model FOLDER] [--tokens 2048] [--rounds 5] [--out FILE]
 
-Without `--model` SmolLM2-135M and a random model of the shape of Qwen3-0.6B, in bfloat16 with LoRA of rank 16. The
-three take turns; seconds are medians over the rounds, and ratios are to all layers of the same round. Memory is the
-most that is allocated at one time beyond weights and gradients, next to what `stapo_lite.plan` counts.
+Without `--model` SmolLM2-135M and a random model of the shape of Qwen3-0.6B, in bfloat16 with LoRA of rank 16. None,
+half and all of the layers checkpointed, and none and all compiled, take turns; seconds are medians over the rounds, and
+ratios are to all layers of the same round. Memory is the most that is allocated at one time beyond weights and
+gradients, of layers that are not compiled, next to what `stapo_lite.plan` counts.
 """
 
 import argparse
@@ -27,11 +28,12 @@ from stapo_lite.tools.quickstart import fetch_model
 from stapo_lite.types import Completion, Prompt
 
 
-def make_policy(model: str, tokens: int, checkpointed: int) -> tuple[Policy, int]:
+def make_policy(model: str, tokens: int, checkpointed: int, compiled: bool) -> tuple[Policy, int]:
     """A policy, and the bytes that its pass is planned to take."""
     tree = {"model": model, "output_dir": "unused", "data": {"source": "unused", "max_prompt_length": 1}}
     tree |= {"rollout": {"max_completion_length": tokens // 4 - 1}}
     tree["train"] = {"max_tokens_per_microbatch": tokens, "gradient_checkpointing": checkpointed or False}
+    tree["train"]["compile"] = compiled
     config = load_config(tree, ["train.lm_head_memory_gb=0.0625"])
     policy = load_policy(config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     policy.model.train()
@@ -40,10 +42,11 @@ def make_policy(model: str, tokens: int, checkpointed: int) -> tuple[Policy, int
 
 
 def compare(model: str, tokens: int, rounds: int) -> dict[str, Any]:
-    """Seconds and bytes by the number of layers checkpointed."""
+    """Seconds and bytes by the number of layers checkpointed, and whether they are compiled."""
     shape = AutoConfig.from_pretrained(model)
     layers = shape.num_hidden_layers
-    made = {count: make_policy(model, tokens, count) for count in (0, layers // 2, layers)}
+    kinds = [(0, False), (layers // 2, False), (layers, False), (0, True), (layers, True)]
+    made = {kind: make_policy(model, tokens, *kind) for kind in kinds}
     ids = torch.randint(shape.vocab_size, (4, tokens // 4), generator=torch.Generator().manual_seed(0)).tolist()
     rows = [Completion(Prompt("", row[:1], answer=""), row[1:], [], truncated=False, adapter_version=0) for row in ids]
 
@@ -51,22 +54,24 @@ def compare(model: str, tokens: int, rounds: int) -> dict[str, Any]:
         policy.model.zero_grad(set_to_none=False)
         policy.statistics(rows).logprobs.sum().backward()
 
-    taken: dict[int, list[float]] = {count: [] for count in made}
-    for policy, _ in made.values():
-        run(policy)  # makes the gradients
+    taken: dict[tuple[int, bool], list[float]] = {kind: [] for kind in made}
+    first = {kind: seconds(partial(run, policy)) for kind, (policy, _) in made.items()}  # makes the gradients; compiles
     for number in range(rounds):
-        for count in [*made] if number % 2 else [*made][::-1]:
-            taken[count].append(seconds(partial(run, made[count][0])))
-    ratios = {n: median(s / a for s, a in zip(taken[n], taken[layers], strict=True)) for n in made}
-    return {
-        f"{count} of {layers} layers": {
-            "seconds": median(taken[count]),
-            "of the time with all": ratios[count],
-            "MiB": peak_bytes(partial(run, policy)) / 2**20,
-            "MiB planned": planned / 2**20,
+        for kind in kinds if number % 2 else kinds[::-1]:
+            taken[kind].append(seconds(partial(run, made[kind][0])))
+    result = {}
+    for kind, (policy, planned) in made.items():
+        count, compiled = kind
+        times = zip(taken[kind], taken[layers, False], strict=True)
+        result[f"{count} of {layers} layers{', compiled' if compiled else ''}"] = {
+            "seconds of the first pass": first[kind],
+            "seconds": median(taken[kind]),
+            "of the time with all": median(one / all_layers for one, all_layers in times),
         }
-        for count, (policy, planned) in made.items()
-    }
+        if not compiled:  # what counts the memory keeps torch from compiling
+            memory = {"MiB": peak_bytes(partial(run, policy)) / 2**20, "MiB planned": planned / 2**20}
+            result[f"{count} of {layers} layers"] |= memory
+    return result
 
 
 def main() -> None:

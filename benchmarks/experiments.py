@@ -28,7 +28,7 @@ import writing
 from common import commit
 
 from stapo_lite.config import Config, load_config
-from stapo_lite.data.prompts import render_prompts
+from stapo_lite.data.prompts import Prompts
 from stapo_lite.files import read_lines, write_lines
 from stapo_lite.rollout import Decoding
 from stapo_lite.training.lifecycle import end_on_sigterm
@@ -90,9 +90,9 @@ def prepare(
     return load_config(CONFIG, [*METHODS[method], *study.overrides, *own, *overrides]), held_out
 
 
-def render_held_out(rows: Sequence[dict[str, Any]], run: Run) -> list[Prompt]:
+def render_held_out(rows: Sequence[dict[str, Any]], run: Run) -> Sequence[Prompt]:
     """The held-out prompts as the model reads them."""
-    return render_prompts(rows, run.tokenizer, run.config.data, "held out", "prompt", None, filter_overlong=False)
+    return Prompts(rows, run.tokenizer, run.config.data, "held out", "prompt", None, filter_overlong=False)
 
 
 def train_one(study: Study, method: str, seed: int, folder: Path, out: Path, overrides: Sequence[str]) -> None:
