@@ -25,7 +25,7 @@ endif
 LAUNCH := GOMP_SPINCOUNT=3000 $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 	--num_cpu_threads_per_process $(shell nproc)
 
-.PHONY: install install-dev quickstart check test test-all lint notebooks experiments docs clean
+.PHONY: install install-dev quickstart check test test-all lint notebooks experiments docs site clean
 
 install: .venv/installed
 install-dev: .venv/installed-dev
@@ -42,7 +42,7 @@ install-dev: .venv/installed-dev
 	@touch $@
 
 quickstart: install  ## fetch a small model, train it to write a sentence, show what it learned
-	$(BIN)/python -m stapo_lite.quickstart
+	$(BIN)/stapo quickstart
 	rm -rf runs/quickstart
 	$(LAUNCH) -m stapo_lite.train configs/quickstart.yaml
 
@@ -73,6 +73,9 @@ experiments: install-dev  ## compare the methods: those of their runs that are m
 
 docs: install-dev  ## regenerate the config reference
 	$(BIN)/python docs/make_config.py > docs/config.md
+
+site: install-dev  ## the documentation, to read at http://127.0.0.1:8000
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 clean:
 	rm -rf .venv
