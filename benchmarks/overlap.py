@@ -49,7 +49,7 @@ def main() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     overrides = ["rollout.engine=server", "rollout.max_lag=1"]
-    server = on_core(CORES[0], "rollout.serve", arguments.config, *overrides, "--port", str(port))
+    server = on_core(CORES[0], "serve", arguments.config, *overrides, "--port", str(port))
     runs: dict[int, list[dict[str, float]]] = {0: [], 1: []}
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(server, start_new_session=True)

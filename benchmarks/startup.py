@@ -23,7 +23,7 @@ COMMANDS = {
     "train --dry-run": ["train", str(QUICKSTART), "--dry-run"],
     "an unknown key": ["train", str(QUICKSTART), "train.batch=3"],
     "evaluate, a value out of range": ["evaluate", str(QUICKSTART.with_name("eval.yaml")), "rollout.temperature=0"],
-    "rollout.serve --help": ["rollout.serve", "--help"],
+    "serve --help": ["serve", "--help"],
     "rewards grade --help": ["rewards", "grade", "--help"],
     "plan": ["plan", str(QUICKSTART.with_name("qwen8b_qlora.yaml")), "--gpu-memory", "24"],
 }

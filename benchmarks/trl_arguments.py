@@ -19,7 +19,7 @@ def trl_arguments(config: Config, **others: Any) -> dict[str, Any]:
     """
     lora, objective, train, rollout = config.lora, config.objective, config.train, config.rollout
     completions = train.mini_batch_size * rollout.num_generations
-    rows = train.max_tokens_per_microbatch // config.max_sequence_length
+    rows = config.largest_microbatch // config.max_sequence_length
     rows = next(n for n in range(rows, 0, -1) if completions % n == 0)
     arguments = GRPOConfig(
         output_dir=config.output_dir,

@@ -1,4 +1,4 @@
-"""python -m stapo_lite.audit runs/x [--out DIR]; python -m stapo_lite.audit compare runs/a runs/b ... [--out DIR]"""
+"""stapo audit runs/x [--out DIR]; stapo audit compare runs/a runs/b ... [--out DIR]"""
 
 import argparse
 from pathlib import Path
@@ -8,7 +8,7 @@ from stapo_lite.errors import InputError, one_line_errors
 
 def main(arguments: list[str] | None = None) -> None:
     description = "A page about a run's tokens, or about several runs."
-    parser = argparse.ArgumentParser(prog="python -m stapo_lite.audit", description=description)
+    parser = argparse.ArgumentParser(prog="stapo audit", description=description)
     parser.add_argument("folders", nargs="+", metavar="RUN", help="a run folder; or `compare` and several")
     parser.add_argument("--out", type=Path, help="folder of page and PNGs; by default RUN/audit, or runs/compare")
     given = parser.parse_args(arguments)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 COMMANDS = {
     "train": ("train", "train a LoRA adapter"),
-    "serve": ("rollout.serve", "serve a run's rollouts by vLLM"),
+    "serve": ("serve", "serve a run's rollouts by vLLM"),
     "plan": ("plan", "predict a run's memory"),
     "evaluate": ("evaluate", "take the benchmarks, or compare evaluations"),
     "report": ("report", "a finished run at a glance"),

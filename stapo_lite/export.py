@@ -1,4 +1,4 @@
-"""python -m stapo_lite.export runs/x --out DIR [--merge] [--dtype bfloat16] [--push-to-hub user/name --private]"""
+"""stapo export runs/x --out DIR [--merge] [--dtype bfloat16] [--push-to-hub user/name --private]"""
 
 import argparse
 from pathlib import Path
@@ -7,7 +7,7 @@ from stapo_lite.errors import one_line_errors
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m stapo_lite.export", description="Export a run's adapter.")
+    parser = argparse.ArgumentParser(prog="stapo export", description="Export a run's adapter.")
     parser.add_argument("run_folder", type=Path)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--merge", action="store_true", help="merge the adapter into its base")

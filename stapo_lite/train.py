@@ -13,7 +13,7 @@ from stapo_lite.model.processes import count_processes, launch
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = config_parser("python -m stapo_lite.train", "Train a LoRA adapter with STAPO.")
+    parser = config_parser("stapo train", "Train a LoRA adapter with STAPO.")
     parser.add_argument("--processes", type=int, metavar="N", help="that train; by default one for each card")
     parser.add_argument("--dry-run", action="store_true", help="print config and batch arithmetic, and stop")
     parser.add_argument("--resume", action="store_true", help="continue from output_dir's newest checkpoint, if any")

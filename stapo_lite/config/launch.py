@@ -33,5 +33,5 @@ def batch_arithmetic(config: Config, num_processes: int) -> str:
         f"{train.batch_size} prompts x {generations} completions = {train.batch_size * generations} "
         f"rollouts a {unit}, {train.batch_size // train.mini_batch_size} update(s) of "
         f"{train.mini_batch_size * generations} completions, on {num_processes} process(es) with "
-        f"micro-batches of at most {train.max_tokens_per_microbatch} tokens; {train.max_steps} steps"
+        f"micro-batches of at most {config.largest_microbatch} tokens; {train.max_steps} steps"
     )

@@ -15,13 +15,16 @@ from stapo_lite.config.trl import TRL_NAMES
 from stapo_lite.errors import InputError, one_line
 
 S = TypeVar("S", bound=Section)
+CONFIGS = Path(__file__).parents[1] / "configs"
+"""Example configs of the repository, which come with the package."""
 
 
 def load_config(source: str | Path | dict[str, Any], overrides: list[str] | None = None) -> Config:
     """Read a YAML config and apply `key.sub=value` overrides (values are YAML too).
 
     Args:
-        source: the file, or what it would hold as nested dictionaries.
+        source: the file, or what it would hold as nested dictionaries. Where `configs/NAME.yaml` is
+            missing, the package's example of that name.
 
     Raises:
         InputError: the file is missing or not a mapping; a key is unknown (with the nearest match);
@@ -63,6 +66,8 @@ class _Loader(yaml.SafeLoader):
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
+    if path.parent == Path("configs") and not path.exists() and (CONFIGS / path.name).exists():
+        path = CONFIGS / path.name
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except FileNotFoundError:

@@ -181,7 +181,7 @@ class Rollout(Engine):
     """`auto` takes vLLM in the trainer's process where it is installed, else transformers' `generate`; `server` is a
     vLLM of its own, on another card or machine (docs/scaling.md)."""
     servers: list[str] = Field(["http://127.0.0.1:8000"], min_length=1)
-    """`server` only: addresses of servers that `python -m stapo_lite.rollout.serve` started; they share the work."""
+    """`server` only: addresses of servers that `stapo serve` started; they share the work."""
     max_lag: int = Field(0, ge=0)
     """`server` only: how many steps ahead of the trainer completions may be sampled, by an adapter that is as much
     older; 0 is synchronous. `objective.sampler_correction` accounts for it."""
@@ -281,8 +281,8 @@ class Train(Section):
     mini_batch_size: int = Field(16, ge=1)
     """Prompts per optimiser update, over all processes; must divide `batch_size`."""
     max_tokens_per_microbatch: int = Field(16384, ge=1)
-    """Tokens, padding included, in one forward and backward pass on one process; halved for the rest of the run where
-    they do not fit into memory."""
+    """Tokens, padding included, in one forward and backward pass on one process, where a longer sequence gets a pass of
+    its own; halved for the rest of the run where they do not fit into memory."""
     learning_rate: float = Field(1e-5, gt=0)
     """The rate that the warm-up ends with."""
     warmup_steps: int = Field(10, ge=0)
@@ -330,7 +330,7 @@ class Log(Section):
     hub_private_repo: bool = False
     """Make it private."""
     audit_tokens: int = Field(0, ge=0)
-    """The token log, for `python -m stapo_lite.audit`: the most candidates of S2T, in context and with alternatives,
+    """The token log, for `stapo audit`: the most candidates of S2T, in context and with alternatives,
     and the most points of the probability-entropy plane that a step writes, 0.7 kB for each of both; 0 for none."""
 
 
@@ -377,7 +377,7 @@ class Config(Section):
     memory: Annotated[Literal["auto", "off"], _OFF] = "auto"
     """`auto`: on a GPU `rollout.gpu_memory_utilization`, `max_num_seqs` and `sleep_level`, `train.park_trainer`,
     `max_tokens_per_microbatch`, `gradient_checkpointing` and `offload_activations` are chosen by what card and host
-    hold, where they are not given; `python -m stapo_lite.plan` shows it without a card. `off`: the defaults below."""
+    hold, where they are not given; `stapo plan` shows it without a card. `off`: the defaults below."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Every random draw of the run follows from this seed and the step."""
     stop_on: list[Symptom] = []
@@ -401,6 +401,11 @@ class Config(Section):
         """Tokens of the longest prompt and completion."""
         return self.data.max_prompt_length + self.rollout.max_completion_length
 
+    @property
+    def largest_microbatch(self) -> int:
+        """Tokens of the largest micro-batch that can come: a longer sequence gets one of its own."""
+        return max(self.train.max_tokens_per_microbatch, self.max_sequence_length)
+
     _batches_divide = _refuse(
         lambda s: s.train.batch_size % s.train.mini_batch_size,
         "train.batch_size={s.train.batch_size} is not divisible by train.mini_batch_size={s.train.mini_batch_size}: "
@@ -418,9 +423,10 @@ class Config(Section):
         "rollout.max_lag={s.rollout.max_lag} needs a correction for older adapters: set "
         "objective.sampler_correction=token-truncate, or objective.old_logprobs=rollout",
     )
-    _evaluations_have_one_turn = _refuse(
-        lambda s: s.rollout.function and s.evaluation.steps,
-        "rollout.function: an evaluation during training has one turn only; set evaluation.steps=0",
+    _turns_are_sampled_from_all_tokens = _refuse(
+        lambda s: s.rollout.function and s.evaluation.source and s.evaluation.top_p < 1,
+        "evaluation.top_p={s.evaluation.top_p}: rollout.function makes the completions of evaluation.source, as in "
+        "training; set it to 1",
     )
     _what_is_evaluated_has_a_time = _refuse(
         lambda s: (s.evaluation.source or s.evaluation.best) and not s.evaluation.steps,
@@ -433,12 +439,6 @@ class Config(Section):
     _checkpoints_are_offloaded = _refuse(
         lambda s: s.train.offload_activations and s.train.gradient_checkpointing is not True,
         "train.offload_activations needs train.gradient_checkpointing=true: switch one",
-    )
-    _a_sequence_fits_a_microbatch = _refuse(
-        lambda s: s.train.max_tokens_per_microbatch < s.max_sequence_length,
-        "train.max_tokens_per_microbatch={s.train.max_tokens_per_microbatch} is less than one sequence, "
-        "data.max_prompt_length + rollout.max_completion_length = {s.max_sequence_length}: raise it or shorten the "
-        "sequences",
     )
 
 
@@ -478,7 +478,7 @@ class Verifier(Section):
 
 
 class EvalConfig(Section):
-    """An evaluation: `python -m stapo_lite.evaluate`."""
+    """An evaluation: `stapo evaluate`."""
 
     model: UserPath
     """A folder, or a name on the Hub: the adapter's base, or a merged model."""

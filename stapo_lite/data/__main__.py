@@ -1,4 +1,4 @@
-"""python -m stapo_lite.data contamination train.jsonl --benchmarks all"""
+"""stapo contamination train.jsonl --benchmarks all"""
 
 import argparse
 from pathlib import Path
@@ -12,7 +12,7 @@ from stapo_lite.files import write_lines
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m stapo_lite.data", description="Look for benchmark problems in a data set."
+        prog="stapo contamination", description="Look for benchmark problems in a data set."
     )
     parser.add_argument("contamination", nargs="?", choices=["contamination"], help="may be left out")
     parser.add_argument("source", help="a .jsonl or .parquet file, or a dataset on the Hub")

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from stapo_lite.config import BENCHMARK_NAMES
@@ -28,7 +28,7 @@ class Overlap(NamedTuple):
     """Part of the problem's n-grams that the row holds."""
 
 
-def find_overlaps(texts: Sequence[str], problems: Sequence[Problem], n: int = 8, share: float = 0.6) -> list[Overlap]:
+def find_overlaps(texts: Iterable[str], problems: Sequence[Problem], n: int = 8, share: float = 0.6) -> list[Overlap]:
     """The pairs of a text and a problem of whose `n`-grams of words it holds `share` or more.
 
     Words are runs of letters and digits, in small letters. A problem of fewer than `n` words counts as one gram.

@@ -1,8 +1,10 @@
 """Prompts: read, rendered with the chat template, and checked."""
 
-import importlib
+import hashlib
+import pkgutil
+from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ def load_rows(data: Data) -> Sequence[dict[str, Any]]:
             f"data.source={source}: neither a readable .jsonl or .parquet file, nor a dataset on the Hub, nor a "
             f"package.module:function that returns rows ({reason})"
         ) from None
-    ids = Counter(str(row["id"]) for row in rows if is_file and "id" in row)
+    ids = Counter(str(row["id"]) for row in (rows if is_file else ()) if "id" in row)
     twice = [name for name, count in ids.items() if count > 1]
     if twice:
         raise InputError(f"data.source={source}: {len(twice)} ids occur more than once, as {twice[0][:80]}; drop rows")
@@ -59,9 +61,8 @@ def _read_dataset(data: Data) -> Sequence[dict[str, Any]]:
         from pyarrow import parquet
 
         return parquet.read_table(data.source).to_pylist()
-    module, colon, function = data.source.partition(":")
-    if colon:
-        return list(getattr(importlib.import_module(module), function)())
+    if ":" in data.source:
+        return list(pkgutil.resolve_name(data.source)())
     import datasets
 
     return datasets.load_dataset(data.source, data.subset, split=data.split)
@@ -74,56 +75,90 @@ def prompt_text(prompt: Any) -> str:
     return prompt if isinstance(prompt, str) else ""
 
 
-def render_prompts(
-    rows: Sequence[dict[str, Any]],
-    tokenizer: Any,
-    prompting: Prompting,
-    source: str,
-    prompt_column: str,
-    answer_column: str | None,
-    filter_overlong: bool,
-) -> list[Prompt]:
-    """Render each row's prompt and cut it into tokens.
+class Prompts(Sequence[Prompt]):
+    """The prompts of a data set, each rendered and cut into tokens when it is asked for: rows on the disk stay there.
+
+    All are rendered once at the beginning, to be checked.
 
     Args:
         tokenizer: a transformers tokenizer.
         source: named in errors.
         filter_overlong: leave out prompts that are too long.
+        left_out: numbers of rows, from 0, that have none.
+
+    Attributes:
+        digest: SHA-256 of token ids and answers.
 
     Raises:
         InputError: a prompt is of the wrong type, empty, refused by the chat template, or longer than
             `max_prompt_length` tokens (unless those are filtered); an answer is missing; nothing is left;
             the tokenizer has no chat template.
     """
-    templated, longest = prompting.apply_chat_template, prompting.max_prompt_length
-    if templated and not tokenizer.chat_template:
-        raise InputError(
-            "data.apply_chat_template: the model's tokenizer has no chat template; set it to false to give the model "
-            "the prompt as it is, or choose an instruction-tuned model"
-        )
-    # This much of a text has too many tokens for sure, and more would take long to cut; 4: what NFC may shorten.
-    enough = 4 * (longest + 1) * max(map(len, tokenizer.get_vocab()))
-    prompts = []
-    for number, row in enumerate(rows, start=1):
-        where = f"data.source={source}, row {number}"
-        prompt: Any = row.get(prompt_column)
-        answer = _read_answer(row, answer_column, where) if answer_column else None
-        text = _render(prompt, tokenizer, prompting, where)
-        token_ids = tokenizer(text[:enough], add_special_tokens=not templated).input_ids
+
+    def __init__(
+        self,
+        rows: Sequence[dict[str, Any]],
+        tokenizer: Any,
+        prompting: Prompting,
+        source: str,
+        prompt_column: str,
+        answer_column: str | None,
+        filter_overlong: bool,
+        left_out: Collection[int] = (),
+    ):
+        self._rows, self._tokenizer, self._prompting, self._source = rows, tokenizer, prompting, source
+        self._prompt_column, self._answer_column = prompt_column, answer_column
+        if prompting.apply_chat_template and not tokenizer.chat_template:
+            raise InputError(
+                "data.apply_chat_template: the model's tokenizer has no chat template; set it to false to give the "
+                "model the prompt as it is, or choose an instruction-tuned model"
+            )
+        longest, digest = prompting.max_prompt_length, hashlib.sha256()
+        # This much of a text has too many tokens for sure, and more would take long to cut; 4: what NFC may shorten.
+        self._enough = 4 * (longest + 1) * max(map(len, tokenizer.get_vocab()))
+        self._kept = array("q")
+        for number, row in enumerate(rows):
+            if number in left_out:
+                continue
+            prompt = self._prompt(number, row)
+            if len(prompt.token_ids) <= longest:
+                self._kept.append(number)
+                digest.update(repr((prompt.token_ids, prompt.answer)).encode())
+            elif not filter_overlong:
+                where, count = self._where(number), len(prompt.token_ids)
+                more = " or more" if len(_render(prompt.prompt, tokenizer, prompting, where)) > self._enough else ""
+                raise InputError(
+                    f"{where}: the prompt has {count} tokens{more}, data.max_prompt_length is {longest}; "
+                    "raise it, or drop such rows (in training: data.filter_overlong_prompts=true)"
+                )
+        if not self._kept:
+            raise InputError(f"data.source={source}: every prompt is longer than data.max_prompt_length={longest}")
+        self.digest = digest.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        number = self._kept[index]
+        return self._prompt(number, self._rows[number])
+
+    def _where(self, number: int) -> str:
+        return f"data.source={self._source}, row {number + 1}"
+
+    def _prompt(self, number: int, row: dict[str, Any]) -> Prompt:
+        """The prompt of a row; of one that is much too long the tokens of its beginning."""
+        where = self._where(number)
+        prompt: Any = row.get(self._prompt_column)
+        answer = _read_answer(row, self._answer_column, where) if self._answer_column else None
+        text = _render(prompt, self._tokenizer, self._prompting, where)[: self._enough]
+        templated = self._prompting.apply_chat_template
+        token_ids = self._tokenizer(text, add_special_tokens=not templated).input_ids
         if not token_ids:
             raise InputError(f"{where}: the prompt is empty")
-        if len(token_ids) <= longest:
-            columns = {name: value for name, value in row.items() if name != prompt_column}
-            prompts.append(Prompt(prompt, token_ids, answer, columns))
-        elif not filter_overlong:
-            more = " or more" if len(text) > enough else ""
-            raise InputError(
-                f"{where}: the prompt has {len(token_ids)} tokens{more}, data.max_prompt_length is {longest}; "
-                "raise it, or drop such rows (in training: data.filter_overlong_prompts=true)"
-            )
-    if not prompts:
-        raise InputError(f"data.source={source}: every prompt is longer than data.max_prompt_length={longest}")
-    return prompts
+        columns = {name: value for name, value in row.items() if name != self._prompt_column}
+        return Prompt(prompt, token_ids, answer, columns)
 
 
 def _read_answer(row: dict[str, Any], column: str, where: str) -> Any:

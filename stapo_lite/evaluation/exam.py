@@ -3,8 +3,9 @@
 import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import itemgetter
 from statistics import fmean
 from typing import Any
 
@@ -14,13 +15,14 @@ from tqdm.auto import tqdm
 
 from stapo_lite.config import Config, Prompting
 from stapo_lite.data.benchmarks import Problem, load_benchmark
-from stapo_lite.data.prompts import load_rows, render_prompts
+from stapo_lite.data.prompts import Prompts, load_rows
 from stapo_lite.errors import InputError
 from stapo_lite.evaluation.scores import Sample, average_scores, benchmark_scores
 from stapo_lite.evaluation.verifier import Case, Verifier
 from stapo_lite.rewards.functions import RewardModel
 from stapo_lite.rewards.grading import MathGrader, Question
-from stapo_lite.rollout import Decoding, RolloutEngine
+from stapo_lite.rollout import Decoding, RolloutEngine, make_sampling
+from stapo_lite.rollout.episodes import RolloutFunction, play
 from stapo_lite.types import Prompt, derived_seed
 
 
@@ -63,7 +65,7 @@ def make_tasks(
         if any(task.problem.benchmark == short for task in tasks):
             raise InputError(f"benchmarks: {short} is given twice")
         rows = [{"problem": problem.text} for problem in problems]
-        prompts = render_prompts(rows, tokenizer, prompting, name, "problem", None, filter_overlong=False)
+        prompts = Prompts(rows, tokenizer, prompting, name, "problem", None, filter_overlong=False)
         for problem, prompt in zip(problems, prompts, strict=True):
             tasks += [Task(problem, number, prompt) for number in range(num_samples or usual)]
     return tasks
@@ -124,13 +126,17 @@ def summarise(tasks: Sequence[Task], samples: Sequence[Sample]) -> dict[str, Any
 class Exam:
     """The evaluation during training: held-out rows with the run's own rewards, and benchmarks.
 
+    Args:
+        function: makes a completion of a held-out row in several turns; None where the engine alone does.
+
     Raises:
         InputError: rows or a benchmark cannot be read, or there is no metric called `evaluation.best`.
     """
 
-    def __init__(self, config: Config, tokenizer: Any):
+    def __init__(self, config: Config, tokenizer: Any, function: RolloutFunction | None = None):
         e, d = config.evaluation, config.data
-        self._settings, self._seed, self._tokenizer = e, config.seed, tokenizer
+        self._settings, self._seed, self._tokenizer, self._function = e, config.seed, tokenizer, function
+        self._turns = replace(make_sampling(config, ()), num_generations=1, temperature=e.temperature)
         self._decoding = Decoding(config.rollout.max_completion_length, e.temperature, e.top_p)
         usual = [] if e.source else ["aime24", "aime25", "amc23"]
         names = usual if e.benchmarks is None else e.benchmarks
@@ -141,7 +147,7 @@ class Exam:
             rows = load_rows(d.model_copy(update={"source": e.source, "subset": subset, "split": e.split}))
             rows = list(itertools.islice(rows, e.limit))
             answer = d.answer_column if "math" in config.reward.functions else None
-            prompts = render_prompts(rows, tokenizer, d, e.source, d.prompt_column, answer, d.filter_overlong_prompts)
+            prompts = Prompts(rows, tokenizer, d, e.source, d.prompt_column, answer, d.filter_overlong_prompts)
             self._prompts = [prompt for prompt in prompts for _ in range(e.num_samples or 1)]
         known = ["reward"] if self._prompts else []
         known += [*dict.fromkeys(task.problem.benchmark for task in self._tasks), "average"] if self._tasks else []
@@ -176,8 +182,13 @@ class Exam:
         numbers = range(accelerator.process_index, len(self._prompts), accelerator.num_processes)
         prompts = [self._prompts[number] for number in numbers]
         seeds = [derived_seed(self._seed, "held out", number) for number in numbers]  # the same at every step
-        answers = dict(_bar(engine.stream(prompts, seeds, [self._decoding] * len(prompts)), len(prompts), accelerator))
-        completions = [answers[number] for number in range(len(prompts))]
+        if self._function is not None:
+            show = accelerator.is_main_process
+            groups = play(engine, self._turns, self._tokenizer, self._function, prompts, seeds, show)
+            completions = [one for (one,) in groups]
+        else:
+            draws = engine.stream(prompts, seeds, [self._decoding] * len(prompts))
+            completions = [answer for _, answer in sorted(_bar(draws, len(prompts), accelerator), key=itemgetter(0))]
         for completion in completions:
             completion.text = self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)
         if completions:

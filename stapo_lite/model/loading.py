@@ -137,7 +137,7 @@ def load_weights(
             output_loading_info=True,
         )
     except torch.OutOfMemoryError as error:
-        raise InputError(f"model={model} does not fit on {device}; see `python -m stapo_lite.plan`") from error
+        raise InputError(f"model={model} does not fit on {device}; see `stapo plan`") from error
     except Exception as error:  # transformers raises a dozen kinds
         raise _no_model(model, error) from None
     base, loading = loaded

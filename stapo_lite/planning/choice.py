@@ -62,17 +62,57 @@ def fit(config: Config, engine: str, going_on: Path | None, processes: int, shar
     if going_on is not None and (going_on / "config.yaml").exists():
         before = flatten(load_config(going_on / "config.yaml").model_dump())
         return apply(config, {key: before[key] for key in KEYS})
-    free, total = torch.cuda.mem_get_info()
+    here, total = memory_left()
     host = psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    memory, host = map(min, zip(*gather_object([(min(total, free + CUDA_CONTEXT), host)]), strict=True))
+    memory, host = map(min, zip(*gather_object([(here, host)]), strict=True))
     model, cards = load_model_config(config.model).get_text_config(), Cards(memory, host, processes, sharded)
     choice = choose(config, model, cards)
     if choice and os.environ.get("RANK", "0") == "0":
-        chosen = apply(config, choice)
+        chosen = apply_all(config, choice, model, cards)
         print(describe(chosen, make_plan(chosen, model, cards), model, cards))
-    if (share := choice.get(SHARE)) is not None:  # vLLM counts from the whole card
-        choice[SHARE] = math.floor(100 * share * memory / total) / 100
-    return apply(config, choice)
+    return apply(config, of_whole_card(choice, memory, total))
+
+
+def fit_server(config: Config) -> Config:
+    """The config for a server on this machine, with the keys set that it leaves open: on a GPU all that others leave of
+    the fullest card is vLLM's.
+
+    Raises:
+        InputError: that is too little.
+    """
+    if config.memory == "off" or not torch.cuda.is_available():
+        return config
+    memory, total = min(map(memory_left, range(torch.cuda.device_count())))
+    model, cards = load_model_config(config.model).get_text_config(), Cards(memory)
+    choice = choose_for_server(config, model, cards)
+    problems = make_plan(apply(config, choice), model, cards).problems
+    if too_little := next((problem for problem in problems if problem.startswith("rollouts")), None):
+        raise InputError(f"{too_little}: choose a larger card, shorter completions or rollout.quantization")
+    config = apply(config, of_whole_card(choice, memory, total))
+    share, count = config.rollout.gpu_memory_utilization, config.rollout.max_num_seqs
+    print(f"card of {memory / GIB:.1f} GiB: vLLM takes {share:.0%} of the whole, {count} sequences at a time")
+    return config
+
+
+def memory_left(card: int | None = None) -> tuple[int, int]:
+    """Bytes of a card, by default the one in use, that others leave to this process, its context included; and all."""
+    free, total = torch.cuda.mem_get_info(card)
+    return min(total, free + CUDA_CONTEXT), total
+
+
+def of_whole_card(choice: Choice, memory: int, total: int) -> Choice:
+    """The choice with vLLM's share counted from the whole card, as vLLM does."""
+    return choice | ({SHARE: math.floor(100 * choice[SHARE] * memory / total) / 100} if SHARE in choice else {})
+
+
+def choose_for_server(config: Config, model: Any, cards: Cards) -> Choice:
+    """Values for vLLM's keys on a card of its own; none with `memory: off`."""
+    if config.memory == "off":
+        return {}
+    alone = Cards(cards.gpu_memory)
+    return choose_sequences(
+        {"rollout.sleep_level": 1}, lambda c: make_plan(apply(config, c), model, alone), config, alone
+    )
 
 
 def choose(config: Config, model: Any, cards: Cards) -> Choice:
@@ -102,8 +142,9 @@ def left_open(config: Config) -> list[str]:
 
 
 def find(config: Config, model: Any, cards: Cards) -> Choice | None:
-    """The best choice that fits, if any does. Servers have cards of their own: of theirs nothing is chosen."""
+    """The best choice that fits, if any does. Servers have cards of their own, and queue what they cannot take."""
     serving = config.rollout.engine == "server"
+    queued = {"rollout.max_num_seqs": min(MOST_SEQUENCES, config.train.batch_size * config.rollout.num_generations)}
 
     def plan(choice: Choice) -> Plan:
         return make_plan(apply(config, choice), model, cards)
@@ -115,7 +156,7 @@ def find(config: Config, model: Any, cards: Cards) -> Choice | None:
 
     ladder = update_ladder(config, model, cards)
     least = ladder[min(1, len(ladder) - 1)]
-    for choice, only_with_room in [({}, False)] if serving else residencies(config, cards):
+    for choice, only_with_room in [(queued, False)] if serving else residencies(config, cards):
         if not serving:
             choice = choose_sequences(choice | least, plan, config, cards)
         rungs = ladder[too_much(choice | ladder[0]) :]  # the host may be too small for activations
@@ -195,6 +236,13 @@ def apply(config: Config, choice: Choice) -> Config:
     return config
 
 
+def apply_all(config: Config, choice: Choice, model: Any, cards: Cards) -> Config:
+    """The same; where servers sample, with what they would choose on a card like these."""
+    if config.rollout.engine == "server":
+        config = apply(config, choose_for_server(config, model, cards))
+    return apply(config, choice)
+
+
 def remedies(config: Config, model: Any, cards: Cards) -> Iterator[str]:
     """Changes with each of which the run would fit, the smallest of its kind."""
     tree, rollout = config.model_dump(exclude_unset=True), config.rollout
@@ -240,7 +288,7 @@ def describe(config: Config, plan: Plan, model: Any, cards: Cards) -> str:
     there = " and ".join(name for name, is_there in kept.items() if is_there)
     return f"""memory for a card of {cards.gpu_memory / GIB:.1f} GiB, predicted
   rollouts: {sampling:.1f} GiB; {rollout.max_num_seqs} sequences at a time in a KV cache of {plan.kv_tokens:,} tokens
-  update: {updating:.1f} GiB; {train.max_tokens_per_microbatch:,} tokens at a time, {checkpointed} of {layers} layers \
+  update: {updating:.1f} GiB; {config.largest_microbatch:,} tokens at a time, {checkpointed} of {layers} layers \
 checkpointed
   host: {host:.1f} GiB{f" with {there}" if there else ""}
   time ({card}): about {seconds / 60:.0f} min a step, {days:.1f} days for {train.max_steps}, if completions are a \

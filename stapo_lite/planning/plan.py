@@ -132,7 +132,7 @@ def make_plan(config: Config, model: Any, cards: Cards) -> Plan:
     # Update: what autograd keeps and makes at the longest micro-batch.
     kept, activations, head = count_activations(config, model)
     update_phase = base | trainer | {"trainer: gradients": weights.adapter} | context
-    update_phase[f"activations of {train.max_tokens_per_microbatch:,} tokens"] = activations
+    update_phase[f"activations of {config.largest_microbatch:,} tokens"] = activations
     update_phase["LM head, beyond those"] = head
     if train.offload_activations:
         update_phase["activations in host memory"] = -kept
@@ -267,7 +267,7 @@ def pinned(sizes: Sequence[int]) -> int:
 
 
 def count_activations(config: Config, model: Any) -> tuple[int, int, int]:
-    """Bytes that autograd needs at a micro-batch of `max_tokens_per_microbatch` tokens.
+    """Bytes that autograd needs at a micro-batch of `largest_microbatch` tokens.
 
     Counted for layers like those of Llama and Qwen: two norms in fp32, attention that is never written out, a gated
     MLP. Within 2 % of what the same layers allocate (1.7B to 32B; bf16 and fp32; with checkpointing and without).
@@ -277,7 +277,7 @@ def count_activations(config: Config, model: Any) -> tuple[int, int, int]:
         beyond that.
     """
     train, width, sizes = config.train, getattr(torch, config.dtype).itemsize, model_sizes(as_json(model))
-    hidden, inner, tokens = model.hidden_size, model.intermediate_size, train.max_tokens_per_microbatch
+    hidden, inner, tokens = model.hidden_size, model.intermediate_size, config.largest_microbatch
     # Each norm keeps its input in fp32 and its output, the MLP gate, SiLU, up and their product; attention keeps
     # queries, keys, values and its output.
     layer = tokens * (8 * hidden + width * (2 * hidden + 4 * inner + 2 * sizes.queries_and_keys))

@@ -1,4 +1,4 @@
-"""python -m stapo_lite.rewards grade cases.jsonl --out verdicts.jsonl"""
+"""stapo grade cases.jsonl --out verdicts.jsonl"""
 
 import argparse
 from pathlib import Path
@@ -45,7 +45,7 @@ def _case(row: dict[str, Any], where: str) -> Question:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m stapo_lite.rewards", description="Grade answers by rules.")
+    parser = argparse.ArgumentParser(prog="stapo grade", description="Grade answers by rules.")
     parser.add_argument("grade", nargs="?", choices=["grade"], help="may be left out")
     parser.add_argument("cases", type=Path, help="JSON lines of gold, pred and optionally form, answer_type, tolerance")
     parser.add_argument("--out", type=Path, required=True, help="the same lines with `correct`")

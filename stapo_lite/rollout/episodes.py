@@ -84,7 +84,10 @@ class Episode:
         return Completion(self.prompt, self.token_ids, self._logprobs, not self.finished, self._version, loss_mask=mask)
 
 
-def find_function(path: str) -> Callable[[Episode], Awaitable[None]]:
+RolloutFunction = Callable[[Episode], Awaitable[None]]
+
+
+def find_function(path: str) -> RolloutFunction:
     """The coroutine function at `package.module:function`.
 
     Raises:
@@ -103,7 +106,7 @@ def play(
     engine: RolloutEngine,
     sampling: Sampling,
     tokenizer: Any,
-    function: Callable[[Episode], Awaitable[None]],
+    function: RolloutFunction,
     prompts: Sequence[Prompt],
     seeds: Sequence[int],
     progress: bool = False,

@@ -74,7 +74,7 @@ class Server:
 
 
 class ServerEngine(RolloutEngine):
-    """vLLM's OpenAI-compatible servers, started by `python -m stapo_lite.rollout.serve`.
+    """vLLM's OpenAI-compatible servers, started by `stapo serve`.
 
     Its coroutines run in a thread of their own.
 
@@ -119,7 +119,7 @@ class ServerEngine(RolloutEngine):
         needed, deadline = self._sampling.max_model_len, self._loop.time() + START_TIMEOUT
         for server in self._servers:
             if not await self._healthy(server):
-                logger.warning("rollout.servers: waiting for %s (python -m stapo_lite.rollout.serve)", server.url)
+                logger.warning("rollout.servers: waiting for %s (stapo serve)", server.url)
             while not await self._healthy(server):
                 if self._loop.time() > deadline:
                     raise InputError(f"rollout.servers: {server.url} did not come up within {START_TIMEOUT:g} s")

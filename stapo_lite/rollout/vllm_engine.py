@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,8 @@ class VLLMEngine(RolloutEngine):
         from vllm.sampling_params import RequestOutputKind
 
         on_cpu = current_platform.is_cpu()
+        # On a CPU compiling the sampler takes the first call ten seconds, for nothing; the trainer may compile its own.
+        self._uncompiled = functools.partial(torch.compiler.set_stance, "force_eager") if on_cpu else nullcontext
         self._dtype = dtype
         make_llm: Any = LLM  # its signature lists every data type and quantisation by name
         self._sleep_level, self._asleep = 0 if on_cpu else sleep_level, False
@@ -60,7 +62,6 @@ class VLLMEngine(RolloutEngine):
             from stapo_lite.rollout import vllm_cpu_lora
 
             vllm_cpu_lora.install()
-            torch._dynamo.config.disable = True  # compiling the sampler takes the first call ten seconds, for nothing
         else:
             torch.cuda.synchronize()  # vLLM goes on in a stream of its own, up to 0.29 without waiting
             if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # an engine per process, each on its process's card
@@ -69,7 +70,8 @@ class VLLMEngine(RolloutEngine):
         try:
             arguments |= engine_arguments(model, dtype, length, options, lora, max_loras=1, on_cpu=on_cpu)
             self._start = functools.partial(make_llm, **arguments)
-            self._llm: Any = self._start()
+            with self._uncompiled():
+                self._llm: Any = self._start()
         except Exception as error:  # vLLM raises a dozen kinds
             raise InputError(
                 f"rollout: vLLM cannot serve {model} ({type(error).__name__}: {one_line(error)})"
@@ -151,12 +153,15 @@ class VLLMEngine(RolloutEngine):
             try:
                 if failures:
                     self._shut_down()
-                    self._llm = self._start()  # which reads the adapter with the first request for it
+                    with self._uncompiled():
+                        self._llm = self._start()  # which reads the adapter with the first request for it
                 for index in missing:
                     request = {"prompt_token_ids": prompts[index].token_ids}
                     self._engine.add_request(str(index), request, parameters[index], lora_request=self._request)
                 while self._engine.has_unfinished_requests():
-                    for output in self._engine.step():
+                    with self._uncompiled():
+                        outputs = self._engine.step()
+                    for output in outputs:
                         if output.finished:
                             index = int(output.request_id)
                             del missing[index]

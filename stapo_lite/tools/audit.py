@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader
 
 from stapo_lite import __version__
-from stapo_lite.config import Config, flatten, load_config
+from stapo_lite.config import S2T, Config, flatten, load_config
 from stapo_lite.errors import InputError
 from stapo_lite.files import read_lines, write_text
 from stapo_lite.training.charts import QUADRANT_COLOURS, Curve, bars, lines, plane, png
@@ -80,10 +80,23 @@ def audit(run_folder: str | Path, out: str | Path | None = None) -> Path:
         Path(out) if out else folder / "audit",
         charts,
         title=f"Token audit of {folder.resolve().name}",
+        finding=find_spurious(metrics, config.objective.s2t),
         facts=facts,
         tokens=thin(tokens, MOST_TOKENS),
         frequencies={kind: frequent(group) for kind, group in groups.items()} if quadrants else {},
     )
+
+
+def find_spurious(metrics: Metrics, s2t: S2T) -> str:
+    """A sentence or two about a run's spurious tokens."""
+    share, gradient = (mean(metrics, f"spurious_{name}") for name in ("share", "gradient_share"))
+    kind = "spurious (rare, rewarded, and where the model was sure of something else)"
+    if not share:
+        return f"No token was {kind}."
+    fates = {"low-entropy": "silenced them", "all": "silenced all candidates", "random": "silenced a random share"}
+    fate = f"S2T {fates.get(s2t.silence, 'silenced candidates of high entropy')}" if s2t.enabled else "S2T was off"
+    weight = f" Their gradient was {100 * gradient:.2g} % of all, counted before any was silenced." if gradient else ""
+    return f"{100 * share:.2g} % of all tokens were {kind}; {fate}.{weight}"
 
 
 def compare(run_folders: Sequence[str | Path], out: str | Path) -> Path:

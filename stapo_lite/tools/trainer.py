@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from accelerate import PartialState
 
 from stapo_lite.config import IN_PYTHON, Config, Prompting, load_config, load_eval_config
 from stapo_lite.evaluation.evaluate import evaluate
-from stapo_lite.rollout.episodes import Episode
+from stapo_lite.rollout.episodes import RolloutFunction
 from stapo_lite.tools.export import export
 from stapo_lite.training.loop import train
 from stapo_lite.training.opening import Given
@@ -48,7 +48,7 @@ class Trainer:
         *,
         reward_funcs: RewardFunc | Sequence[RewardFunc] | None = None,
         train_dataset: Sequence[dict[str, Any]] | None = None,
-        rollout_func: Callable[[Episode], Awaitable[None]] | None = None,
+        rollout_func: RolloutFunction | None = None,
     ):
         functions = [reward_funcs] if callable(reward_funcs) or isinstance(reward_funcs, str) else reward_funcs
         names = _names(functions or [])

@@ -2,14 +2,13 @@
 from outside."""
 
 import ctypes
-import hashlib
 import importlib.util
 import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from importlib.metadata import version
@@ -29,7 +28,6 @@ from stapo_lite.model.processes import check_launched, warn_of_unused_card
 from stapo_lite.rollout.vllm_options import vllm_version
 from stapo_lite.training.checkpoint import list_checkpoints
 from stapo_lite.training.tracking import read_metrics
-from stapo_lite.types import Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -78,14 +76,18 @@ def card_memory() -> float | None:
     return (total - free) / 2**30
 
 
-def environment(engine: str, processes: int, prompts: Sequence[Prompt]) -> dict[str, str]:
-    """Hardware, versions and data of a run, for its model card and to compare when it is resumed."""
+def environment(engine: str, processes: int, prompts: str) -> dict[str, str]:
+    """Hardware, versions and data of a run, for its model card and to compare when it is resumed.
+
+    Args:
+        prompts: their digest.
+    """
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU with {os.cpu_count()} cores"
     return {
         "hardware": f"{processes} x {device}" if torch.cuda.is_available() else device,
         "processes": str(processes),
         "engine": f"vllm {vllm_version()}" if engine == "vllm" else engine,
-        "prompts": hashlib.sha256(repr([(p.token_ids, p.answer) for p in prompts]).encode()).hexdigest()[:16],
+        "prompts": prompts[:16],
         "stapo_lite": __version__,
         **{name: version(name) for name in ("torch", "transformers", "peft", "accelerate")},
     }

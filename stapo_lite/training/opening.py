@@ -14,7 +14,7 @@ from accelerate.utils import gather_object
 from stapo_lite.algorithm.microbatches import TokenBudget
 from stapo_lite.config import Config, Data, batch_arithmetic, check_processes, check_sharded, flatten, to_yaml
 from stapo_lite.data.contamination import find_overlaps, load_problems
-from stapo_lite.data.prompts import check_rows, load_rows, prompt_text, render_prompts, stop_token_ids
+from stapo_lite.data.prompts import Prompts, check_rows, load_rows, prompt_text, stop_token_ids
 from stapo_lite.errors import InputError
 from stapo_lite.evaluation.exam import Exam
 from stapo_lite.files import write_text
@@ -24,7 +24,7 @@ from stapo_lite.model.sharding import make_sharding
 from stapo_lite.planning.choice import fit
 from stapo_lite.rewards.functions import RewardModel
 from stapo_lite.rollout import check_engine, make_engine, make_sampling, resolve_engine
-from stapo_lite.rollout.episodes import find_function, play
+from stapo_lite.rollout.episodes import RolloutFunction, find_function, play
 from stapo_lite.training import checkpoint
 from stapo_lite.training.checkpoint import Progress
 from stapo_lite.training.lifecycle import (
@@ -40,7 +40,6 @@ from stapo_lite.training.run import Run, Sampler
 from stapo_lite.training.token_log import TokenLog
 from stapo_lite.training.tracking import ENVIRONMENT_FILE, RunLog, read_metrics
 from stapo_lite.training.update import Learner
-from stapo_lite.types import Prompt
 
 
 class Given(NamedTuple):
@@ -50,7 +49,7 @@ class Given(NamedTuple):
     """Functions of this process by their names in `reward.functions`."""
     rows: Sequence[dict[str, Any]] | None = None
     """The data set; None for `data.source`."""
-    rollout_func: Callable | None = None
+    rollout_func: RolloutFunction | None = None
     """A coroutine function; None for `rollout.function`."""
 
 
@@ -92,13 +91,13 @@ def begin(config: Config, resume: bool, force: bool, given: Given, closing: Exit
     resumed = resume and checkpoint.list_checkpoints(folder)  # which has the adapter; only a reference is read again
     start = find_start(config.lora) if config.objective.beta or not resumed else None
     function = given.rollout_func or (find_function(config.rollout.function) if config.rollout.function else None)
-    exam = Exam(config, tokenizer) if config.evaluation.steps else None
+    exam = Exam(config, tokenizer, function) if config.evaluation.steps else None
     accelerator.print(batch_arithmetic(config, processes))
     if accelerator.is_main_process:
         closing.enter_context(lock(folder))
     accelerator.wait_for_everyone()
     newest = checkpoint.newest_checkpoint(folder) if resume else None
-    surroundings = environment(engine_name, processes, prompts)
+    surroundings = environment(engine_name, processes, prompts.digest)
     if newest is not None:
         for note in checkpoint.check_resume(newest, config.model_dump(), surroundings, force):
             accelerator.print(note)
@@ -164,7 +163,7 @@ def open_folder(config: Config, accelerator: Accelerator, surroundings: dict[str
 
 def load_prompts(
     config: Config, rows: Sequence[dict[str, Any]] | None, show: Callable[[str], None]
-) -> tuple[list[Prompt], Any, tuple[int, ...]]:
+) -> tuple[Prompts, Any, tuple[int, ...]]:
     """The rendered prompts, the tokenizer and the tokens that end a completion.
 
     Args:
@@ -176,20 +175,19 @@ def load_prompts(
     for key, column in (("prompt_column", d.prompt_column), ("answer_column", answer_column)):
         if column is not None and column not in rows[0]:
             raise InputError(f"data.{key}={column}: {d.source} has only the columns {', '.join(rows[0])}")
-    if d.drop_contaminated:
-        rows = drop_contaminated(rows, d, show)
+    contaminated = find_contaminated(rows, d, show) if d.drop_contaminated else set[int]()
     tokenizer, model_eos = load_tokenizer(config.model, config.max_sequence_length, config.lora.target_modules)
-    prompts = render_prompts(
-        rows, tokenizer, d, d.source, d.prompt_column, answer_column, filter_overlong=d.filter_overlong_prompts
+    prompts = Prompts(
+        rows, tokenizer, d, d.source, d.prompt_column, answer_column, d.filter_overlong_prompts, contaminated
     )
-    dropped = len(rows) - len(prompts)
+    dropped = len(rows) - len(contaminated) - len(prompts)
     note = f"; {dropped} longer than {d.max_prompt_length} tokens left out" if dropped else ""
     show(f"{len(prompts)} prompts from {d.source}{note}")
     return prompts, tokenizer, stop_token_ids(tokenizer, model_eos, d.apply_chat_template)
 
 
-def drop_contaminated(rows: Sequence[Any], d: Data, show: Callable[[str], None]) -> list[Any]:
-    """Leave out the rows that hold a benchmark's problem.
+def find_contaminated(rows: Sequence[Any], d: Data, show: Callable[[str], None]) -> set[int]:
+    """Numbers of the rows that hold a benchmark's problem.
 
     Raises:
         InputError: a benchmark cannot be read, or no row is left.
@@ -198,11 +196,10 @@ def drop_contaminated(rows: Sequence[Any], d: Data, show: Callable[[str], None])
         problems = load_problems(d.drop_contaminated or [])
     except InputError as error:
         raise InputError(f"data.drop_contaminated: {error}; or set data.drop_contaminated=false") from None
-    overlaps = find_overlaps([prompt_text(row.get(d.prompt_column)) for row in rows], problems)
+    overlaps = find_overlaps((prompt_text(row.get(d.prompt_column)) for row in rows), problems)
     contaminated = {overlap.row for overlap in overlaps}
-    left = [row for number, row in enumerate(rows) if number not in contaminated]
-    if not left:
+    if len(contaminated) == len(rows):
         raise InputError(f"data.drop_contaminated: every row of {d.source} overlaps a benchmark")
     held = len({overlap.problem for overlap in overlaps})
     show(f"{len(contaminated)} rows of {d.source} that hold {held} benchmark problems left out")
-    return left
+    return contaminated

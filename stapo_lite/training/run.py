@@ -110,7 +110,7 @@ class Run:
 
     config: Config
     accelerator: Accelerator
-    prompts: list[Prompt]
+    prompts: Sequence[Prompt]
     tokenizer: Any
     surroundings: dict[str, str]
     rewards: RewardModel

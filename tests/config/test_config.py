@@ -102,7 +102,6 @@ BAD = [
     (["train.learning_rate=fast"], "key 'train.learning_rate': input should be a valid number"),
     *(([value], f"key '{value.partition('=')[0]}") for value in FORBIDDEN),
     (["train.batch_size=10"], "train.batch_size=10 is not divisible by train.mini_batch_size=16: choose a divisor"),
-    (["train.max_tokens_per_microbatch=100"], "rollout.max_completion_length = 3072: raise it or shorten"),
     (["reward.weights=[1, 2]"], "reward.weights=[1.0, 2.0] for reward.functions=['math']: give one weight"),
     (["rollout.max_num_seqs=7"], "rollout.max_num_seqs=7 is less than one group, rollout.num_generations=8"),
     (["rollout.sleep_level=2", "rollout.quantization=bitsandbytes"], "set rollout.sleep_level=1"),

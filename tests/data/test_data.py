@@ -1,3 +1,6 @@
+import gc
+import tracemalloc
+
 import datasets
 import pytest
 from helpers import command, shared_data
@@ -6,7 +9,7 @@ from transformers import AutoTokenizer
 from stapo_lite.config import Data, Prompting
 from stapo_lite.data.benchmarks import Problem
 from stapo_lite.data.contamination import find_overlaps, load_problems
-from stapo_lite.data.prompts import load_rows, render_prompts, stop_token_ids
+from stapo_lite.data.prompts import Prompts, load_rows, stop_token_ids
 from stapo_lite.errors import InputError
 from stapo_lite.files import read_lines, write_lines
 from stapo_lite.training.run import prompt_order
@@ -25,7 +28,7 @@ def render(tokenizer, *prompts, answer_column="answer", filter_overlong=False, *
     """Prompts of rows with the answers 0, 1, ..."""
     rows = [{"prompt": prompt, "answer": str(i), "level": i} for i, prompt in enumerate(prompts)]
     settings = Prompting(**{"max_prompt_length": 200} | prompting)
-    return render_prompts(rows, tokenizer, settings, "a.jsonl", "prompt", answer_column, filter_overlong)
+    return Prompts(rows, tokenizer, settings, "a.jsonl", "prompt", answer_column, filter_overlong)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +93,24 @@ def test_rows_of_every_kind_of_source(tmp_path):
     generated = load_rows(Data(source="stapo_lite.tools.one_sentence:prompts"))
     assert (len(generated), generated[26]["word"]) == (500, "stone")
     assert generated[26]["prompt"] == 'Write one sentence about a garden with the word "stone".'
+
+
+def test_rows_on_the_disk_stay_there(tokenizer):
+    """Of 2,000 rows of 5 kB nothing but numbers is kept, and each prompt is read when it is asked for."""
+    rows = datasets.Dataset.from_list([{"prompt": f"{i}+2?", "answer": i, "more": "x" * 5000} for i in range(2000)])
+    tracemalloc.start()
+    prompts = Prompts(rows, tokenizer, Prompting(), "a", "prompt", "answer", False, left_out={1, 3})
+    gc.collect()
+    assert tracemalloc.get_traced_memory()[0] < 500_000
+    tracemalloc.stop()
+    assert len(prompts) == 1998
+    assert (prompts[1].prompt, prompts[1].answer, prompts[-1].columns["more"]) == ("2+2?", 2, "x" * 5000)
+    some = [rows[0], rows[2]]
+    digests = [Prompts(given, tokenizer, Prompting(), "b", "prompt", "answer", False).digest for given in (some, rows)]
+    assert digests[0] != digests[1]
+    assert [p.token_ids for p in Prompts(some, tokenizer, Prompting(), "b", "prompt", None, False)] == [
+        p.token_ids for p in (prompts[0], prompts[1])
+    ]
 
 
 def test_order_is_a_permutation_of_each_epoch_and_resumes_anywhere():

@@ -7,8 +7,20 @@ from helpers import MINIMAL, changed
 from random_model import qwen3
 
 from stapo_lite.config import flatten, load_config, to_yaml
+from stapo_lite.errors import InputError
 from stapo_lite.planning import choice
-from stapo_lite.planning.choice import KEYS, MARGIN, apply, choose, find, fit, left_open, update_ladder
+from stapo_lite.planning.choice import (
+    KEYS,
+    MARGIN,
+    apply,
+    choose,
+    choose_for_server,
+    find,
+    fit,
+    fit_server,
+    left_open,
+    update_ladder,
+)
 from stapo_lite.planning.plan import CUDA_CONTEXT, GIB, Cards, checkpointed_layers, make_plan
 from stapo_lite.planning.speed import KNOWN_CARDS, step_seconds
 
@@ -72,7 +84,17 @@ def test_what_is_given_wins():
 def test_servers_have_cards_of_their_own():
     given = config(rollout__engine="server", quantization="nf4")
     found = choose(given, qwen3("14B"), Cards(15 * GIB))  # the served weights alone take 27 GiB
-    assert found.keys() == set(update_ladder(given, qwen3("14B"), Cards(15 * GIB))[0])
+    assert found.keys() == {"rollout.max_num_seqs", *update_ladder(given, qwen3("14B"), Cards(15 * GIB))[0]}
+    assert found["rollout.max_num_seqs"] == 512  # they queue what they cannot take
+    several = choose(given, qwen3("14B"), Cards(15 * GIB, processes=4))
+    assert several["rollout.max_num_seqs"] == 512  # of all that train
+    theirs = choose_for_server(given, qwen3("14B"), Cards(40 * GIB))
+    assert theirs["rollout.gpu_memory_utilization"] == pytest.approx(0.96 - CUDA_CONTEXT / (40 * GIB), abs=0.01)
+    cache = make_plan(apply(given, theirs), qwen3("14B"), Cards(40 * GIB)).kv_tokens
+    longest = given.data.max_prompt_length + given.rollout.max_completion_length
+    assert (
+        cache / longest < theirs["rollout.max_num_seqs"] < 6 * cache / longest
+    )  # a sixth of it in the mean, under way
 
 
 def test_a_base_that_is_spread_stays_on_the_cards():
@@ -84,12 +106,13 @@ def test_a_base_that_is_spread_stays_on_the_cards():
 def card(monkeypatch):
     """A card of 24 GiB, 2 of which another process has."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (22 * GIB - CUDA_CONTEXT, 24 * GIB))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda card: (22 * GIB - CUDA_CONTEXT, 24 * GIB))
     monkeypatch.setattr(choice, "load_model_config", lambda name: qwen3("1.7B"))
     monkeypatch.setattr(choice, "gather_object", lambda own: [*own, (30 * GIB, psutil.virtual_memory().total)])
 
 
-def test_a_run_takes_what_others_leave_of_the_fullest_card_and_keeps_it(card, tmp_path, capsys):
+def test_a_run_takes_what_others_leave_of_the_fullest_card_and_keeps_it(card, tmp_path, capsys, monkeypatch):
     given = config()
     run = fit(given, "vllm", None, 1, False)
     assert "memory for a card of 22.0 GiB" in capsys.readouterr().out
@@ -103,6 +126,16 @@ def test_a_run_takes_what_others_leave_of_the_fullest_card_and_keeps_it(card, tm
     (tmp_path / "config.yaml").write_text(to_yaml(kept), encoding="utf-8")
     assert flatten(fit(given, "vllm", tmp_path, 1, False).model_dump()) == flatten(kept.model_dump())
     assert fit(given, "transformers", None, 1, False) is given
+    capsys.readouterr()
+    fit(config(rollout__engine="server"), "server", None, 1, False)
+    assert "KV cache of 0" not in (told := capsys.readouterr().out)
+    server = fit_server(config(rollout__engine="server"))
+    assert f"{server.rollout.max_num_seqs} sequences at a time" in told
+    assert 0.8 < server.rollout.gpu_memory_utilization < 22 / 24
+    assert fit_server(config(memory="off")) == config(memory="off")
+    monkeypatch.setattr(choice, "load_model_config", lambda name: qwen3("14B"))
+    with pytest.raises(InputError, match="rollouts: .*: choose a larger card"):
+        fit_server(config(rollout__engine="server"))
 
 
 def test_seconds_of_a_step_by_hand():

@@ -26,9 +26,10 @@ from test_rollout import (  # noqa: F401
     tokens,
 )
 
+from stapo_lite import serve
 from stapo_lite.config import Rollout, load_config
 from stapo_lite.errors import InputError, RunError
-from stapo_lite.rollout import MAX_RETRIES, serve, server_engine
+from stapo_lite.rollout import MAX_RETRIES, server_engine
 from stapo_lite.rollout.server_engine import ServerEngine
 from stapo_lite.rollout.vllm_options import engine_arguments
 from stapo_lite.training.tracking import read_metrics
@@ -48,7 +49,7 @@ def serving(model, folder):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "stapo_lite.rollout.serve", str(path), "--port", str(port)]
+    command = [sys.executable, "-m", "stapo_lite.serve", str(path), "--port", str(port)]
     with (folder / "server.log").open("w") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
     try:
@@ -306,7 +307,7 @@ def test_a_server_gets_the_same_arguments_as_an_engine_in_the_process(write_conf
     parsed, of_the_server = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_known_args(arguments)
     assert of_the_server == [
         "--host", "127.0.0.1", "--port", "8000", "--uvicorn-log-level", "warning",
-        "--middleware", "stapo_lite.rollout.serve.ask_for_key",
+        "--middleware", "stapo_lite.serve.ask_for_key",
     ]  # fmt: skip
     longest = c.data.max_prompt_length + c.rollout.max_completion_length
     expected = engine_arguments(c.model, c.dtype, longest, c.rollout, c.lora, max_loras=4, on_cpu=False)

@@ -142,15 +142,18 @@ def test_the_table_is_filtered_and_ordered(make_run, tokens, open_page):
 
 
 def test_the_page_tells_of_the_run_and_takes_its_tokens_for_text(make_run, tokens, tmp_path, open_page):
-    page = open_page(audit(make_run(tokens=tokens), tmp_path / "elsewhere"))
+    page = open_page(audit(make_run(tokens=[*tokens, tokens[1]]), tmp_path / "elsewhere"))
     facts = dict(zip(*(page.locator(f"dl {tag}").all_inner_texts() for tag in ("dt", "dd")), strict=True))
     assert facts["algorithm"] == "stapo"
+    finding = page.locator("h1 + p").inner_text()
+    assert finding.startswith("20 % of all tokens were spurious")  # 10, 20 and 30
+    assert finding.endswith("S2T silenced them. Their gradient was 20 % of all, counted before any was silenced.")
     assert facts["reward, first and last step"] == "1 → 3"
-    assert facts["candidates"] == "12, 9 of them spurious; 65 in the token log"
+    assert facts["candidates"] == "12, 9 of them spurious; 66 in the token log"
     sections = page.locator(".bars").all()
     assert sections[1].inner_text().split() == ["␣kept", "5"]
     assert len(sections[0].locator("code").all()) == 15
-    assert sections[0].locator("code").first.inner_text() == HOSTILE.replace(" ", "␣")
+    assert sections[0].inner_text().split()[:4] == ["␣word0", "2", HOSTILE.replace(" ", "␣"), "1"]
     pictures = {path.stem: imread(path) for path in (tmp_path / "elsewhere").glob("*.png")}
     assert set(pictures) == {"reward", "entropy", "silenced", "tau_h", "plane", "gradient"}
     assert pictures["reward"][0, 0, :3].tolist() == [1.0, 1.0, 1.0]
@@ -164,6 +167,8 @@ def test_the_page_tells_of_the_run_and_takes_its_tokens_for_text(make_run, token
 def test_runs_with_less_to_show(make_run, open_page):
     tokens = [token(1, n, kept=True, spurious=n < 2) for n in range(5)]
     page = open_page(audit(make_run("unsilenced", tokens=tokens, algorithm="justrl")))
+    assert "S2T was off" in page.locator("h1 + p").inner_text()
+    assert page.locator("section p").all_inner_texts()[0] == "STAPO would silence: no token more than once"
     page.select_option("[name=kind]", "STAPO would silence")
     assert page.locator("#count").inner_text() == "2 of 5 tokens"
     folder = make_run("without-candidates", tokens=[])

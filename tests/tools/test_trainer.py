@@ -10,7 +10,7 @@ from helpers import ROOT, without_times
 
 from stapo_lite import Config, InputError, Trainer, load_config
 from stapo_lite.config.schema import EvalPrompting
-from stapo_lite.files import write_lines
+from stapo_lite.files import read_lines, write_lines
 from stapo_lite.rewards.functions import RewardModel
 from stapo_lite.training import push
 from stapo_lite.training.tracking import read_metrics
@@ -146,8 +146,16 @@ def test_several_turns(tree, tmp_path, monkeypatch):
     assert metrics[0]["sampler_gap_max"] < 1e-4
     assert all(m["updates"] == 2 for m in metrics)
     (tmp_path / "my_tools.py").write_text("from test_trainer import spell\nplain = len\n", encoding="utf-8")
-    by_path = Trainer(tree, ["rollout.function=my_tools:spell", f"output_dir={tmp_path / 'path'}"], **changes)
+    write_lines(tmp_path / "held.jsonl", ROWS[:3])
+    held = [f"evaluation.source={tmp_path / 'held.jsonl'}", "evaluation.steps=10", "evaluation.temperature=0.5"]
+    by_path = Trainer(tree, ["rollout.function=my_tools:spell", f"output_dir={tmp_path / 'path'}", *held], **changes)
+    seen.clear()
     assert without_times(by_path.train()) == without_times(metrics)
+    evaluated = seen[:3]  # before the first step, in turns as well
+    assert [c.prompt.columns["wanted"] for c in evaluated] == [row["wanted"] for row in ROWS[:3]]
+    assert all(c.prompt.columns["wanted"] in c.text and not all(c.loss_mask) for c in evaluated)
+    before, _ = read_lines(tmp_path / "path" / "evaluations.jsonl")
+    assert before["reward"] == pytest.approx(sum(c.reward for c in evaluated) / 3)
 
 
 @pytest.mark.parametrize(
@@ -160,8 +168,8 @@ def test_several_turns(tree, tmp_path, monkeypatch):
             "rollout.function needs rollout.max_lag=0",
         ),
         (
-            ["rollout.function=a:b", "evaluation.steps=1"],
-            "rollout.function: an evaluation during training has one turn",
+            ["rollout.function=a:b", "evaluation.steps=1", "evaluation.source=a", "evaluation.top_p=0.9"],
+            "evaluation.top_p=0.9: rollout.function makes the completions of evaluation.source",
         ),
     ],
 )
@@ -180,8 +188,9 @@ def test_the_page_about_turns(write_config, tmp_path, monkeypatch):
     assert (tmp_path / "runs" / "calculator" / "adapter" / "adapter_model.safetensors").exists()
 
 
-def test_the_readmes_lines(write_config, tmp_path, monkeypatch):
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", ["README.md", "docs/data.md"])
+def test_lines_to_copy(write_config, tmp_path, monkeypatch, page):
+    readme = (ROOT / page).read_text(encoding="utf-8")
     (lines,) = re.findall(r"```python\n(from stapo_lite import Trainer.*?)```", readme, re.DOTALL)
     monkeypatch.chdir(tmp_path)
     exec(lines.replace("configs/quickstart.yaml", str(write_config(train__max_steps=1))), {})

@@ -105,7 +105,7 @@ def test_an_update_that_does_not_fit_is_made_in_halves(make_policy, tmp_path, ca
 
 def test_a_pass_without_gradient_is_halved_too_and_what_halving_does_not_mend(make_policy):
     policy, completions, budget = make_policy(), fake_completions(3, ADVANTAGES), TokenBudget(200)
-    with memory_for(policy, 0), pytest.raises(RunError, match="memory ran out on a single .*max_comp.*stapo_lite.plan"):
+    with memory_for(policy, 0), pytest.raises(RunError, match="memory ran out on a single .*max_comp.*stapo plan"):
         run_update(policy, completions, objective(), max_tokens=60)
     other = RuntimeError("CUDA error: illegal memory access")
     with memory_for(policy, 0, other), pytest.raises(RuntimeError, match=str(other)):

@@ -434,6 +434,22 @@ def test_bad_input_is_found_before_the_model_loads(write_config, monkeypatch, ca
 
 
 @pytest.mark.slow
+def test_compiled_layers_beside_vllm(write_config, tmp_path):
+    """The sampler is left as it is, and the update is that of plain layers."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    changes = {"rollout__engine": "vllm", "train__max_steps": 1}
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    plain = run(write_config(**changes, output_dir=str(tmp_path / "plain")))[0]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+    compiled = run(write_config(**changes, train__compile=True))[0]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > graphs
+    for name in ("reward", "sampled_nll", "completion_length"):
+        assert compiled[name] == plain[name]
+    for name in ("entropy", "loss", "grad_norm"):
+        assert compiled[name] == pytest.approx(plain[name], rel=1e-3)
+
+
+@pytest.mark.slow
 def test_the_quickstart_learns_with_a_real_model_and_vllm(smollm2, tmp_path):
     pytest.importorskip("vllm", reason="vLLM is not installed")
     folder = tmp_path / "run"

@@ -1,6 +1,6 @@
 """A vLLM server for a run's rollouts, on this machine's cards:
 
-    python -m stapo_lite.rollout.serve configs/qwen8b_lora_server.yaml [key.sub=value ...] [--host H] [--port P]
+    stapo serve configs/qwen8b_lora_server.yaml [key.sub=value ...] [--host H] [--port P]
 
 It is vLLM's own OpenAI-compatible server with the settings that training needs. It listens on this machine only, unless
 given a `--host`, and asks for an API key: `VLLM_API_KEY`, or the user's own (`server_engine.api_key`).
@@ -39,7 +39,7 @@ def server_arguments(config: Config, host: str, port: int, on_cpu: bool) -> list
         r.model or config.model, config.dtype, longest, r, config.lora, max_loras=r.max_lag + 1, on_cpu=on_cpu
     )
     arguments |= {"host": host, "port": port, "uvicorn_log_level": "warning"}
-    arguments["middleware"] = "stapo_lite.rollout.serve.ask_for_key"
+    arguments["middleware"] = "stapo_lite.serve.ask_for_key"
     if on_cpu:
         arguments["worker_extension_cls"] = "stapo_lite.rollout.vllm_cpu_worker.WorkerExtension"
     return [part for name, value in arguments.items() for part in flag(name.replace("_", "-"), value)]
@@ -54,20 +54,21 @@ def flag(name: str, value: Any) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = config_parser("python -m stapo_lite.rollout.serve", "Serve a run's rollouts by vLLM.")
+    parser = config_parser("stapo serve", "Serve a run's rollouts by vLLM.")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; this machine only by default")
     parser.add_argument("--port", type=int, default=8000)
     given = parser.parse_intermixed_args(arguments)
     with one_line_errors():
-        config = load_config(given.config, given.overrides)
+        config = load_config(given.config, [*given.overrides, "rollout.engine=server", "train.park_trainer=false"])
         resolve_engine("vllm")
         check_vllm(config.rollout)
-        import torch  # slow, as the next one
+        import torch  # slow, as the next ones
 
+        from stapo_lite.planning.choice import fit_server
         from stapo_lite.rollout.server_engine import api_key
 
         on_cpu = not torch.cuda.is_available()
-        flags = server_arguments(config, given.host, given.port, on_cpu)
+        flags = server_arguments(fit_server(config), given.host, given.port, on_cpu)
     environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1"}
     environment["VLLM_LOGGING_LEVEL"] = "WARNING"
     if on_cpu:
