@@ -30,7 +30,12 @@ from stapo_lite.types import Completion, Prompt
 
 def make_policy(model: str, tokens: int, checkpointed: int, compiled: bool) -> tuple[Policy, int]:
     """A policy, and the bytes that its pass is planned to take."""
-    tree = {"model": model, "output_dir": "unused", "data": {"source": "unused", "max_prompt_length": 1}}
+    tree = {
+        "model": model,
+        "output_dir": "unused",
+        "dtype": "bfloat16",
+        "data": {"source": "unused", "max_prompt_length": 1},
+    }
     tree |= {"rollout": {"max_completion_length": tokens // 4 - 1}}
     tree["train"] = {"max_tokens_per_microbatch": tokens, "gradient_checkpointing": checkpointed or False}
     tree["train"]["compile"] = compiled

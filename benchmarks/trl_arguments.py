@@ -7,6 +7,7 @@ from peft import LoraConfig
 from trl import GRPOConfig
 
 from stapo_lite.config import Config
+from stapo_lite.model.processes import resolve_dtype
 
 
 def trl_arguments(config: Config, **others: Any) -> dict[str, Any]:
@@ -17,6 +18,7 @@ def trl_arguments(config: Config, **others: Any) -> dict[str, Any]:
     Args:
         others: of GRPOConfig.
     """
+    dtype = resolve_dtype(config.dtype)
     lora, objective, train, rollout = config.lora, config.objective, config.train, config.rollout
     completions = train.mini_batch_size * rollout.num_generations
     rows = config.largest_microbatch // config.max_sequence_length
@@ -24,8 +26,8 @@ def trl_arguments(config: Config, **others: Any) -> dict[str, Any]:
     arguments = GRPOConfig(
         output_dir=config.output_dir,
         use_cpu=not torch.cuda.is_available(),
-        model_init_kwargs={"dtype": config.dtype},
-        bf16=config.dtype == "bfloat16",
+        model_init_kwargs={"dtype": dtype},
+        bf16=dtype == "bfloat16",
         per_device_train_batch_size=rows,
         gradient_accumulation_steps=completions // rows,
         steps_per_generation=train.batch_size * rollout.num_generations // rows,

@@ -31,6 +31,7 @@ IN_PYTHON = "train_dataset"
 BENCHMARK_NAMES = ["aime24", "aime25", "amc23", "math500", "minerva", "olympiadbench"]
 _OFF = BeforeValidator(lambda value: "off" if value is False else value)  # as YAML reads it
 _ALL_LINEAR = BeforeValidator(lambda value: [value] if value == "all-linear" else value)
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 OptionalPath = Annotated[str | None, AfterValidator(lambda path: path and _path(path))]
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -370,8 +371,9 @@ class Config(Section):
     """Base model: a folder, or a name on the Hub."""
     output_dir: UserPath
     """Run folder: resolved config, metrics, checkpoints, adapter."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Data type of the base weights and of the forward pass; `float16` for cards without bfloat16 (T4, RTX 20)."""
+    dtype: Dtype = "auto"
+    """Data type of the base weights and of the forward pass. `auto`: bfloat16 where the card or the CPU computes in it,
+    else float16 on a card (T4, RTX 20) and float32 on a CPU."""
     quantization: Literal["nf4"] | None = None
     """`nf4` trains on a 4-bit base (QLoRA, bitsandbytes)."""
     memory: Annotated[Literal["auto", "off"], _OFF] = "auto"
@@ -400,6 +402,11 @@ class Config(Section):
     def max_sequence_length(self) -> int:
         """Tokens of the longest prompt and completion."""
         return self.data.max_prompt_length + self.rollout.max_completion_length
+
+    @property
+    def bytes_per_value(self) -> int:
+        """Bytes of a value in `dtype`, where `auto` is a card's."""
+        return 4 if self.dtype == "float32" else 2
 
     @property
     def largest_microbatch(self) -> int:
@@ -494,8 +501,8 @@ class EvalConfig(Section):
     decoding: Literal["training-aligned", "justrl"] = "training-aligned"
     """Sets temperature and top-p: 1.0 / 1.0, as rollouts in training have them, or 0.7 / 0.9, the default of the
     paper's revision."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Data type of the weights."""
+    dtype: Dtype = "auto"
+    """Data type of the weights, as in a run."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Each sample has a seed of its own that follows from this, the problem and its number."""
     data: EvalPrompting = EvalPrompting()

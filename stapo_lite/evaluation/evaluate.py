@@ -26,7 +26,7 @@ from stapo_lite.evaluation.scores import Sample
 from stapo_lite.evaluation.verifier import Verifier
 from stapo_lite.files import Journal, read_lines, read_object, write_lines, write_text
 from stapo_lite.model.loading import load_model_config, load_tokenizer, load_weights, read_adapter
-from stapo_lite.model.processes import check_launched, warn_of_unused_card
+from stapo_lite.model.processes import check_launched, resolve_dtype, warn_of_unused_card
 from stapo_lite.rewards.grading import MathGrader
 from stapo_lite.rollout import Decoding, RolloutEngine, Sampling, resolve_engine
 from stapo_lite.rollout.vllm_options import check_vllm, vllm_version
@@ -51,6 +51,7 @@ def evaluate(config: EvalConfig) -> dict[str, Any] | None:
     check_launched(state.num_processes)
     if state.is_main_process:
         warn_of_unused_card()
+    config = config.model_copy(update={"dtype": resolve_dtype(config.dtype)})
     r, v = config.rollout, config.verifier
     engine_name = resolve_engine(r.engine)
     if engine_name == "vllm":

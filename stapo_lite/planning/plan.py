@@ -137,7 +137,7 @@ def make_plan(config: Config, model: Any, cards: Cards) -> Plan:
     if train.offload_activations:
         update_phase["activations in host memory"] = -kept
     if config.quantization:
-        update_phase["a dequantised matrix"] = max(sizes.matrices) * getattr(torch, config.dtype).itemsize
+        update_phase["a dequantised matrix"] = max(sizes.matrices) * config.bytes_per_value
     if not serving:
         update_phase |= {"vLLM: CUDA graphs": CUDA_GRAPHS} if rollout.sleep_level else engine
 
@@ -158,7 +158,7 @@ def make_plan(config: Config, model: Any, cards: Cards) -> Plan:
 
 def count_weights(config: Config, sizes: Sizes) -> Weights:
     """Bytes of the base in the trainer and in vLLM, and of the adapter, which is in fp32."""
-    width = getattr(torch, config.dtype).itemsize
+    width = config.bytes_per_value
     modules = check_target_modules(config.lora.target_modules, sizes.linears)
     lora = config.lora.r * sum(sum(shape) for name in modules for shape in sizes.linears[name])
     others = [n * width for n in sizes.others]
@@ -175,7 +175,7 @@ def count_weights(config: Config, sizes: Sizes) -> Weights:
 def plan_engine(config: Config, model: Any, weights: Weights, sizes: Sizes, cards: Cards) -> tuple[dict[str, int], int]:
     """Bytes of vLLM on its card, which takes a share: what its other needs leave of that is KV cache; and the tokens
     that this holds."""
-    rollout, width = config.rollout, getattr(torch, config.dtype).itemsize
+    rollout, width = config.rollout, config.bytes_per_value
     shards = rollout.vllm.get("tensor_parallel_size", 1)
     batched = rollout.vllm.get("max_num_batched_tokens", BATCHED_TOKENS)
     slots = weights.lora // config.lora.r * served_rank(config.lora.r) * width * (rollout.max_lag + 1)
@@ -220,7 +220,7 @@ def plan_traffic(config: Config, weights: Weights, cards: Cards, longest: int) -
     if cards.sharded:
         traffic["layers, a micro-batch"] = int(2 * others * sum(weights.linears))  # for each of its two passes
     if config.rollout.engine == "server":
-        traffic["adapter to each server, a step"] = weights.lora * getattr(torch, config.dtype).itemsize
+        traffic["adapter to each server, a step"] = weights.lora * config.bytes_per_value
     return traffic
 
 
@@ -276,7 +276,7 @@ def count_activations(config: Config, model: Any) -> tuple[int, int, int]:
         The layers' inputs that wait for the backward pass; the peak of the decoder's two passes; what the LM head needs
         beyond that.
     """
-    train, width, sizes = config.train, getattr(torch, config.dtype).itemsize, model_sizes(as_json(model))
+    train, width, sizes = config.train, config.bytes_per_value, model_sizes(as_json(model))
     hidden, inner, tokens = model.hidden_size, model.intermediate_size, config.largest_microbatch
     # Each norm keeps its input in fp32 and its output, the MLP gate, SiLU, up and their product; attention keeps
     # queries, keys, values and its output.

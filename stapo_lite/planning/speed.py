@@ -2,8 +2,6 @@
 
 from typing import Any, NamedTuple
 
-import torch
-
 from stapo_lite.config import Config
 from stapo_lite.planning.plan import GIB, Plan, as_json, checkpointed_layers, model_sizes
 
@@ -51,7 +49,7 @@ def step_seconds(config: Config, model: Any, plan: Plan, card: Card, processes: 
     length = MEAN_LENGTH * rollout.max_completion_length
     context = config.data.max_prompt_length + length
     at_once = max(1.0, min(count, rollout.max_num_seqs, plan.kv_tokens / context))
-    cache = at_once * context * sizes.kv_per_token * getattr(torch, config.dtype).itemsize
+    cache = at_once * context * sizes.kv_per_token * config.bytes_per_value
     decoding = count / at_once * length * (plan.rollout["vLLM: weights"] + cache) / (READING * card.bandwidth)
     layers = model.num_hidden_layers
     # Before the first update; forward; backward, which makes no gradient of the base; what is computed once more.

@@ -20,6 +20,7 @@ from stapo_lite.evaluation.exam import Exam
 from stapo_lite.files import write_text
 from stapo_lite.model.loading import find_start, load_tokenizer
 from stapo_lite.model.policy import load_policy, make_optimizer
+from stapo_lite.model.processes import resolve_dtype
 from stapo_lite.model.sharding import make_sharding
 from stapo_lite.planning.choice import fit
 from stapo_lite.rewards.functions import RewardModel
@@ -86,6 +87,7 @@ def begin(config: Config, resume: bool, force: bool, given: Given, closing: Exit
     check_engine(engine_name, config)
     if not resume:
         check_no_run(folder)
+    config = config.model_copy(update={"dtype": resolve_dtype(config.dtype)})
     config = fit(config, engine_name, folder if resume else None, processes, shard is not None)
     prompts, tokenizer, stop_tokens = load_prompts(config, given.rows, accelerator.print)
     resumed = resume and checkpoint.list_checkpoints(folder)  # which has the adapter; only a reference is read again

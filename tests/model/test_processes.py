@@ -1,4 +1,4 @@
-"""How many processes a command starts."""
+"""How many processes a command starts, and what this machine computes in."""
 
 import pytest
 import torch
@@ -32,3 +32,16 @@ def test_those_that_were_launched_count(monkeypatch):
     assert not processes.launch("stapo_lite.train", 4, [])
     with pytest.raises(InputError, match="--processes=2: 4 were launched"):
         processes.count_processes(2)
+
+
+@pytest.mark.parametrize(("card", "features", "dtype"), [
+    (True, {}, "bfloat16"), (False, {"avx512_bf16": True}, "float16"),  # Ampere; a T4 in a newer host
+    (None, {"avx512_bf16": True, "amx_bf16": False}, "bfloat16"), (None, {"neon": True, "bf16": True}, "bfloat16"),
+    (None, {"avx2": True, "avx512_f": True, "avx512_bf16": False}, "float32"),
+])  # fmt: skip
+def test_auto_is_what_card_or_cpu_computes_in(monkeypatch, card, features, dtype):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: card is not None)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: card)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
+    assert processes.resolve_dtype("auto") == dtype
+    assert processes.resolve_dtype("float16") == "float16"

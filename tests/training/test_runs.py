@@ -453,7 +453,8 @@ def test_compiled_layers_beside_vllm(write_config, tmp_path):
 def test_the_quickstart_learns_with_a_real_model_and_vllm(smollm2, tmp_path):
     pytest.importorskip("vllm", reason="vLLM is not installed")
     folder = tmp_path / "run"
-    launch = ["--num_cpu_threads_per_process", os.cpu_count(), "-m", "stapo_lite.train", "configs/quickstart.yaml"]
+    # One thread: with two each waits for the other whenever another test has the second core.
+    launch = ["--num_cpu_threads_per_process", 1, "-m", "stapo_lite.train", "configs/quickstart.yaml"]
     overrides = [f"model={smollm2}", f"output_dir={folder}", "log.report_to=[tensorboard]"]
     env = os.environ | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}  # a Hub that is out of reach
     assert "adapter: " in accelerate_launch(1, *launch, *overrides, timeout=1500, cwd=ROOT, env=env)
