@@ -24,7 +24,7 @@ COMMANDS = {
     "an unknown key": ["train", str(QUICKSTART), "train.batch=3"],
     "evaluate, a value out of range": ["evaluate", str(QUICKSTART.with_name("eval.yaml")), "rollout.temperature=0"],
     "serve --help": ["serve", "--help"],
-    "rewards grade --help": ["rewards", "grade", "--help"],
+    "grade --help": ["grade", "--help"],
     "plan": ["plan", str(QUICKSTART.with_name("qwen8b_qlora.yaml")), "--gpu-memory", "24"],
 }
 
@@ -32,7 +32,7 @@ COMMANDS = {
 def measure(command: list[str]) -> tuple[float, float]:
     """Seconds of the wall and of the processor."""
     start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "-m", f"stapo_lite.{command[0]}", *command[1:]], check=False, capture_output=True)
+    subprocess.run([sys.executable, "-m", "stapo_lite.cli", *command], check=False, capture_output=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.perf_counter() - start, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 

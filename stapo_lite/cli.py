@@ -1,46 +1,233 @@
 """One command line for everything: `stapo train configs/quickstart.yaml`, the same as `python -m stapo_lite.train ...`.
 
-The modules of the commands import what is slow to import once their arguments are read.
+Commands import what is slow to import once their arguments are read.
 """
 
-import argparse
-import importlib
+import os
 import sys
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
 
-COMMANDS = {
-    "train": ("train", "train a LoRA adapter"),
-    "serve": ("serve", "serve a run's rollouts by vLLM"),
-    "plan": ("plan", "predict a run's memory"),
-    "evaluate": ("evaluate", "take the benchmarks, or compare evaluations"),
-    "report": ("report", "a finished run at a glance"),
-    "completions": ("completions", "a run's completions, the worst first"),
-    "audit": ("audit", "a page about a run's tokens, or about several runs"),
-    "export": ("export", "an adapter to publish, merged or as it is"),
-    "grade": ("rewards.__main__", "grade a file of answers"),
-    "contamination": ("data.__main__", "benchmark problems that a training set holds"),
-    "quickstart": ("quickstart", "write the quickstart's model to the cache"),
-}
-"""Module and help of each command."""
+from stapo_lite.errors import InputError, one_line_errors
 
 
-def config_parser(prog: str, description: str) -> argparse.ArgumentParser:
-    """A parser of a YAML file and overrides of its keys."""
-    parser = argparse.ArgumentParser(prog=prog, description=description)
+def train(parser: ArgumentParser, arguments: list[str]) -> None:
+    """Train a LoRA adapter with STAPO."""
+    parser.add_argument("--processes", type=int, metavar="N", help="that train; by default one for each card")
+    parser.add_argument("--dry-run", action="store_true", help="print config and batch arithmetic, and stop")
+    parser.add_argument("--resume", action="store_true", help="continue from output_dir's newest checkpoint, if any")
+    parser.add_argument("--force", action="store_true", help="resume with a config that makes it another run")
+    given = _with_config(parser, arguments)
+    from stapo_lite.config import batch_arithmetic, check_processes, load_config, to_yaml
+    from stapo_lite.model.processes import count_processes, launch
+
+    config = load_config(given.config, given.overrides)
+    processes = count_processes(given.processes)
+    check_processes(config, processes)
+    if given.dry_run:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{to_yaml(config)}\n{batch_arithmetic(config, processes)}")
+        return
+    if launch("stapo_lite.train", processes, arguments):
+        return
+    from accelerate import PartialState
+
+    from stapo_lite.training.lifecycle import end_on_sigterm
+    from stapo_lite.training.loop import train
+
+    end_on_sigterm()
+    for _ in train(config, given.resume, given.force):
+        pass
+    PartialState().destroy_process_group()  # its threads, still running at exit, may abort a process
+
+
+def serve(parser: ArgumentParser, arguments: list[str]) -> None:
+    """Serve a run's rollouts by vLLM."""
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; this machine only by default")
+    parser.add_argument("--port", type=int, default=8000)
+    given = _with_config(parser, arguments)
+    from stapo_lite.config import load_config
+    from stapo_lite.serve import serve
+
+    overrides = [*given.overrides, "rollout.engine=server", "train.park_trainer=false"]
+    serve(load_config(given.config, overrides), given.host, given.port)
+
+
+def plan(parser: ArgumentParser, arguments: list[str]) -> None:
+    """Predict a run's memory; exit with 1 where it does not fit."""
+    parser.add_argument("--gpu-memory", type=float, required=True, metavar="GIB", help="of each card")
+    parser.add_argument("--host-memory", type=float, metavar="GIB", help="of the host, for each card")
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help="that train, each with a card")
+    parser.add_argument("--sharded", action="store_true", help="FSDP2 spreads the base over them")
+    given = _with_config(parser, arguments)
+    from stapo_lite.config import load_config
+
+    config = load_config(given.config, given.overrides)
+    from stapo_lite.model.loading import load_model_config
+    from stapo_lite.planning.choice import apply_all, choose, describe
+    from stapo_lite.planning.plan import GIB, Cards, make_plan, report
+
+    model = load_model_config(config.model).get_text_config()
+    host_memory = given.host_memory and given.host_memory * GIB  # None stays None
+    cards = Cards(int(given.gpu_memory * GIB), host_memory, given.processes, given.sharded)
+    config = apply_all(config, choose(config, model, cards), model, cards)
+    plan = make_plan(config, model, cards)
+    print(f"{describe(config, plan, model, cards)}\n{report(plan)}")
+    if plan.problems:
+        print("It does not fit.", *plan.problems, sep="\n  ")
+        raise SystemExit(1)
+    print("It fits.")
+
+
+def evaluate(parser: ArgumentParser, arguments: list[str]) -> None:
+    """Evaluate on math benchmarks; or: compare FOLDER FOLDER ..., evaluations side by side."""
+    parser.add_argument("--processes", type=int, metavar="N", help="that sample; by default one for each card")
+    given = _with_config(parser, arguments)
+    if given.config == Path("compare"):
+        from stapo_lite.evaluation.results import compare
+
+        print(compare([Path(folder) for folder in given.overrides]))
+        return
+    from stapo_lite.config import load_eval_config
+    from stapo_lite.model.processes import count_processes, launch
+
+    config = load_eval_config(given.config, given.overrides)
+    if launch("stapo_lite.evaluate", count_processes(given.processes), arguments):
+        return
+    from accelerate import PartialState
+
+    from stapo_lite.evaluation.evaluate import evaluate
+    from stapo_lite.evaluation.results import pass_table, results_table
+
+    try:
+        results = evaluate(config)
+    except KeyboardInterrupt:
+        raise SystemExit(f"\ninterrupted; the same command goes on with what is in {config.output_dir}") from None
+    PartialState().destroy_process_group()  # its threads, still running at exit, may abort a process
+    if results is not None:
+        print(f"{results_table(results)}\n\n{pass_table(results)}\n\nresults: {config.output_dir}")
+
+
+def report(parser: ArgumentParser, arguments: list[str]) -> None:
+    """A finished run at a glance: a table, and reward.png in its folder."""
+    parser.add_argument("run_folder", type=Path)
+    given = parser.parse_args(arguments)
+    from stapo_lite.training.report import write_report
+
+    print(write_report(given.run_folder))
+
+
+def completions(parser: ArgumentParser, arguments: list[str]) -> None:
+    """The completions that a run has kept (log.completions), the lowest rewards first."""
+    parser.add_argument("run_folder", type=Path)
+    parser.add_argument("--worst", type=int, default=10, metavar="N", help="how many; 10 by default")
+    parser.add_argument("--step", type=int, help="of this step alone")
+    given = parser.parse_args(arguments)
+    from stapo_lite.training.tracking import show_completions
+
+    print(show_completions(given.run_folder, given.worst, given.step))
+
+
+def audit(parser: ArgumentParser, arguments: list[str]) -> None:
+    """A page about a run's tokens, or about several runs."""
+    parser.add_argument("folders", nargs="+", metavar="RUN", help="a run folder; or `compare` and several")
+    parser.add_argument("--out", type=Path, help="folder of page and PNGs; by default RUN/audit, or runs/compare")
+    given = parser.parse_args(arguments)
+    from stapo_lite.tools.audit import audit, compare
+
+    if given.folders[0] == "compare":
+        page = compare(given.folders[1:], given.out or Path("runs/compare"))
+    elif len(given.folders) == 1:
+        page = audit(given.folders[0], given.out)
+    else:
+        raise InputError(f"one run folder, or: compare {' '.join(given.folders)}")
+    print(f"page: {page}")
+
+
+def export(parser: ArgumentParser, arguments: list[str]) -> None:
+    """Export a run's adapter to publish, merged or as it is."""
+    parser.add_argument("run_folder", type=Path)
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--merge", action="store_true", help="merge the adapter into its base")
+    choices = ("float32", "bfloat16", "float16")
+    parser.add_argument("--dtype", choices=choices, default="bfloat16", help="of what is written")
+    parser.add_argument("--base-model", help="the base in full precision; by default the run's model")
+    parser.add_argument("--evaluation", type=Path, help="output_dir of an evaluation, for the model card")
+    parser.add_argument("--push-to-hub", metavar="USER/NAME", help="repository to push to; made if there is none")
+    parser.add_argument("--private", action="store_true", help="make the repository private")
+    parser.add_argument("--gguf", action="store_true", help="print llama.cpp's command for a GGUF file")
+    given = vars(parser.parse_args(arguments))
+    gguf = given.pop("gguf")
+    from stapo_lite.tools.export import export, gguf_command
+
+    folder = export(**given)
+    print(f"exported: {folder}")
+    if gguf:
+        print(gguf_command(folder, given["dtype"]))
+
+
+def grade(parser: ArgumentParser, arguments: list[str]) -> None:
+    """Grade a file of answers by rules."""
+    from stapo_lite.rewards.grading import NUM_WORKERS, TIMEOUT, grade_file
+
+    parser.add_argument("cases", type=Path, help="JSON lines of gold, pred and optionally form, answer_type, tolerance")
+    parser.add_argument("--out", type=Path, required=True, help="the same lines with `correct`")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT, help="seconds per answer")
+    parser.add_argument("--num-workers", type=int, default=NUM_WORKERS, help="processes")
+    print(grade_file(**vars(parser.parse_args(arguments))))
+
+
+def contamination(parser: ArgumentParser, arguments: list[str]) -> None:
+    """Benchmark problems that a training set holds."""
+    parser.add_argument("source", help="a .jsonl or .parquet file, or a dataset on the Hub")
+    parser.add_argument("--subset", help="configuration name of a Hub dataset")
+    parser.add_argument("--split", default="train", help="split of a Hub dataset")
+    parser.add_argument("--prompt-column", help="by default `prompt`, `problem` or `question`")
+    parser.add_argument("--benchmarks", nargs="+", default=["all"], help="`all`, their names, or .jsonl files")
+    parser.add_argument("--out", type=Path, help="write the rows that overlap none (.jsonl)")
+    given = parser.parse_args(arguments)
+    from stapo_lite.config import Data
+    from stapo_lite.data.contamination import check_dataset
+
+    data = Data(source=given.source, subset=given.subset, split=given.split)
+    print(check_dataset(data, given.prompt_column, given.benchmarks, given.out))
+
+
+def quickstart(parser: ArgumentParser, arguments: list[str]) -> None:
+    """Write the quickstart's model, SmolLM2-135M-Instruct, to the cache."""
+    parser.parse_args(arguments)
+    from stapo_lite.tools.quickstart import fetch_model
+
+    print(f"model: {fetch_model()}")
+
+
+def _with_config(parser: ArgumentParser, arguments: list[str]) -> Namespace:
+    """What is given where the first of it are a YAML file and overrides of its keys."""
     parser.add_argument("config", type=Path, help="YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="replace values of the config")
-    return parser
+    return parser.parse_intermixed_args(arguments)
 
 
-def main() -> None:
-    """Run a command."""
-    lines = "\n".join(f"  {name:<14} {help}" for name, (_, help) in COMMANDS.items())
-    parser = argparse.ArgumentParser(
-        prog="stapo", usage="stapo COMMAND ...", epilog=lines, formatter_class=argparse.RawDescriptionHelpFormatter
+COMMANDS = {
+    function.__name__: function
+    for function in (
+        train, serve, plan, evaluate, report, completions, audit, export, grade, contamination, quickstart,
     )
-    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of those below; --help says more")
-    command = parser.parse_args(sys.argv[1:2]).command
-    importlib.import_module(f"stapo_lite.{COMMANDS[command][0]}").main(sys.argv[2:])
+}  # fmt: skip
+
+
+def main(command: str | None = None) -> None:
+    """Run a command, by default the one that is the program's first argument."""
+    arguments = sys.argv[1:]
+    if command is None:
+        lines = "\n".join(f"  {name:<14} {function.__doc__}" for name, function in COMMANDS.items())
+        parser = ArgumentParser("stapo", "stapo COMMAND ...", epilog=lines, formatter_class=RawDescriptionHelpFormatter)
+        parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of those below; --help says more")
+        command = str(parser.parse_args(arguments[:1]).command)
+        arguments = arguments[1:]
+    function = COMMANDS[command]
+    with one_line_errors():
+        function(ArgumentParser(f"stapo {command}", description=function.__doc__), arguments)
 
 
 if __name__ == "__main__":

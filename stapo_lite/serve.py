@@ -14,9 +14,8 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from stapo_lite.cli import config_parser
-from stapo_lite.config import Config, load_config
-from stapo_lite.errors import one_line_errors
+from stapo_lite.cli import main
+from stapo_lite.config import Config
 from stapo_lite.rollout import resolve_engine
 from stapo_lite.rollout.vllm_options import check_vllm, engine_arguments
 
@@ -53,31 +52,30 @@ def flag(name: str, value: Any) -> list[str]:
     return [f"--{name}", *map(str, values)]
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = config_parser("stapo serve", "Serve a run's rollouts by vLLM.")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; this machine only by default")
-    parser.add_argument("--port", type=int, default=8000)
-    given = parser.parse_intermixed_args(arguments)
-    with one_line_errors():
-        config = load_config(given.config, [*given.overrides, "rollout.engine=server", "train.park_trainer=false"])
-        resolve_engine("vllm")
-        check_vllm(config.rollout)
-        import torch  # slow, as the next ones
+def serve(config: Config, host: str, port: int) -> None:
+    """Become the server.
 
-        from stapo_lite.planning.choice import fit_server
-        from stapo_lite.rollout.server_engine import api_key
+    Raises:
+        InputError: vLLM is missing, cannot take an argument, or does not fit the card.
+    """
+    resolve_engine("vllm")
+    check_vllm(config.rollout)
+    import torch  # slow, as the next ones
 
-        on_cpu = not torch.cuda.is_available()
-        flags = server_arguments(fit_server(config), given.host, given.port, on_cpu)
+    from stapo_lite.planning.choice import fit_server
+    from stapo_lite.rollout.server_engine import api_key
+
+    on_cpu = not torch.cuda.is_available()
+    flags = server_arguments(fit_server(config), host, port, on_cpu)
     environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1"}
     environment["VLLM_LOGGING_LEVEL"] = "WARNING"
     if on_cpu:
         environment["TORCH_COMPILE_DISABLE"] = "1"  # ten seconds at the first request that gain nothing
-    host = socket.gethostname() if given.host in ("0.0.0.0", "::") else given.host
-    print(f"serving {flags[1]}: rollout.engine=server rollout.servers=[http://{host}:{given.port}]", flush=True)
+    name = socket.gethostname() if host in ("0.0.0.0", "::") else host
+    print(f"serving {flags[1]}: rollout.engine=server rollout.servers=[http://{name}:{port}]", flush=True)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags]
     os.execve(sys.executable, command, environment | os.environ | {"VLLM_API_KEY": api_key()})
 
 
 if __name__ == "__main__":
-    main()
+    main("serve")

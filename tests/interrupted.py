@@ -86,4 +86,4 @@ def train_on_a_full_disk(arguments: list[str], steps: set[int]) -> None:
 
 def command(arguments: list[str]) -> None:
     sys.argv = ["train", *arguments]
-    importlib.import_module("stapo_lite.train").main()
+    importlib.import_module("stapo_lite.cli").main("train")

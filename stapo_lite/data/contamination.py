@@ -3,10 +3,14 @@
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
-from stapo_lite.config import BENCHMARK_NAMES
+from stapo_lite.config import BENCHMARK_NAMES, Data
 from stapo_lite.data.benchmarks import Problem, load_benchmark
+from stapo_lite.data.prompts import load_rows, prompt_text
+from stapo_lite.errors import InputError
+from stapo_lite.files import write_lines
 
 
 def load_problems(benchmarks: Sequence[str]) -> list[Problem]:
@@ -65,3 +69,31 @@ def contamination_report(overlaps: Sequence[Overlap], texts: Sequence[str], prob
         lines.append(f"  {problem.benchmark} {problem.id}: {100 * share:.0f} % in row {row + 1}: {start}")
     lines.append(f"{len({o.row for o in overlaps})} of {len(texts)} rows overlap a benchmark")
     return "\n".join(lines)
+
+
+def check_dataset(data: Data, column: str | None, benchmarks: Sequence[str], out: Path | None) -> str:
+    """The report on a data set.
+
+    Args:
+        column: of the prompts; by default `prompt`, `problem` or `question`.
+        out: file for the rows that overlap none.
+
+    Raises:
+        InputError: rows or a benchmark cannot be read; there is no such column; `out` cannot be written.
+    """
+    problems, rows = load_problems(benchmarks), load_rows(data)
+    columns = [column] if column else ["prompt", "problem", "question"]
+    found = next((name for name in columns if name in rows[0]), None)
+    if found is None:
+        raise InputError(f"--prompt-column: {data.source} has the columns {', '.join(rows[0])}; name one")
+    texts = [prompt_text(row.get(found)) for row in rows]
+    overlaps = find_overlaps(texts, problems)
+    report = contamination_report(overlaps, texts, problems)
+    if not out:
+        return report
+    dropped = {overlap.row for overlap in overlaps}
+    try:
+        write_lines(out, (row for number, row in enumerate(rows) if number not in dropped))
+    except OSError as error:
+        raise InputError(f"--out={out}: cannot be written ({error.strerror})") from None
+    return f"{report}\n{len(rows) - len(dropped)} rows: {out}"

@@ -7,12 +7,14 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from tqdm.auto import tqdm
 
-from stapo_lite.errors import RunError
+from stapo_lite.errors import InputError, RunError
+from stapo_lite.files import read_jsonl, write_lines
 from stapo_lite.rewards.sandbox import Sandbox, SandboxError
 
 UNREADABLE = "?"
@@ -96,3 +98,38 @@ def _warm_up(sandbox: Sandbox) -> None:
             sandbox.call(asdict(Question("1/2", "it is $\\sqrt{2}$")))
     except SandboxError as error:
         raise RunError(f"the grading process did not start ({error})") from error
+
+
+def grade_file(cases: Path, out: Path, timeout: float, num_workers: int) -> str:
+    """Write each case with its verdict, `correct`; return a line for a person.
+
+    Args:
+        cases: JSON lines of `gold`, `pred` and optionally `form` (`answer`: `pred` is a bare final answer; else it is a
+            whole response), `answer_type` (`list`: the order of a list counts) and `tolerance`.
+
+    Raises:
+        InputError: no such file, or a case lacks a field or has one of another type; `out` cannot be written.
+    """
+    rows = read_jsonl(cases)
+    questions = [_case(row, f"{cases}, case {number}") for number, row in enumerate(rows, start=1)]
+    try:
+        out.open("a").close()
+    except OSError as error:
+        raise InputError(f"--out={out}: cannot be written ({error.strerror})") from None
+    grader = MathGrader(timeout, num_workers)
+    verdicts = grader.grade(questions, progress=True)
+    grader.close()
+    write_lines(out, [row | {"correct": verdict.correct} for row, verdict in zip(rows, verdicts, strict=True)])
+    missing = sum(verdict.answer is None for verdict in verdicts)
+    return f"{len(rows)} graded, {sum(v.correct for v in verdicts)} correct, {missing} without an answer: {out}"
+
+
+def _case(row: dict[str, Any], where: str) -> Question:
+    for field in ("gold", "pred"):
+        if not isinstance(row.get(field), str | int | float):
+            raise InputError(f"{where}: {field} must be text or a number, got {row.get(field)!r}")
+    if not isinstance(row.get("tolerance", 0), int | float):
+        raise InputError(f"{where}: tolerance must be a number, got {row['tolerance']!r}")
+    response = f"\\boxed{{{row['pred']}}}" if row.get("form") == "answer" else str(row["pred"])
+    ordered = row.get("answer_type") == "list"
+    return Question(row["gold"], response, ordered=ordered, tolerance=row.get("tolerance", 0.0))

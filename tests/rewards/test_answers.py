@@ -7,8 +7,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stapo_lite.files import read_lines
-from stapo_lite.rewards.__main__ import grade_file
 from stapo_lite.rewards.answers import canonical, equivalent, final_answer, grade
+from stapo_lite.rewards.grading import grade_file
 
 BENCHMARKS = ("aime24", "aime25", "amc23", "math500", "minerva", "olympiadbench_674")
 

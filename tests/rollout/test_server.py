@@ -12,7 +12,7 @@ from dataclasses import replace
 import aiohttp
 import pytest
 from accelerate import Accelerator
-from helpers import PROMPTS, ROOT, SAMPLING, gap, generate, in_two_processes, run, same_metrics, write_yaml
+from helpers import PROMPTS, ROOT, SAMPLING, command, gap, generate, in_two_processes, run, same_metrics, write_yaml
 from test_rollout import (  # noqa: F401
     DECODING,
     VERSIONS,
@@ -296,8 +296,7 @@ def test_a_server_gets_the_same_arguments_as_an_engine_in_the_process(write_conf
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    with pytest.raises(SystemExit, match="2"):
-        serve.main([str(write_config()), "rollout.vllm.kv_cach_dtype=fp8"])
+    assert command("serve", write_config(), "rollout.vllm.kv_cach_dtype=fp8") == 2
     assert "did you mean 'kv_cache_dtype'?" in capsys.readouterr().err
     given = {"kv_cache_dtype": "fp8", "enable_prefix_caching": False, "tensor_parallel_size": 2, "enforce_eager": True}
     given["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 2}
