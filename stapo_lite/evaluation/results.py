@@ -12,19 +12,15 @@ from stapo_lite.files import read_object
 
 def results_table(results: dict[str, Any]) -> str:
     """Scores in per cent."""
-    head = ["benchmark", "problems", "N", "avg@N", "95 % interval", "maj@N", "tokens", "cut off", "no answer"]
-    rows = [head]
-    for name, s in results["benchmarks"].items():
-        shares = [_percent(s[key]) for key in ("truncated", "no_answer")]
-        count = [str(s["problems"]), str(s["samples"])]
-        rows.append([name, *count, _percent(s["avg"]), _range(s), _percent(s["maj"]), f"{s['length']:.0f}", *shares])
-    average = results["average"]
-    rows.append(["average", "", "", _percent(average["avg"]), _range(average), "", "", "", ""])
-    if "verified" in average:
-        head += ["with verifier", "asked"]
-        for row, s in zip(rows[1:-1], results["benchmarks"].values(), strict=True):
-            row += [_percent(s["verified"]), str(s["asked"])] if "verified" in s else [_percent(s["avg"]), "0"]
-        rows[-1] += [_percent(average["verified"]), ""]
+    rows = [["benchmark", "problems", "N", "avg@N", "95 % interval", "maj@N", "tokens", "cut off", "no answer"]]
+    for name, s in (results["benchmarks"] | {"average": results["average"]}).items():
+        row = [name, str(s.get("problems", "")), str(s.get("samples", "")), _percent(s["avg"]), _range(s)]
+        row += [_percent(s.get("maj")), f"{s['length']:.0f}" if "length" in s else ""]
+        rows.append([*row, _percent(s.get("truncated")), _percent(s.get("no_answer"))])
+        if "verified" in results["average"]:
+            rows[-1] += [_percent(s.get("verified", s["avg"])), str(s.get("asked", ""))]
+    if "verified" in results["average"]:
+        rows[0] += ["with verifier", "asked"]
     return markdown(rows)
 
 
@@ -34,7 +30,7 @@ def pass_table(results: dict[str, Any]) -> str:
     powers = sorted({int(k) for s in benchmarks.values() for k in s["pass"]})
     rows = [["benchmark", *(f"pass@{k}" for k in powers)]]
     for name, s in benchmarks.items():
-        rows.append([name, *(_percent(s["pass"][str(k)]) if str(k) in s["pass"] else "" for k in powers)])
+        rows.append([name, *(_percent(s["pass"].get(str(k))) for k in powers)])
     return markdown(rows)
 
 
@@ -76,8 +72,8 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f}"
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.1f}"
 
 
 def _range(scores: dict[str, float]) -> str:
