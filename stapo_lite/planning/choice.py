@@ -11,10 +11,9 @@ sequences or tokens at a time, and never more offloading or more layers checkpoi
 """
 
 import bisect
-import copy
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,10 +108,7 @@ def choose_for_server(config: Config, model: Any, cards: Cards) -> Choice:
     """Values for vLLM's keys on a card of its own; none with `memory: off`."""
     if config.memory == "off":
         return {}
-    alone = Cards(cards.gpu_memory)
-    return choose_sequences(
-        {"rollout.sleep_level": 1}, lambda c: make_plan(apply(config, c), model, alone), config, alone
-    )
+    return choose_sequences({"rollout.sleep_level": 1}, config, model, Cards(cards.gpu_memory))
 
 
 def choose(config: Config, model: Any, cards: Cards) -> Choice:
@@ -146,11 +142,8 @@ def find(config: Config, model: Any, cards: Cards) -> Choice | None:
     serving = config.rollout.engine == "server"
     queued = {"rollout.max_num_seqs": min(MOST_SEQUENCES, config.train.batch_size * config.rollout.num_generations)}
 
-    def plan(choice: Choice) -> Plan:
-        return make_plan(apply(config, choice), model, cards)
-
     def too_much(choice: Choice) -> bool:
-        planned = plan(choice)
+        planned = make_plan(apply(config, choice), model, cards)
         own = [problem for problem in planned.problems if not (serving and problem.startswith("rollouts"))]
         return bool(own) or sum(planned.update.values()) > (1 - MARGIN) * cards.gpu_memory
 
@@ -158,14 +151,14 @@ def find(config: Config, model: Any, cards: Cards) -> Choice | None:
     least = ladder[min(1, len(ladder) - 1)]
     for choice, only_with_room in [(queued, False)] if serving else residencies(config, cards):
         if not serving:
-            choice = choose_sequences(choice | least, plan, config, cards)
+            choice = choose_sequences(choice | least, config, model, cards)
         rungs = ladder[too_much(choice | ladder[0]) :]  # the host may be too small for activations
         if choice.get("rollout.sleep_level") == 0:
             rungs = [least]  # an engine that stays awake has the rest
         count = bisect.bisect(rungs, False, key=lambda rung: too_much(choice | rung))
         if count:
             choice |= rungs[count - 1]
-            planned = plan(choice)
+            planned = make_plan(apply(config, choice), model, cards)
             if not only_with_room or planned.kv_tokens >= rollouts(config, cards) * planned.longest:
                 return choice
     return None
@@ -192,10 +185,10 @@ def residencies(config: Config, cards: Cards) -> Iterator[tuple[Choice, bool]]:
             yield {"train.park_trainer": park, "rollout.sleep_level": sleep}, only_with_room
 
 
-def choose_sequences(choice: Choice, plan: Callable[[Choice], Plan], config: Config, cards: Cards) -> Choice:
+def choose_sequences(choice: Choice, config: Config, model: Any, cards: Cards) -> Choice:
     """The rest of the card for vLLM, and as many sequences as its cache holds while they are under way. Where they grow
     longer, vLLM computes some of them once more."""
-    planned = plan(choice)
+    planned = make_plan(apply(config, choice), model, cards)
     phases = (planned.rollout,) if choice["rollout.sleep_level"] else (planned.rollout, planned.update)
     trainer = max(sum(size for name, size in parts.items() if not name.startswith("vLLM")) for parts in phases)
     share = math.floor(100 * (1 - MARGIN - trainer / cards.gpu_memory)) / 100
@@ -204,7 +197,8 @@ def choose_sequences(choice: Choice, plan: Callable[[Choice], Plan], config: Con
     length = config.data.max_prompt_length + UNDER_WAY * MEAN_LENGTH * config.rollout.max_completion_length
 
     def too_many(count: int) -> bool:
-        return plan({**choice, "rollout.max_num_seqs": count}).kv_tokens < count * length
+        with_count = apply(config, choice | {"rollout.max_num_seqs": count})
+        return make_plan(with_count, model, cards).kv_tokens < count * length
 
     counts = [group, *range(group + 8, most, 8), max(group, most)]  # vLLM takes a group at a time
     fitting = bisect.bisect(counts, False, key=too_many)
@@ -254,7 +248,7 @@ def remedies(config: Config, model: Any, cards: Cards) -> Iterator[str]:
         except InputError:  # values that do not go together
             return False
 
-    without = copy.deepcopy(tree)
+    without = config.model_dump(exclude_unset=True)
     for section, name in (key.split(".") for key in given):
         del without[section][name]
     if given and fits([], tree=without):
