@@ -6,6 +6,7 @@ where they have one.
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -393,10 +394,7 @@ class Config(Section):
     evaluation: Evaluation = Evaluation()
     log: Log = Log()
 
-    @model_validator(mode="before")
-    @classmethod
-    def _presets_fill_what_is_left_open(cls, tree: Any) -> Any:
-        return fill_presets(tree, PRESETS)
+    _presets_fill_what_is_left_open = model_validator(mode="before")(partial(fill_presets, presets=PRESETS))
 
     @property
     def max_sequence_length(self) -> int:
@@ -509,7 +507,4 @@ class EvalConfig(Section):
     rollout: EvalEngine = EvalEngine()
     verifier: Verifier = Verifier()
 
-    @model_validator(mode="before")
-    @classmethod
-    def _decoding_fills_what_is_left_open(cls, tree: Any) -> Any:
-        return fill_presets(tree, EVAL_PRESETS)
+    _decoding_fills_what_is_left_open = model_validator(mode="before")(partial(fill_presets, presets=EVAL_PRESETS))
