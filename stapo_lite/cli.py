@@ -208,12 +208,8 @@ def _with_config(parser: ArgumentParser, arguments: list[str]) -> Namespace:
     return parser.parse_intermixed_args(arguments)
 
 
-COMMANDS = {
-    function.__name__: function
-    for function in (
-        train, serve, plan, evaluate, report, completions, audit, export, grade, contamination, quickstart,
-    )
-}  # fmt: skip
+_FUNCTIONS = (train, serve, plan, evaluate, report, completions, audit, export, grade, contamination, quickstart)
+COMMANDS = {function.__name__: function for function in _FUNCTIONS}
 
 
 def main(command: str | None = None) -> None:

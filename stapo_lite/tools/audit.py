@@ -32,13 +32,7 @@ MARKS = str.maketrans({" ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍"})
 COMPARED = (
     # file, metric, axis, logarithmic, caption
     ("reward", "reward", "mean reward", False, "Reward."),
-    (
-        "entropy",
-        "sampled_nll",
-        "entropy [nats]",
-        False,
-        "Entropy of all completions: collapse shows here first.",
-    ),
+    ("entropy", "sampled_nll", "entropy [nats]", False, "Entropy of all completions: collapse shows here first."),
     ("spurious", "spurious_share", "spurious share", True, "Tokens that STAPO silences, or would silence."),
     ("spurious_gradient", "spurious_gradient_share", "their gradient share", True, "Their gradient, silenced or not."),
     ("grad_norm", "grad_norm", "gradient norm", False, "Norm of the adapter's gradient before clipping."),
