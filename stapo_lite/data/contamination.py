@@ -57,22 +57,8 @@ def _grams(text: str, n: int) -> set[tuple[str, ...]]:
     return {tuple(words[i : i + n]) for i in range(max(1, len(words) - n + 1))}
 
 
-def contamination_report(overlaps: Sequence[Overlap], texts: Sequence[str], problems: Sequence[Problem]) -> str:
-    """The share of each benchmark's problems that some row holds, and every pair."""
-    lines = []
-    found = Counter(problem.benchmark for problem in {overlap.problem for overlap in overlaps})
-    for name, total in Counter(problem.benchmark for problem in problems).items():
-        share = 100 * found[name] / total
-        lines.append(f"{name:<14} {found[name]:>4} of {total:>4} problems ({share:.1f} %)")
-    for row, problem, share in overlaps:
-        start = " ".join(texts[row].split())[:80]
-        lines.append(f"  {problem.benchmark} {problem.id}: {100 * share:.0f} % in row {row + 1}: {start}")
-    lines.append(f"{len({o.row for o in overlaps})} of {len(texts)} rows overlap a benchmark")
-    return "\n".join(lines)
-
-
 def check_dataset(data: Data, column: str | None, benchmarks: Sequence[str], out: Path | None) -> str:
-    """The report on a data set.
+    """Of a data set, the share of each benchmark's problems that some row holds, and every pair.
 
     Args:
         column: of the prompts; by default `prompt`, `problem` or `question`.
@@ -88,12 +74,18 @@ def check_dataset(data: Data, column: str | None, benchmarks: Sequence[str], out
         raise InputError(f"--prompt-column: {data.source} has the columns {', '.join(rows[0])}; name one")
     texts = [prompt_text(row.get(found)) for row in rows]
     overlaps = find_overlaps(texts, problems)
-    report = contamination_report(overlaps, texts, problems)
-    if not out:
-        return report
+    lines, held = [], Counter(problem.benchmark for problem in {overlap.problem for overlap in overlaps})
+    for name, total in Counter(problem.benchmark for problem in problems).items():
+        lines.append(f"{name:<14} {held[name]:>4} of {total:>4} problems ({100 * held[name] / total:.1f} %)")
+    for row, problem, share in overlaps:
+        start = " ".join(texts[row].split())[:80]
+        lines.append(f"  {problem.benchmark} {problem.id}: {100 * share:.0f} % in row {row + 1}: {start}")
     dropped = {overlap.row for overlap in overlaps}
-    try:
-        write_lines(out, (row for number, row in enumerate(rows) if number not in dropped))
-    except OSError as error:
-        raise InputError(f"--out={out}: cannot be written ({error.strerror})") from None
-    return f"{report}\n{len(rows) - len(dropped)} rows: {out}"
+    lines.append(f"{len(dropped)} of {len(rows)} rows overlap a benchmark")
+    if out:
+        try:
+            write_lines(out, (row for number, row in enumerate(rows) if number not in dropped))
+        except OSError as error:
+            raise InputError(f"--out={out}: cannot be written ({error.strerror})") from None
+        lines.append(f"{len(rows) - len(dropped)} rows: {out}")
+    return "\n".join(lines)
