@@ -25,7 +25,7 @@ from stapo_lite.config import Config, flatten, load_config
 from stapo_lite.errors import InputError
 from stapo_lite.model.loading import load_model_config
 from stapo_lite.planning.plan import CUDA_CONTEXT, GIB, Cards, Plan, checkpointed_layers, make_plan
-from stapo_lite.planning.speed import KNOWN_CARDS, MEAN_LENGTH, nearest_card, step_seconds
+from stapo_lite.planning.speed import KNOWN_CARDS, MEAN_LENGTH, step_seconds
 
 Choice = dict[str, Any]
 """Values of some of KEYS."""
@@ -275,15 +275,15 @@ def describe(config: Config, plan: Plan, model: Any, cards: Cards) -> str:
     sampling, updating, host = (sum(parts.values()) / GIB for parts in (plan.rollout, plan.update, plan.host))
     layers = model.num_hidden_layers
     checkpointed = checkpointed_layers(train.gradient_checkpointing, layers)
-    card = nearest_card(cards.gpu_memory)
-    seconds = step_seconds(config, model, plan, KNOWN_CARDS[card], cards.processes)
+    name, card = min(KNOWN_CARDS.items(), key=lambda item: abs(item[1].memory - cards.gpu_memory))
+    seconds = step_seconds(config, model, plan, card, cards.processes)
     days = seconds * train.max_steps / 86400
     kept = {"the trainer's base": train.park_trainer, "its activations": train.offload_activations}
-    there = " and ".join(name for name, is_there in kept.items() if is_there)
+    there = " and ".join(part for part, is_there in kept.items() if is_there)
     return f"""memory for a card of {cards.gpu_memory / GIB:.1f} GiB, predicted
   rollouts: {sampling:.1f} GiB; {rollout.max_num_seqs} sequences at a time in a KV cache of {plan.kv_tokens:,} tokens
   update: {updating:.1f} GiB; {config.largest_microbatch:,} tokens at a time, {checkpointed} of {layers} layers \
 checkpointed
   host: {host:.1f} GiB{f" with {there}" if there else ""}
-  time ({card}): about {seconds / 60:.0f} min a step, {days:.1f} days for {train.max_steps}, if completions are a \
+  time ({name}): about {seconds / 60:.0f} min a step, {days:.1f} days for {train.max_steps}, if completions are a \
 third of the longest"""

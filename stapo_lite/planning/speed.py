@@ -36,11 +36,6 @@ KNOWN_CARDS = {
 }
 
 
-def nearest_card(memory: int) -> str:
-    """The card whose memory is nearest."""
-    return min(KNOWN_CARDS, key=lambda name: abs(KNOWN_CARDS[name].memory - memory))
-
-
 def step_seconds(config: Config, model: Any, plan: Plan, card: Card, processes: int = 1) -> float:
     """Seconds of a step, its rollouts and updates: decoding reads weights and cache once for each token that all
     sequences grow by; training takes two operations a weight and token in each pass."""
