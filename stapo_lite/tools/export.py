@@ -15,7 +15,6 @@ import torch
 from peft import PeftModel
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, GenerationConfig
 
 from stapo_lite.data.prompts import stop_token_ids
@@ -175,11 +174,10 @@ def log_probabilities(model: Any, tokenizer: Any) -> Tensor:
     """Log-probabilities of each token of the held-out texts but the first, [n] fp32."""
     model.eval()
     found = []
-    rows = [torch.tensor(ids) for ids in tokenizer(list(HELD_OUT)).input_ids]
-    # The model is causal: padding behind a text changes nothing.
-    logits = model(input_ids=pad_sequence(rows, batch_first=True)).logits.float()
-    for ids, scores in zip(rows, logits, strict=True):
-        found.append(scores[: len(ids) - 1].log_softmax(-1).gather(1, ids[1:, None])[:, 0])
+    for text in HELD_OUT:
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        logits = model(input_ids=ids).logits[0, :-1].float()
+        found.append(logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0])
     return torch.cat(found)
 
 
