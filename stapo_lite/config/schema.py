@@ -5,9 +5,9 @@ where they have one.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -42,16 +42,15 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
+    def conflicts(self) -> Iterator[str]:
+        """Fields whose values do not go together, and the fix."""
+        return iter(())
 
-def _refuse(problem: Callable[[Any], object], message: str) -> Any:
-    """A validator of a section that raises ValueError where it has the problem; the message may name its fields."""
-
-    def check(section: Any) -> Any:
-        if problem(section):
-            raise ValueError(message.format(s=section))
-        return section
-
-    return model_validator(mode="after")(check)
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        for conflict in self.conflicts():
+            raise ValueError(conflict)
+        return self
 
 
 class Lora(Section):
@@ -86,10 +85,9 @@ class Prompting(Section):
     max_prompt_length: int = Field(1024, ge=1)
     """Longest prompt, in tokens."""
 
-    _system_prompts_need_the_template = _refuse(
-        lambda s: s.system_prompt is not None and not s.apply_chat_template,
-        "data.system_prompt needs data.apply_chat_template=true: put it into the prompts instead",
-    )
+    def conflicts(self) -> Iterator[str]:
+        if self.system_prompt is not None and not self.apply_chat_template:
+            yield "data.system_prompt needs data.apply_chat_template=true: put it into the prompts instead"
 
 
 class Data(Prompting):
@@ -135,14 +133,12 @@ class Reward(Section):
     function_timeout: float = Field(300.0, gt=0, le=1e6)
     """Seconds that one call of your own function may take. It runs in a process of its own, which is then killed."""
 
-    _a_function_counts_once = _refuse(
-        lambda s: len(set(s.functions)) < len(s.functions),
-        "reward.functions={s.functions}: one stands there twice; give it a weight (reward.weights) in place of that",
-    )
-    _one_weight_per_function = _refuse(
-        lambda s: s.weights is not None and len(s.weights) != len(s.functions),
-        "reward.weights={s.weights} for reward.functions={s.functions}: give one weight per function",
-    )
+    def conflicts(self) -> Iterator[str]:
+        names, weights = self.functions, self.weights
+        if len(set(names)) < len(names):
+            yield f"reward.functions={names}: one stands there twice; give it a weight (reward.weights) instead"
+        if weights is not None and len(weights) != len(names):
+            yield f"reward.weights={weights} for reward.functions={names}: give one weight per function"
 
 
 class Engine(Section):
@@ -194,20 +190,16 @@ class Rollout(Engine):
     """vLLM on a GPU, while the trainer updates: 0 keeps its memory, 1 moves its weights to the host, 2 drops them and
     reads them from the disk again (vLLM 0.28 or newer, not with `bitsandbytes`). The adapter outlives both."""
 
-    _the_process_has_one_card = _refuse(
-        lambda s: s.engine != "server" and s.vllm.keys() & {"tensor_parallel_size", "data_parallel_size"},
-        "rollout.vllm.tensor_parallel_size and data_parallel_size need rollout.engine=server (docs/scaling.md)",
-    )
-    _servers_alone_sample_ahead = _refuse(
-        lambda s: s.engine != "server" and s.max_lag, "rollout.max_lag needs rollout.engine=server (docs/scaling.md)"
-    )
-    _turns_are_sampled_when_they_are_due = _refuse(
-        lambda s: s.function and s.max_lag, "rollout.function needs rollout.max_lag=0: turns cannot be sampled ahead"
-    )
-    _bitsandbytes_is_read_once = _refuse(
-        lambda s: s.sleep_level == 2 and s.quantization == "bitsandbytes",
-        "rollout.sleep_level=2: vLLM cannot read bitsandbytes weights again; set rollout.sleep_level=1",
-    )
+    def conflicts(self) -> Iterator[str]:
+        if self.engine != "server" and self.vllm.keys() & {"tensor_parallel_size", "data_parallel_size"}:
+            keys = "rollout.vllm.tensor_parallel_size and data_parallel_size"
+            yield f"{keys} need rollout.engine=server (docs/scaling.md)"
+        if self.engine != "server" and self.max_lag:
+            yield "rollout.max_lag needs rollout.engine=server (docs/scaling.md)"
+        if self.function and self.max_lag:
+            yield "rollout.function needs rollout.max_lag=0: turns cannot be sampled ahead"
+        if self.sleep_level == 2 and self.quantization == "bitsandbytes":
+            yield "rollout.sleep_level=2: vLLM cannot read bitsandbytes weights again; set rollout.sleep_level=1"
 
 
 class S2T(Section):
@@ -235,10 +227,9 @@ class S2T(Section):
     """Experimental: move `tau_p` after each step, to a tenth or ten times of what is given here at most, so that
     silenced tokens stay near this share of all completion tokens."""
 
-    _only_what_is_silenced_has_a_share = _refuse(
-        lambda s: s.target_share is not None and not s.enabled,
-        "objective.s2t.target_share needs objective.s2t.enabled=true: switch one",
-    )
+    def conflicts(self) -> Iterator[str]:
+        if self.target_share is not None and not self.enabled:
+            yield "objective.s2t.target_share needs objective.s2t.enabled=true: switch one"
 
 
 class Objective(Section):
@@ -411,40 +402,26 @@ class Config(Section):
         """Tokens of the largest micro-batch that can come: a longer sequence gets one of its own."""
         return max(self.train.max_tokens_per_microbatch, self.max_sequence_length)
 
-    _batches_divide = _refuse(
-        lambda s: s.train.batch_size % s.train.mini_batch_size,
-        "train.batch_size={s.train.batch_size} is not divisible by train.mini_batch_size={s.train.mini_batch_size}: "
-        "choose a divisor",
-    )
-    _a_group_is_sampled_together = _refuse(
-        lambda s: s.rollout.max_num_seqs < s.rollout.num_generations,
-        "rollout.max_num_seqs={s.rollout.max_num_seqs} is less than one group, "
-        "rollout.num_generations={s.rollout.num_generations}: raise it",
-    )
-    _lag_is_corrected = _refuse(
-        lambda s: (
-            s.rollout.max_lag and s.objective.old_logprobs == "trainer" and s.objective.sampler_correction == "off"
-        ),
-        "rollout.max_lag={s.rollout.max_lag} needs a correction for older adapters: set "
-        "objective.sampler_correction=token-truncate, or objective.old_logprobs=rollout",
-    )
-    _turns_are_sampled_from_all_tokens = _refuse(
-        lambda s: s.rollout.function and s.evaluation.source and s.evaluation.top_p < 1,
-        "evaluation.top_p={s.evaluation.top_p}: rollout.function makes the completions of evaluation.source, as in "
-        "training; set it to 1",
-    )
-    _what_is_evaluated_has_a_time = _refuse(
-        lambda s: (s.evaluation.source or s.evaluation.best) and not s.evaluation.steps,
-        "evaluation.source and evaluation.best need evaluation.steps: every how many steps",
-    )
-    _servers_have_their_card = _refuse(
-        lambda s: s.rollout.engine == "server" and s.train.park_trainer,
-        "train.park_trainer=true needs vLLM in the process: rollout.engine=server has its own card",
-    )
-    _checkpoints_are_offloaded = _refuse(
-        lambda s: s.train.offload_activations and s.train.gradient_checkpointing is not True,
-        "train.offload_activations needs train.gradient_checkpointing=true: switch one",
-    )
+    def conflicts(self) -> Iterator[str]:
+        rollout, objective, train, evaluation = self.rollout, self.objective, self.train, self.evaluation
+        if train.batch_size % train.mini_batch_size:
+            sizes = f"train.batch_size={train.batch_size} is not divisible by train.mini_batch_size"
+            yield f"{sizes}={train.mini_batch_size}: choose a divisor"
+        if rollout.max_num_seqs < rollout.num_generations:
+            group = f"one group, rollout.num_generations={rollout.num_generations}"
+            yield f"rollout.max_num_seqs={rollout.max_num_seqs} is less than {group}: raise it"
+        if rollout.max_lag and objective.old_logprobs == "trainer" and objective.sampler_correction == "off":
+            fix = "objective.sampler_correction=token-truncate, or objective.old_logprobs=rollout"
+            yield f"rollout.max_lag={rollout.max_lag} needs a correction for older adapters: set {fix}"
+        if rollout.function and evaluation.source and evaluation.top_p < 1:
+            why = "rollout.function makes the completions of evaluation.source, as in training"
+            yield f"evaluation.top_p={evaluation.top_p}: {why}; set it to 1"
+        if (evaluation.source or evaluation.best) and not evaluation.steps:
+            yield "evaluation.source and evaluation.best need evaluation.steps: every how many steps"
+        if rollout.engine == "server" and train.park_trainer:
+            yield "train.park_trainer=true needs vLLM in the process: rollout.engine=server has its own card"
+        if train.offload_activations and train.gradient_checkpointing is not True:
+            yield "train.offload_activations needs train.gradient_checkpointing=true: switch one"
 
 
 class EvalEngine(Engine):
