@@ -27,6 +27,8 @@ from typing import Any
 
 import psutil
 
+from stapo_lite.errors import one_line
+
 
 class SandboxError(Exception):
     """A call that gave no value; its message says why."""
@@ -146,7 +148,7 @@ def serve(connection: Connection) -> None:
         function = pkgutil.resolve_name(connection.recv())
         problem = None if callable(function) else f"is a {type(function).__name__}, not a function"
     except Exception as error:  # the module is the user's
-        problem = f"cannot be imported ({_describe(error)})"
+        problem = f"cannot be imported ({type(error).__name__}: {one_line(error)})"
     connection.send_bytes(_answer(None, problem))
     loop = asyncio.Runner()  # one for all calls: what a coroutine function holds belongs to its loop
     while problem is None:
@@ -161,7 +163,7 @@ def serve(connection: Connection) -> None:
             value = function(**arguments)
             answer = _answer(loop.run(value) if inspect.iscoroutine(value) else value, None)
         except Exception as error:
-            answer = _answer(None, f"raised {_describe(error)}")
+            answer = _answer(None, f"raised {type(error).__name__}: {one_line(error)}")
         signal.alarm(0)
         connection.send_bytes(answer)
 
@@ -183,11 +185,6 @@ def _plain(value: Any) -> Any:
         return float(value)
     except (TypeError, ValueError):
         return list(value) if isinstance(value, Iterable) else math.nan
-
-
-def _describe(error: Exception) -> str:
-    """An error's type and text, or their beginning, in one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:500]
 
 
 if __name__ == "__main__":
