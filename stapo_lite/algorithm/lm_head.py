@@ -16,7 +16,7 @@ Logits are accumulated in fp32: rounding them to bf16 moves a probability near t
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -115,26 +115,6 @@ def _tile(size: float) -> int:
     return max(TILE, int(size) // TILE * TILE)
 
 
-class Running(NamedTuple):
-    """Sums over the columns seen so far, m the largest logit a among them; each [n] fp32, updated in place."""
-
-    m: Tensor
-    s: Tensor
-    """sum e^(a-m)"""
-    shifted: Tensor
-    """sum e^(a-m) (a-m)"""
-    squares: Tensor
-    """sum e^(2(a-m))"""
-    target_logit: Tensor
-
-    def statistics(self) -> Tensor:
-        """Log-probability, entropy, collision probability, log-normaliser; [4, n]."""
-        log_s = self.s.log()
-        log_normaliser = self.m + log_s
-        entropy = log_s - self.shifted / self.s
-        return torch.stack([self.target_logit - log_normaliser, entropy, self.squares / self.s**2, log_normaliser])
-
-
 class _FrozenHead(torch.autograd.Function):
     """Gradient from log-probability to hidden only, formed in the forward pass."""
 
@@ -146,10 +126,9 @@ class _FrozenHead(torch.autograd.Function):
         direction = torch.empty_like(hidden) if want_gradient else None
         for start in range(0, len(hidden), n):
             rows = slice(start, start + n)
-            running, expected = _sweep(hidden[rows], weight, bias, targets[rows], temperature, v, want_gradient)
-            statistics[:, rows] = running.statistics()
+            part, expected = _sweep(hidden[rows], weight, bias, targets[rows], temperature, v, want_gradient)
+            statistics[:, rows] = part
             if direction is not None:
-                expected /= running.s[:, None]
                 torch.sub(weight[targets[rows]], expected, out=expected)
                 direction[rows] = expected.div_(temperature)
         ctx.save_for_backward(direction)
@@ -177,8 +156,7 @@ class _RecomputedHead(torch.autograd.Function):
         outputs = hidden.new_empty(4, len(hidden), dtype=torch.float32)
         for start in range(0, len(hidden), n):
             rows = slice(start, start + n)
-            running, _ = _sweep(hidden[rows], weight, bias, targets[rows], temperature, v, want_expectation=False)
-            outputs[:, rows] = running.statistics()
+            outputs[:, rows], _ = _sweep(hidden[rows], weight, bias, targets[rows], temperature, v, False)
         ctx.save_for_backward(hidden, weight, bias, targets, outputs)
         ctx.temperature, ctx.tile = temperature, (n, v)
         logprobs, entropy, collision, _ = outputs.unbind()
@@ -209,48 +187,38 @@ class _RecomputedHead(torch.autograd.Function):
 
 
 def _sweep(hidden, weight, bias, targets, temperature, v, want_expectation: bool):
-    """One pass over the vocabulary.
+    """One pass over the vocabulary: the online softmax.
 
-    Returns the running sums, and sum_v e^(a_v - m) W_v [n, D] fp32 (None unless wanted).
+    Returns log-probability, entropy, collision probability and log-normaliser, [4, n] fp32; and the expected row of
+    weight, sum_v p_v W_v, [n, D] fp32, or None unless wanted.
     """
-    m = torch.full(targets.shape, -1e30, device=hidden.device)  # finite: 0 * (m - m') stays 0
-    running = Running(m, *torch.zeros(4, len(hidden), device=hidden.device))
+    m = torch.full(targets.shape, -1e30, device=hidden.device)  # the largest logit a; finite: 0 * (m - m') stays 0
+    # sum e^(a-m), sum e^(a-m) (a-m), sum e^(2(a-m)) over the columns seen so far, and the target's logit.
+    s, shifted, squares, target_logit = torch.zeros(4, len(hidden), device=hidden.device)
     expected = torch.zeros_like(hidden, dtype=torch.float32) if want_expectation else None
     for columns, tile, logits in _logit_tiles(hidden, weight, bias, temperature, v):
-        dtype = tile.dtype if want_expectation else None
-        exponentials, scale = fold(logits, targets - columns.start, running, dtype)
-        if expected is not None and exponentials is not None:
+        column, inside = _locate(targets - columns.start, logits)
+        target_logit = torch.where(inside, logits.gather(1, column), target_logit[:, None])[:, 0]
+        higher = torch.maximum(m, logits.amax(1))
+        scale = torch.exp(m - higher)
+        logits -= higher[:, None]
+        exponentials = logits.exp()
+        # torch's sum adds in pairs: over 150,000 columns a BLAS dot product would be 60 times less exact.
+        shifted = scale * (shifted + s * (m - higher)) + logits.mul_(exponentials).sum(1)
+        squares = scale.square() * squares + torch.mul(exponentials, exponentials, out=logits).sum(1)
+        s = scale * s + exponentials.sum(1)
+        m = higher
+        if expected is not None:
             expected *= scale[:, None]
+            exponentials = exponentials.to(tile.dtype)
             _product(exponentials, tile, expected, add=True)
         del exponentials  # its memory serves the next tile
-    return running, expected
-
-
-def fold(logits: Tensor, local: Tensor, running: Running, dtype: torch.dtype | None) -> tuple[Tensor | None, Tensor]:
-    """Add a tile of logits to the running sums (online softmax).
-
-    Args:
-        logits: [n, v] fp32, overwritten.
-        local: [n] int64, the target's column in the tile, which may lie outside.
-        running: updated to a new maximum m'.
-        dtype: of the exponentials; None where they are not wanted.
-
-    Returns:
-        e^(a - m') [n, v] or None, and e^(m - m') [n] fp32.
-    """
-    column, inside = _locate(local, logits)
-    target = torch.where(inside, logits.gather(1, column), running.target_logit[:, None])
-    higher = torch.maximum(running.m, logits.amax(1))
-    scale = torch.exp(running.m - higher)
-    logits -= higher[:, None]
-    exponentials = logits.exp()
-    # torch's sum adds in pairs: over 150,000 columns a BLAS dot product would be 60 times less exact.
-    shifted = scale * (running.shifted + running.s * (running.m - higher)) + logits.mul_(exponentials).sum(1)
-    squares = scale.square() * running.squares + torch.mul(exponentials, exponentials, out=logits).sum(1)
-    s = scale * running.s + exponentials.sum(1)
-    for old, new in zip(running, (higher, s, shifted, squares, target.squeeze(1)), strict=True):
-        old.copy_(new)
-    return None if dtype is None else exponentials.to(dtype), scale
+    log_s = s.log()
+    log_normaliser = m + log_s
+    if expected is not None:
+        expected /= s[:, None]
+    entropy = log_s - shifted / s
+    return torch.stack([target_logit - log_normaliser, entropy, squares / s**2, log_normaliser]), expected
 
 
 def _logit_tiles(hidden, weight, bias, temperature, v) -> Iterator[tuple[slice, Tensor, Tensor]]:
