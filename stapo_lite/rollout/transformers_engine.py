@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
+from transformers import LogitsProcessorList, TopPLogitsWarper
 
 from stapo_lite.errors import InputError
 from stapo_lite.rollout import Decoding, Publisher, RolloutEngine, Sampling
@@ -47,18 +47,13 @@ class TransformersEngine(RolloutEngine):
         for start in range(0, len(prompts), self._max_num_seqs):
             batch = prompts[start : start + self._max_num_seqs]
             limits = [d.max_completion_length for d in decodings[start : start + self._max_num_seqs]]
-            decoding = decodings[start]
-            recorder = _LogprobRecorder(decoding.temperature)
-            warpers: list[Any] = [TemperatureLogitsWarper(decoding.temperature)]
-            if decoding.top_p < 1:
-                warpers.append(TopPLogitsWarper(decoding.top_p))
-            draws = _SeededDraws(seeds[start : start + len(batch)])
-            output = self._generate(batch, [recorder, *warpers, draws], max(limits))
-            drawn = zip(batch, limits, output.tolist(), recorder.finish(output).tolist(), strict=True)
+            draws = _SeededDraws(seeds[start : start + len(batch)], decodings[start])
+            output = self._generate(batch, draws, max(limits))
+            drawn = zip(batch, limits, output.tolist(), torch.cat(draws.logprobs, dim=1).tolist(), strict=True)
             yield from enumerate((self._completion(*each) for each in drawn), start)
 
     @torch.no_grad()
-    def _generate(self, prompts: Sequence[Prompt], processors: list[Any], max_new_tokens: int) -> Tensor:
+    def _generate(self, prompts: Sequence[Prompt], draws: "_SeededDraws", max_new_tokens: int) -> Tensor:
         """New tokens [rows, steps], padded after the stop token."""
         device, dtype = self._model.device, self._model.get_output_embeddings().weight.dtype
         width = max(len(p.token_ids) for p in prompts)
@@ -71,7 +66,7 @@ class TransformersEngine(RolloutEngine):
                     input_ids=input_ids,
                     attention_mask=mask,
                     eos_token_id=list(self._sampling.stop_token_ids),
-                    logits_processor=LogitsProcessorList(processors),
+                    logits_processor=LogitsProcessorList([draws]),
                     do_sample=False,  # `_SeededDraws` has drawn
                     max_new_tokens=max_new_tokens,
                 )
@@ -88,42 +83,26 @@ class TransformersEngine(RolloutEngine):
         )
 
 
-class _LogprobRecorder:
-    """A logits processor that notes the log-probability of each sampled token and changes nothing.
-
-    It learns of a token only at the next step, so it keeps one step of [rows, V], where
-    `output_scores=True` would keep them all.
-    """
-
-    def __init__(self, temperature: float):
-        self._temperature = temperature  # the warper runs after it
-        self._pending: Tensor | None = None
-        self._chosen: list[Tensor] = []
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self._note(input_ids)
-        self._pending = torch.log_softmax(scores.float() / self._temperature, dim=-1)
-        return scores
-
-    def finish(self, output: Tensor) -> Tensor:
-        """[rows, new tokens] fp32, given the new tokens."""
-        self._note(output)
-        return torch.cat(self._chosen, dim=1)
-
-    def _note(self, input_ids: Tensor) -> None:
-        if self._pending is not None:
-            self._chosen.append(self._pending.gather(1, input_ids[:, -1:]))
-
-
 class _SeededDraws:
     """A logits processor that leaves one token of each row, drawn by the inverse of the cumulated distribution from a
-    uniform number of the row's own generator: a sample is the same whatever it is batched with, rounding aside."""
+    uniform number of the row's own generator: a sample is the same whatever it is batched with, rounding aside.
 
-    def __init__(self, seeds: Sequence[int]):
+    Attributes:
+        logprobs: of the tokens drawn, before top-p; [rows, 1] fp32 for each step.
+    """
+
+    def __init__(self, seeds: Sequence[int], decoding: Decoding):
         self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self._decoding = decoding
+        self.logprobs: list[Tensor] = []
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+    def __call__(self, input_ids: Any, scores: Any) -> Tensor:
+        scores = scores / self._decoding.temperature
+        logprobs = scores.log_softmax(-1)
+        if self._decoding.top_p < 1:
+            scores = TopPLogitsWarper(self._decoding.top_p)(input_ids, scores)
         uniform = torch.cat([torch.rand(1, generator=generator, dtype=torch.float64) for generator in self._generators])
         cumulated = scores.double().softmax(-1).cumsum(-1)
         drawn = torch.searchsorted(cumulated, uniform.to(scores.device)[:, None] * cumulated[:, -1:], right=True)
+        self.logprobs.append(logprobs.gather(1, drawn))
         return torch.full_like(scores, -torch.inf).scatter(1, drawn, 0.0)
