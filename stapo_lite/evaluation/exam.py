@@ -183,8 +183,7 @@ class Exam:
         prompts = [self._prompts[number] for number in numbers]
         seeds = [derived_seed(self._seed, "held out", number) for number in numbers]  # the same at every step
         if self._function is not None:
-            show = accelerator.is_main_process
-            groups = play(engine, self._turns, self._tokenizer, self._function, prompts, seeds, show)
+            groups = play(engine, self._turns, self._tokenizer, self._function, prompts, seeds)
             completions = [one for (one,) in groups]
         else:
             draws = engine.stream(prompts, seeds, [self._decoding] * len(prompts))

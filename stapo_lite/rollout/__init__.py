@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+
+from tqdm.auto import tqdm
 
 from stapo_lite.config import Config
 from stapo_lite.errors import InputError
@@ -49,6 +52,12 @@ class Decoding:
     """Further ones of vLLM's SamplingParams, such as `stop`."""
 
 
+def progress_bar(task: str, unit: str, total: int, steps: Iterable[Any] | None = None) -> tqdm:
+    """A bar on the terminal of the first process until the task is done; none where there is no terminal."""
+    quiet = None if os.environ.get("RANK", "0") == "0" else True
+    return tqdm(steps, task, total, leave=False, unit=unit, disable=quiet)
+
+
 class Publisher(Protocol):
     """The side of a policy that engines see."""
 
@@ -74,9 +83,7 @@ class RolloutEngine(Protocol):
     """
 
     def publish(self, policy: Publisher, version: int) -> None: ...
-    def generate(
-        self, prompts: Sequence[Prompt], seeds: Sequence[int], progress: bool = False
-    ) -> list[list[Completion]]: ...
+    def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[list[Completion]]: ...
     def stream(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], decodings: Sequence[Decoding]
     ) -> Iterator[tuple[int, Completion]]: ...

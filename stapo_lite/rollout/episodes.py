@@ -14,10 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-from tqdm.auto import tqdm
-
 from stapo_lite.errors import InputError, RunError, one_line
-from stapo_lite.rollout import Decoding, RolloutEngine, Sampling
+from stapo_lite.rollout import Decoding, RolloutEngine, Sampling, progress_bar
 from stapo_lite.types import Completion, Prompt, derived_seed
 
 
@@ -109,7 +107,6 @@ def play(
     function: RolloutFunction,
     prompts: Sequence[Prompt],
     seeds: Sequence[int],
-    progress: bool = False,
 ) -> list[list[Completion]]:
     """Groups of completions as `RolloutEngine.generate` gives them, each made by a coroutine.
 
@@ -150,10 +147,9 @@ def play(
         for prompt, seed in zip(prompts, seeds, strict=True)
         for g in range(size)
     ]
-    quiet = None if progress else True
     with (
         ThreadPoolExecutor(1, thread_name_prefix="episodes") as thread,
-        tqdm(total=len(episodes), desc="rollout", unit="episode", leave=False, disable=quiet) as bar,
+        progress_bar("rollout", "episode", len(episodes)) as bar,
     ):
         running = thread.submit(lambda: asyncio.run(start_all()))
         try:

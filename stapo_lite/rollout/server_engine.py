@@ -23,11 +23,10 @@ import aiohttp
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from filelock import FileLock
-from tqdm.auto import tqdm
 
 from stapo_lite.config import Rollout
 from stapo_lite.errors import InputError, RunError, one_line
-from stapo_lite.rollout import MAX_RETRIES, Decoding, Publisher, RolloutEngine, Sampling, write_adapter
+from stapo_lite.rollout import MAX_RETRIES, Decoding, Publisher, RolloutEngine, Sampling, progress_bar, write_adapter
 from stapo_lite.types import Completion, Prompt, derived_seed
 
 logger = logging.getLogger(__name__)
@@ -232,12 +231,9 @@ class ServerEngine(RolloutEngine):
                 drawn = [derived_seed(seed, g) for g in range(s.num_generations)]
                 self._ahead[seed] = [self._submit(self._sample(prompt, options | {"seed": one})) for one in drawn]
 
-    def generate(
-        self, prompts: Sequence[Prompt], seeds: Sequence[int], progress: bool = False
-    ) -> list[list[Completion]]:
+    def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[list[Completion]]:
         self.prefetch(prompts, seeds)
-        quiet = None if progress else True
-        bar = tqdm(seeds, desc="rollout", unit="prompt", leave=False, disable=quiet)
+        bar = progress_bar("rollout", "prompt", len(seeds), seeds)
         return [[future.result() for future in self._ahead.pop(seed)] for seed in bar]
 
     def stream(

@@ -5,11 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 from transformers import LogitsProcessorList, TopPLogitsWarper
 
 from stapo_lite.errors import InputError
-from stapo_lite.rollout import Decoding, Publisher, RolloutEngine, Sampling
+from stapo_lite.rollout import Decoding, Publisher, RolloutEngine, Sampling, progress_bar
 from stapo_lite.types import Completion, Prompt, derived_seed
 
 
@@ -23,15 +22,12 @@ class TransformersEngine(RolloutEngine):
     def publish(self, policy: Publisher, version: int) -> None:
         self._model, self._version = policy.model, version
 
-    def generate(
-        self, prompts: Sequence[Prompt], seeds: Sequence[int], progress: bool = False
-    ) -> list[list[Completion]]:
+    def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[list[Completion]]:
         s, size = self._sampling, self._sampling.num_generations
         rows = [prompt for prompt in prompts for _ in range(size)]
         row_seeds = [derived_seed(seed, g) for seed in seeds for g in range(size)]
         draws = self.stream(rows, row_seeds, [Decoding(s.max_completion_length, s.temperature, top_p=1.0)] * len(rows))
-        bar = tqdm(draws, "rollout", len(rows), unit="completion", leave=False, disable=None if progress else True)
-        completions = [completion for _, completion in bar]
+        completions = [completion for _, completion in progress_bar("rollout", "completion", len(rows), draws)]
         return [completions[i : i + size] for i in range(0, len(rows), size)]
 
     def stream(

@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from accelerate.utils import set_seed
 from accelerate.utils.memory import clear_device_cache
-from tqdm.auto import tqdm
 
 from stapo_lite.config import Engine, Lora
 from stapo_lite.errors import InputError, RunError, one_line, out_of_memory
-from stapo_lite.rollout import MAX_RETRIES, Decoding, Publisher, RolloutEngine, Sampling, write_adapter
+from stapo_lite.rollout import MAX_RETRIES, Decoding, Publisher, RolloutEngine, Sampling, progress_bar, write_adapter
 from stapo_lite.rollout.vllm_options import engine_arguments, prepare_vllm
 from stapo_lite.types import Completion, Prompt
 
@@ -55,7 +54,6 @@ class VLLMEngine(RolloutEngine):
         # On a CPU compiling the sampler takes the first call ten seconds, for nothing; the trainer may compile its own.
         self._uncompiled = functools.partial(torch.compiler.set_stance, "force_eager") if on_cpu else nullcontext
         self._dtype = dtype
-        make_llm: Any = LLM  # its signature lists every data type and quantisation by name
         self._sleep_level, self._asleep = 0 if on_cpu else sleep_level, False
         arguments: dict[str, Any] = {"enable_sleep_mode": self._sleep_level > 0, "use_tqdm_on_load": False}
         if on_cpu:
@@ -69,22 +67,16 @@ class VLLMEngine(RolloutEngine):
         length = sampling.max_model_len
         try:
             arguments |= engine_arguments(model, dtype, length, options, lora, max_loras=1, on_cpu=on_cpu)
-            self._start = functools.partial(make_llm, **arguments)
+            self._start = functools.partial(LLM, **arguments)
             with self._uncompiled():
                 self._llm: Any = self._start()
         except Exception as error:  # vLLM raises a dozen kinds
             raise InputError(
                 f"rollout: vLLM cannot serve {model} ({type(error).__name__}: {one_line(error)})"
             ) from error
-        self._sampling, self._parameters = (
-            sampling,
-            functools.partial(
-                SamplingParams,
-                stop_token_ids=list(sampling.stop_token_ids),
-                detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            ),
-        )
+        self._sampling = sampling
+        fixed: dict[str, Any] = {"stop_token_ids": list(sampling.stop_token_ids), "detokenize": False}
+        self._parameters = functools.partial(SamplingParams, output_kind=RequestOutputKind.FINAL_ONLY, **fixed)
         in_memory = IN_MEMORY if IN_MEMORY.is_dir() else None
         self._folder = tempfile.TemporaryDirectory(prefix="stapo_lite-adapters-", dir=in_memory)
         self._request: Any = None
@@ -113,17 +105,14 @@ class VLLMEngine(RolloutEngine):
             raise InputError(f"lora.target_modules: vLLM cannot serve the adapter ({one_line(error)})") from None
         self._request = request
 
-    def generate(
-        self, prompts: Sequence[Prompt], seeds: Sequence[int], progress: bool = False
-    ) -> list[list[Completion]]:
+    def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[list[Completion]]:
         s = self._sampling
         parameters = self._parameters(
             n=s.num_generations, temperature=s.temperature, max_tokens=s.max_completion_length, logprobs=0
         )  # logprobs: of the sampled token only
         set_seed(seeds[0] % 2**32)  # vLLM samples from the process's generators; a seed per request costs a fifth
         groups: dict[int, list[Completion]] = {}
-        quiet = None if progress else True
-        with tqdm(total=len(prompts), desc="rollout", unit="prompt", leave=False, disable=quiet) as bar:
+        with progress_bar("rollout", "prompt", len(prompts)) as bar:
             for index, output in self._outputs(prompts, [parameters] * len(prompts)):
                 groups[index] = completions(prompts[index], output)
                 bar.update()

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from tqdm.auto import tqdm
 
 from stapo_lite.algorithm.advantages import group_advantages
 from stapo_lite.algorithm.microbatches import MiniBatch, cut_evenly, pack, sequence_length, split_evenly
 from stapo_lite.config import Config
 from stapo_lite.rewards.functions import overlong_share
+from stapo_lite.rollout import progress_bar
 from stapo_lite.training.lifecycle import card_memory
 from stapo_lite.training.metrics import has_variance
 from stapo_lite.training.opening import Given, open_run
@@ -87,7 +87,7 @@ def sample_round(run: Run, step: int, wanted: int, rollouts: Rollouts) -> list[l
     share, seed = run.share(wanted), derived_seed(run.config.seed, run.progress.prompts_drawn)
     groups: list[list[Completion]] = []
     if share.prompts:
-        groups = run.sample(share.prompts, share.seeds, progress=run.accelerator.is_main_process)
+        groups = run.sample(share.prompts, share.seeds)
     completions = list(itertools.chain(*groups))
     lags = [step - completion.adapter_version for completion in completions]
     assert all(0 <= lag <= run.config.rollout.max_lag for lag in lags), "the engine lost the adapter"
@@ -144,8 +144,7 @@ def mini_batches(run: Run, groups: Sequence[Sequence[Completion]]) -> Iterator[M
         batch.old = measure(run.policy, batch, old_inputs(batch.completions, objective), run.learner.budget)
     trained = (batch.select(with_gradient(batch.completions, objective)) for batch in batches)
     tokens = sum(len(completion.token_ids) for completion in itertools.chain(*trained))
-    quiet = None if accelerator.is_main_process else True
-    with tqdm(total=tokens, desc="update", unit="tok", leave=False, disable=quiet) as bar:
+    with progress_bar("update", "tok", tokens) as bar:
         run.learner.on_tokens = bar.update
         yield from batches
 

@@ -220,8 +220,8 @@ def test_with_vllm_a_resumed_step_draws_the_same(write_config, tmp_path, monkeyp
 
     generate, calls = VLLMEngine.generate, []
 
-    def note(engine, prompts, seeds, progress=False):
-        groups = generate(engine, prompts, seeds, progress)
+    def note(engine, prompts, seeds):
+        groups = generate(engine, prompts, seeds)
         ids = [[c.token_ids for c in group] for group in groups]
         calls.append(([p.token_ids for p in prompts], seeds, groups[0][0].adapter_version, ids))
         return groups
