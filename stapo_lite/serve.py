@@ -39,8 +39,6 @@ def server_arguments(config: Config, host: str, port: int, on_cpu: bool) -> list
     )
     arguments |= {"host": host, "port": port, "uvicorn_log_level": "warning"}
     arguments["middleware"] = "stapo_lite.serve.ask_for_key"
-    if on_cpu:
-        arguments["worker_extension_cls"] = "stapo_lite.rollout.vllm_cpu_worker.WorkerExtension"
     return [part for name, value in arguments.items() for part in flag(name.replace("_", "-"), value)]
 
 

@@ -1,20 +1,15 @@
 """CPU only: vLLM's LoRA layers as two matrix products per adapter instead of one gather per token.
 
 vLLM's CPU fallback copies the adapter's weights once per token (several times slower than the model
-itself, and by orders of magnitude in prefill). GPUs have their own kernels and never come here.
+itself, and by orders of magnitude in prefill). GPUs have their own kernels and never come here. A worker of vLLM's
+imports this module for `WorkerExtension`, and the import replaces `PunicaWrapperCPU.add_lora_linear` (vLLM 0.32's
+signature).
 """
 
 from typing import Any
 
 from torch import Tensor
-
-
-def install() -> None:
-    """Replace `PunicaWrapperCPU.add_lora_linear` of the running process (vLLM 0.32's signature)."""
-    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
-
-    wrapper: Any = PunicaWrapperCPU
-    wrapper.add_lora_linear = _add_lora_linear
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
 
 def _add_lora_linear(
@@ -51,3 +46,11 @@ def _add_lora_linear(
             else:
                 target.index_add_(0, rows, update, alpha=scale)
             start += width
+
+
+class WorkerExtension:
+    """Adds nothing to vLLM's worker (`worker_extension_cls`)."""
+
+
+wrapper: Any = PunicaWrapperCPU
+wrapper.add_lora_linear = _add_lora_linear

@@ -56,11 +56,7 @@ class VLLMEngine(RolloutEngine):
         self._dtype = dtype
         self._sleep_level, self._asleep = 0 if on_cpu else sleep_level, False
         arguments: dict[str, Any] = {"enable_sleep_mode": self._sleep_level > 0, "use_tqdm_on_load": False}
-        if on_cpu:
-            from stapo_lite.rollout import vllm_cpu_lora
-
-            vllm_cpu_lora.install()
-        else:
+        if not on_cpu:
             torch.cuda.synchronize()  # vLLM goes on in a stream of its own, up to 0.29 without waiting
             if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # an engine per process, each on its process's card
                 arguments["distributed_executor_backend"] = "external_launcher"

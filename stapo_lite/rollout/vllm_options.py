@@ -77,6 +77,7 @@ def engine_arguments(
     if on_cpu:  # with chunked prefill, requests that have a seed end vLLM 0.32 there
         defaults |= {"max_num_batched_tokens": max(4096, max_model_len), "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
         ours |= {"enforce_eager": True, "enable_chunked_prefill": False}
+        ours["worker_extension_cls"] = "stapo_lite.rollout.vllm_cpu_lora.WorkerExtension"
     else:
         defaults |= {"max_num_batched_tokens": BATCHED_TOKENS, "hf_overrides": fp32_head(model, options)}
         ours["gpu_memory_utilization"] = options.gpu_memory_utilization
