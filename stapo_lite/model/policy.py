@@ -1,8 +1,8 @@
 """The policy: a frozen base model with a LoRA adapter, and the token statistics the loss needs."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,8 +81,7 @@ class Policy:
                     host = torch.empty_like(parameter.data, device="cpu", pin_memory=parameter.is_cuda)
                     self._host_copies[parameter] = host.copy_(parameter.data)
                 parameter.data = self._host_copies[parameter]
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # for the engine, which allocates its own
+        torch.cuda.empty_cache()  # for the engine, which allocates its own
 
     def unpark(self) -> None:
         """Bring the base back."""
@@ -117,7 +116,9 @@ class Policy:
         return hidden.index_select(0, send(torch.cat(places), self.device)).to(self._head.weight.dtype)
 
     def _decode(self, input_ids: Tensor) -> Tensor:
-        with self.autocast(), self._keep_activations():
+        # The fp32 adapter computes in the base model's dtype, as it does in vLLM.
+        precision = torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+        with precision, self._keep_activations():
             return self._causal_lm.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state
 
     def take_part(self) -> None:
@@ -153,31 +154,21 @@ class Policy:
     def reference_logprobs(self, completions: Sequence[Completion]) -> Tensor:
         """Log-probabilities of the reference of the KL term, [n] fp32: the adapter that training started from, or the
         base model, which is the adapter, disabled."""
-        with self._as_reference():
-            return self.statistics(completions).logprobs
-
-    def refer_to_now(self) -> None:
-        """Take the adapter as it is now for the reference."""
-        self._reference = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
-
-    @contextmanager
-    def _as_reference(self) -> Iterator[None]:
         if not self._reference:
             with self.model.disable_adapter():
-                yield
-            return
+                return self.statistics(completions).logprobs
         now = {name: parameter.data for name, parameter in self.parameters.items()}
         try:
             for name, parameter in self.parameters.items():
                 parameter.data = self._reference[name]
-            yield
+            return self.statistics(completions).logprobs
         finally:  # a graph that was begun before reads the values of now in its backward pass
             for name, parameter in self.parameters.items():
                 parameter.data = now[name]
 
-    def autocast(self) -> torch.autocast:
-        """The fp32 adapter computes in the base model's dtype, as it does in vLLM."""
-        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+    def refer_to_now(self) -> None:
+        """Take the adapter as it is now for the reference."""
+        self._reference = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
 
     def _keep_activations(self) -> AbstractContextManager:
         """A context that decides where the inputs of checkpointed layers wait for the backward pass."""
