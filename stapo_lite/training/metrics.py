@@ -21,7 +21,6 @@ SUMS = (
     "gap_tokens", "gap", "gap_k3", "capped",
 )  # fmt: skip
 MAXIMA = ("lag_max", "gap_max")
-VALUES = ("entropies",)
 
 
 class Update(NamedTuple):
@@ -36,13 +35,15 @@ class Update(NamedTuple):
 
 
 class Tally:
-    """Sums, maxima and collected values of a step, kept on the device and reduced over the processes once.
+    """Sums and maxima of a step, kept on the device and reduced over the processes once.
 
-    Every process has all the names, whatever work it got. A maximum without a value is None; collected values are a
-    1-D tensor.
+    Every process has all the names, whatever work it got. A maximum without a value is None.
 
     Args:
         reward_functions: each has its own mean and spread.
+
+    Attributes:
+        entropies: 1-D tensors, to be put one after the other.
     """
 
     def __init__(self, device: torch.device, reward_functions: Sequence[str]):
@@ -50,7 +51,7 @@ class Tally:
         names = [*SUMS, *(f"{name} {part}" for name in rewards for part in ("number", "sum", "squares"))]
         self._sums = {name: torch.zeros((), dtype=torch.float64, device=device) for name in names}
         self._maxima = {name: torch.full((), -math.inf, dtype=torch.float32, device=device) for name in MAXIMA}
-        self._values = {name: [torch.zeros(0, device=device)] for name in VALUES}
+        self.entropies = [torch.zeros(0, device=device)]
 
     def add(self, **values: Tensor | float) -> None:
         """Add to sums."""
@@ -64,18 +65,13 @@ class Tally:
             given = torch.as_tensor(value, dtype=before.dtype, device=before.device).flatten()
             self._maxima[name] = torch.cat([before[None], given]).max()
 
-    def collect(self, **values: Tensor) -> None:
-        """Keep 1-D values."""
-        for name, value in values.items():
-            self._values[name].append(value)
-
     def reduce(self, accelerator: Accelerator) -> dict[str, Any]:
         """Bring the numbers of all processes together."""
         sums = accelerator.reduce(torch.stack(list(self._sums.values())), "sum")
         result: dict[str, Any] = dict(zip(self._sums, sums.tolist(), strict=True))
         maxima = accelerator.gather(torch.stack(list(self._maxima.values()))[None]).amax(0).tolist()
         result |= {n: None if v == -math.inf else v for n, v in zip(self._maxima, maxima, strict=True)}
-        return result | {n: gather_values(torch.cat(parts), accelerator) for n, parts in self._values.items()}
+        return result | {"entropies": gather_values(torch.cat(self.entropies), accelerator)}
 
 
 def gather_values(values: Tensor, accelerator: Accelerator) -> Tensor:

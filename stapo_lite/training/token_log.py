@@ -54,9 +54,8 @@ class TokenLog:
     def begin(self, batch: MiniBatch) -> None:
         """Begin a mini-batch, or begin it again."""
         self._batch = batch
-        self._seen: list[
-            tuple[Tensor, Tensor, Tensor]
-        ] = []  # lots, places in [N] and hidden states of each micro-batch
+        # Lots, places in [N] and hidden states of each micro-batch.
+        self._seen: list[tuple[Tensor, Tensor, Tensor]] = []
         # Another salt than the `random` ablation's, whose numbers decide what is silenced.
         self._lots = batch.random_scores([~completion.adapter_version for completion in batch.completions])
 

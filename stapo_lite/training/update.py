@@ -339,7 +339,7 @@ def count_gradient(learner: Learner, batch: MiniBatch, masks: Masks, gradient: G
     tally.add(entropy=total(entropy, active), collision=total(collision, active), capped=(capped & active).sum())
     tally.add(logit_grad_norm=total(norm, trains), gradient_mass=total(norm, active))
     tally.add(clipped_low=(token.clipped_low & trains).sum(), clipped_high=(token.clipped_high & trains).sum())
-    tally.collect(entropies=entropy[active])
+    tally.entropies.append(entropy[active])
     if objective.beta:
         kl = k3(logprobs, gradient.ref_logprobs)
         tally.add(kl=total(kl, masks.keep), kl_tokens=masks.keep.sum())
