@@ -218,9 +218,9 @@ class Run:
         Raises:
             OSError: they cannot be written.
         """
-        self.log.flush()
-        if self.learner.token_log is not None:
-            self.learner.token_log.flush()
+        token_log = self.learner.token_log
+        for journal in self.log.journals + (token_log.journals if token_log is not None else []):
+            journal.sync()
 
     def save_checkpoint(self) -> None:
         """Write the last whole step's snapshot; a warning where it cannot be written."""

@@ -37,10 +37,14 @@ class TokenLog:
     Args:
         tokens_per_step: most candidates, and most points of the plane, that a step writes. Of more candidates a
             random share is written, the same for any number of processes.
+
+    Attributes:
+        journals: the files that it adds lines to.
     """
 
     def __init__(self, folder: Path, tokens_per_step: int, policy: Policy, tokenizer: Any, accelerator: Accelerator):
-        self._tokens, self._quadrants = Journal(folder / TOKENS_FILE), Journal(folder / QUADRANTS_FILE)
+        self.journals = [Journal(folder / name) for name in (TOKENS_FILE, QUADRANTS_FILE)]
+        self._tokens, self._quadrants = self.journals
         self._limit = tokens_per_step
         self._policy, self._tokenizer, self._accelerator = policy, tokenizer, accelerator
         self._begin_step()
@@ -151,15 +155,6 @@ class TokenLog:
             }
             self._quadrants.add([line])
         self._begin_step()
-
-    def flush(self) -> None:
-        """Have all lines on the disk.
-
-        Raises:
-            OSError: they cannot be written.
-        """
-        self._tokens.sync()
-        self._quadrants.sync()
 
     def _draw(self, candidates: list[tuple[float, dict[str, Any]]]) -> list[tuple[float, dict[str, Any]]]:
         return heapq.nsmallest(self._limit, candidates, key=itemgetter(0))

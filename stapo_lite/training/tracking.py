@@ -61,6 +61,9 @@ class RunLog:
 
     Args:
         start_step: of a resumed run; later lines of its metrics file are dropped. 0 for a new one.
+
+    Attributes:
+        journals: the files that it adds lines to.
     """
 
     def __init__(self, folder: Path, max_steps: int, start_step: int, accelerator: Accelerator):
@@ -73,8 +76,8 @@ class RunLog:
             for path, lines in before.items():
                 write_lines(path, [line for line in lines if line["step"] <= start_step and start_step])
         accelerator.wait_for_everyone()
-        self._steps, self._evaluations = Journal(folder / METRICS_FILE), Journal(folder / EVALUATIONS_FILE)
-        self._completions = Journal(folder / COMPLETIONS_FILE)
+        self.journals = [Journal(folder / name) for name in (METRICS_FILE, EVALUATIONS_FILE, COMPLETIONS_FILE)]
+        self._steps, self._evaluations, self._completions = self.journals
         self._evaluated = {line["step"] for line in read_lines(folder / EVALUATIONS_FILE)}
 
     def start_trackers(self, project: str, config: dict[str, str]) -> None:
@@ -110,15 +113,6 @@ class RunLog:
         tqdm.write(step_line(metrics, self._max_steps))
         known = {name: value for name, value in metrics.items() if value is not None and name != "step"}
         self._track(known | trl_metrics(known), int(metrics["step"] or 0))
-
-    def flush(self) -> None:
-        """Have all lines on the disk.
-
-        Raises:
-            OSError: they still cannot.
-        """
-        for journal in (self._steps, self._completions, self._evaluations):
-            journal.sync()
 
     def has_evaluation(self, step: int) -> bool:
         """Whether there was one after this step."""
