@@ -51,6 +51,12 @@ class Decoding:
     options: dict[str, Any] = field(default_factory=dict)
     """Further ones of vLLM's SamplingParams, such as `stop`."""
 
+    def parameters(self, seed: int) -> dict[str, Any]:
+        """All of it by the names of vLLM's SamplingParams, which its server shares. No other than the sampled token's
+        log-probability is asked for: 0."""
+        fixed = {"temperature": self.temperature, "top_p": self.top_p, "max_tokens": self.max_completion_length}
+        return fixed | {"logprobs": 0 if self.logprobs else None, "seed": seed} | self.options
+
 
 def progress_bar(task: str, unit: str, total: int, steps: Iterable[Any] | None = None) -> tqdm:
     """A bar on the terminal of the first process until the task is done; none where there is no terminal."""

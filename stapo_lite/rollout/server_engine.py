@@ -225,11 +225,11 @@ class ServerEngine(RolloutEngine):
     def prefetch(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> None:
         """Begin with what later calls of `generate` will ask for, in their order."""
         s = self._sampling
-        options = {"temperature": s.temperature, "max_tokens": s.max_completion_length, "top_p": 1.0, "logprobs": 0}
+        decoding = Decoding(s.max_completion_length, s.temperature, top_p=1.0, logprobs=True)
         for prompt, seed in zip(prompts, seeds, strict=True):
             if seed not in self._ahead:
-                drawn = [derived_seed(seed, g) for g in range(s.num_generations)]
-                self._ahead[seed] = [self._submit(self._sample(prompt, options | {"seed": one})) for one in drawn]
+                drawn = [decoding.parameters(derived_seed(seed, g)) for g in range(s.num_generations)]
+                self._ahead[seed] = [self._submit(self._sample(prompt, parameters)) for parameters in drawn]
 
     def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[list[Completion]]:
         self.prefetch(prompts, seeds)
@@ -241,9 +241,7 @@ class ServerEngine(RolloutEngine):
     ) -> Iterator[tuple[int, Completion]]:
         indices = {}
         for index, (prompt, seed, d) in enumerate(zip(prompts, seeds, decodings, strict=True)):
-            options: dict[str, Any] = {"temperature": d.temperature, "max_tokens": d.max_completion_length}
-            options |= {"top_p": d.top_p, "seed": seed, "logprobs": 0 if d.logprobs else None}
-            indices[self._submit(self._sample(prompt, options | d.options))] = index
+            indices[self._submit(self._sample(prompt, d.parameters(seed)))] = index
         try:
             for future in as_completed(indices):
                 yield indices[future], future.result()
@@ -251,14 +249,14 @@ class ServerEngine(RolloutEngine):
             for future in indices:
                 future.cancel()
 
-    async def _sample(self, prompt: Prompt, options: dict[str, Any]) -> Completion:
+    async def _sample(self, prompt: Prompt, parameters: dict[str, Any]) -> Completion:
         """Sample one completion, on whichever server has the least to do.
 
         Raises:
             RunError: no server is left, the request failed too often, or a server refuses it.
         """
         body = {"prompt": prompt.token_ids, "stop_token_ids": list(self._sampling.stop_token_ids)}
-        body |= options | {"return_token_ids": True}
+        body |= parameters | {"return_token_ids": True}
         failures = 0
         async with self._slots:
             while live := [server for server in self._servers if server.live]:

@@ -117,12 +117,10 @@ class VLLMEngine(RolloutEngine):
     def stream(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], decodings: Sequence[Decoding]
     ) -> Iterator[tuple[int, Completion]]:
-        parameters = []
-        for seed, d in zip(seeds, decodings, strict=True):
-            options: dict[str, Any] = {"temperature": d.temperature, "top_p": d.top_p, "seed": seed}
-            options |= {"max_tokens": d.max_completion_length, "logprobs": 0 if d.logprobs else None}
-            options["detokenize"] = bool(d.options)  # to find stop strings
-            parameters.append(self._parameters(**options | d.options))
+        parameters = [
+            self._parameters(**{"detokenize": bool(d.options)} | d.parameters(seed))  # to find stop strings
+            for seed, d in zip(seeds, decodings, strict=True)
+        ]
         for index, output in self._outputs(prompts, parameters):
             yield index, completions(prompts[index], output)[0]
 
