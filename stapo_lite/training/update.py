@@ -43,6 +43,7 @@ MAX_SKIPPED = 5
 """Updates in a row that may be skipped, because loss or gradient is not finite, before the run ends."""
 
 
+@dataclass
 class Learner:
     """The policy, its optimiser, and what an update of them goes by.
 
@@ -55,20 +56,17 @@ class Learner:
         on_tokens: told of the completion tokens that have been through both passes.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        policy: Policy,
-        optimizer: torch.optim.Optimizer,
-        budget: TokenBudget,
-        accelerator: Accelerator,
-        progress: Progress,
-        token_log: TokenLog | None = None,
-    ):
-        self.config, self.policy, self.optimizer, self.budget = config, policy, optimizer, budget
-        self.accelerator, self.progress, self.token_log = accelerator, progress, token_log
-        self.on_tokens: Callable[[int], Any] = lambda tokens: None
-        self.begin_step(config.train.learning_rate)
+    config: Config
+    policy: Policy
+    optimizer: torch.optim.Optimizer
+    budget: TokenBudget
+    accelerator: Accelerator
+    progress: Progress
+    token_log: TokenLog | None = None
+    on_tokens: Callable[[int], Any] = lambda tokens: None
+
+    def __post_init__(self) -> None:
+        self.begin_step(self.config.train.learning_rate)
 
     def begin_step(self, learning_rate: float) -> None:
         """Set what is the step's own, and forget what was counted."""
