@@ -23,7 +23,7 @@ from stapo_lite.rewards.functions import RewardModel
 from stapo_lite.rewards.grading import MathGrader, Question
 from stapo_lite.rollout import Decoding, RolloutEngine, make_sampling
 from stapo_lite.rollout.episodes import RolloutFunction, play
-from stapo_lite.types import Prompt, derived_seed
+from stapo_lite.types import Completion, Prompt, derived_seed
 
 
 @dataclass(frozen=True)
@@ -188,10 +188,7 @@ class Exam:
         else:
             draws = engine.stream(prompts, seeds, [self._decoding] * len(prompts))
             completions = [answer for _, answer in sorted(_bar(draws, len(prompts), accelerator), key=itemgetter(0))]
-        for completion in completions:
-            completion.text = self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-        if completions:
-            rewards.score(completions, self._seed, step)
+        score(completions, self._tokenizer, rewards, self._seed, step)
         given = [{"reward": c.reward} | {f"reward/{name}": v for name, v in c.scores.items()} for c in completions]
         everyones = gather_object(given)
         names = dict.fromkeys(name for scores in everyones for name in scores)
@@ -202,6 +199,14 @@ class Exam:
 def _bar(samples: Iterator[Any], number: int, accelerator: Accelerator) -> Iterator[Any]:
     quiet = None if accelerator.is_main_process else True
     return iter(tqdm(samples, "evaluate", number, leave=False, disable=quiet))
+
+
+def score(completions: Sequence[Completion], tokenizer: Any, rewards: RewardModel, seed: int, step: int) -> None:
+    """Decode completions, and set their scores and rewards."""
+    for completion in completions:
+        completion.text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+    if completions:
+        rewards.score(completions, seed, step)
 
 
 def main_score(results: dict[str, Any], metric: str) -> float | None:

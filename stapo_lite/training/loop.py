@@ -17,6 +17,7 @@ from accelerate.utils import gather_object
 from stapo_lite.algorithm.advantages import group_advantages
 from stapo_lite.algorithm.microbatches import MiniBatch, cut_evenly, pack, sequence_length, split_evenly
 from stapo_lite.config import Config
+from stapo_lite.evaluation.exam import score
 from stapo_lite.rewards.functions import overlong_share
 from stapo_lite.rollout import progress_bar
 from stapo_lite.training.lifecycle import card_memory
@@ -96,11 +97,7 @@ def sample_round(run: Run, step: int, wanted: int, rollouts: Rollouts) -> list[l
     rollouts.drawn += wanted
     rollouts.rounds += 1
     run.clock.lap("rollout")
-    texts = run.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
-    for completion, text in zip(completions, texts, strict=True):
-        completion.text = text
-    if completions:
-        run.rewards.score(completions, seed, step)
+    score(completions, run.tokenizer, run.rewards, seed, step)
     everyones = sorted(gather_object(list(zip(share.places, groups, strict=True))), key=lambda pair: pair[0])
     run.clock.lap("reward")
     return [group for _, group in everyones]
