@@ -60,11 +60,13 @@ def serve(config: Config, host: str, port: int) -> None:
     check_vllm(config.rollout)
     import torch  # slow, as the next ones
 
+    from stapo_lite.model.processes import resolve_dtype
     from stapo_lite.planning.choice import fit_server
     from stapo_lite.rollout.server_engine import api_key
 
     on_cpu = not torch.cuda.is_available()
-    flags = server_arguments(fit_server(config), host, port, on_cpu)
+    config = fit_server(config.model_copy(update={"dtype": resolve_dtype(config.dtype)}))
+    flags = server_arguments(config, host, port, on_cpu)
     environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1"}
     environment["VLLM_LOGGING_LEVEL"] = "WARNING"
     if on_cpu:
