@@ -40,7 +40,7 @@ _MODULES = {
 
 
 class _Package(ModuleType):
-    """Imports what is asked for when it is: a sandbox has no use for torch."""
+    """Imports a name when it is asked for: a sandbox, for one, needs no torch."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in __all__:

@@ -6,6 +6,7 @@ Commands import what is slow to import once their arguments are read.
 import os
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from io import TextIOWrapper
 from pathlib import Path
 
 from stapo_lite.errors import InputError, one_line_errors
@@ -13,7 +14,7 @@ from stapo_lite.errors import InputError, one_line_errors
 
 def train(parser: ArgumentParser, arguments: list[str]) -> None:
     """Train a LoRA adapter with STAPO."""
-    parser.add_argument("--processes", type=int, metavar="N", help="that train; by default one for each card")
+    parser.add_argument("--processes", type=int, metavar="N", help="how many processes train; by default one per card")
     parser.add_argument("--dry-run", action="store_true", help="print config and batch arithmetic, and stop")
     parser.add_argument("--resume", action="store_true", help="continue from output_dir's newest checkpoint, if any")
     parser.add_argument("--force", action="store_true", help="resume with a config that makes it another run")
@@ -54,11 +55,11 @@ def serve(parser: ArgumentParser, arguments: list[str]) -> None:
 
 
 def plan(parser: ArgumentParser, arguments: list[str]) -> None:
-    """Predict a run's memory; exit with 1 where it does not fit."""
-    parser.add_argument("--gpu-memory", type=float, required=True, metavar="GIB", help="of each card")
-    parser.add_argument("--host-memory", type=float, metavar="GIB", help="of the host, for each card")
-    parser.add_argument("--processes", type=int, default=1, metavar="N", help="that train, each with a card")
-    parser.add_argument("--sharded", action="store_true", help="FSDP2 spreads the base over them")
+    """Predict a run's memory; the exit status is not 0 where it does not fit."""
+    parser.add_argument("--gpu-memory", type=float, required=True, metavar="GIB", help="memory of each card")
+    parser.add_argument("--host-memory", type=float, metavar="GIB", help="host memory for each card")
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help="how many processes train")
+    parser.add_argument("--sharded", action="store_true", help="FSDP2 spreads the base model over these processes")
     given = _with_config(parser, arguments)
     from stapo_lite.config import load_config
 
@@ -81,7 +82,7 @@ def plan(parser: ArgumentParser, arguments: list[str]) -> None:
 
 def evaluate(parser: ArgumentParser, arguments: list[str]) -> None:
     """Evaluate on math benchmarks; or: compare FOLDER FOLDER ..., evaluations side by side."""
-    parser.add_argument("--processes", type=int, metavar="N", help="that sample; by default one for each card")
+    parser.add_argument("--processes", type=int, metavar="N", help="how many processes sample; by default one per card")
     given = _with_config(parser, arguments)
     if given.config == Path("compare"):
         from stapo_lite.evaluation.results import compare
@@ -109,7 +110,7 @@ def evaluate(parser: ArgumentParser, arguments: list[str]) -> None:
 
 
 def report(parser: ArgumentParser, arguments: list[str]) -> None:
-    """A finished run at a glance: a table, and reward.png in its folder."""
+    """Sum up a finished run: a table, and reward.png in its folder."""
     parser.add_argument("run_folder", type=Path)
     given = parser.parse_args(arguments)
     from stapo_lite.training.report import write_report
@@ -118,10 +119,10 @@ def report(parser: ArgumentParser, arguments: list[str]) -> None:
 
 
 def completions(parser: ArgumentParser, arguments: list[str]) -> None:
-    """The completions that a run has kept (log.completions), the lowest rewards first."""
+    """Show the completions that a run has kept (log.completions), the lowest rewards first."""
     parser.add_argument("run_folder", type=Path)
     parser.add_argument("--worst", type=int, default=10, metavar="N", help="how many; 10 by default")
-    parser.add_argument("--step", type=int, help="of this step alone")
+    parser.add_argument("--step", type=int, help="show completions of this step only")
     given = parser.parse_args(arguments)
     from stapo_lite.training.tracking import show_completions
 
@@ -129,7 +130,7 @@ def completions(parser: ArgumentParser, arguments: list[str]) -> None:
 
 
 def audit(parser: ArgumentParser, arguments: list[str]) -> None:
-    """A page about a run's tokens, or about several runs."""
+    """Make a page about a run's tokens, or one that compares runs."""
     parser.add_argument("folders", nargs="+", metavar="RUN", help="a run folder; or `compare` and several")
     parser.add_argument("--out", type=Path, help="folder of page and PNGs; by default RUN/audit, or runs/compare")
     given = parser.parse_args(arguments)
@@ -140,7 +141,7 @@ def audit(parser: ArgumentParser, arguments: list[str]) -> None:
     elif len(given.folders) == 1:
         page = audit(given.folders[0], given.out)
     else:
-        raise InputError(f"one run folder, or: compare {' '.join(given.folders)}")
+        raise InputError(f"give one run folder, or compare them: stapo audit compare {' '.join(given.folders)}")
     print(f"page: {page}")
 
 
@@ -150,7 +151,7 @@ def export(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--merge", action="store_true", help="merge the adapter into its base")
     choices = ("float32", "bfloat16", "float16")
-    parser.add_argument("--dtype", choices=choices, default="bfloat16", help="of what is written")
+    parser.add_argument("--dtype", choices=choices, default="bfloat16", help="data type of the exported weights")
     parser.add_argument("--base-model", help="the base in full precision; by default the run's model")
     parser.add_argument("--evaluation", type=Path, help="output_dir of an evaluation, for the model card")
     parser.add_argument("--push-to-hub", metavar="USER/NAME", help="repository to push to; made if there is none")
@@ -173,12 +174,12 @@ def grade(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("cases", type=Path, help="JSON lines of gold, pred and optionally form, answer_type, tolerance")
     parser.add_argument("--out", type=Path, required=True, help="the same lines with `correct`")
     parser.add_argument("--timeout", type=float, default=TIMEOUT, help="seconds per answer")
-    parser.add_argument("--num-workers", type=int, default=NUM_WORKERS, help="processes")
+    parser.add_argument("--num-workers", type=int, default=NUM_WORKERS, help="how many processes grade")
     print(grade_file(**vars(parser.parse_args(arguments))))
 
 
 def contamination(parser: ArgumentParser, arguments: list[str]) -> None:
-    """Benchmark problems that a training set holds."""
+    """Find benchmark problems in a training set."""
     parser.add_argument("source", help="a .jsonl or .parquet file, or a dataset on the Hub")
     parser.add_argument("--subset", help="configuration name of a Hub dataset")
     parser.add_argument("--split", default="train", help="split of a Hub dataset")
@@ -222,6 +223,8 @@ def main(command: str | None = None) -> None:
         command = str(parser.parse_args(arguments[:1]).command)
         arguments = arguments[1:]
     function = COMMANDS[command]
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # a log file shows each step when it ends
     with one_line_errors():
         function(ArgumentParser(f"stapo {command}", description=function.__doc__), arguments)
 

@@ -11,7 +11,7 @@ from stapo_lite.errors import InputError, one_line
 
 logger = logging.getLogger(__name__)
 SURROGATES = "backslashreplace"
-"""Halves of a surrogate pair are written as JSON has them."""
+"""Half of a surrogate pair, which UTF-8 cannot hold, is written as JSON's escape (`\\ud800`)."""
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -100,7 +100,7 @@ class Journal:
         self._waiting = []
 
     def sync(self) -> None:
-        """Have all lines on the disk.
+        """Write all lines, those that wait included, and sync the file to the disk.
 
         Raises:
             OSError: they cannot be written.
@@ -115,7 +115,7 @@ def _dump(line: dict[str, Any]) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file as a whole: who is killed meanwhile leaves the old one."""
+    """Replace a file as a whole: a process that is killed meanwhile leaves the old file."""
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(text, encoding="utf-8", errors=SURROGATES)
     sync(partial)

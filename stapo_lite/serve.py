@@ -21,11 +21,11 @@ from stapo_lite.rollout.vllm_options import check_vllm, engine_arguments
 
 
 async def ask_for_key(request: Any, go_on: Callable[[Any], Awaitable[Any]]) -> Any:
-    """HTTP middleware: without the API key no request is answered but for the server's health; vLLM itself asks for the
-    key on some paths only."""
+    """HTTP middleware: refuse every request without the API key, except for the server's health (/health); vLLM itself
+    asks for the key on some paths only."""
     given, expected = request.headers.get("Authorization", ""), f"Bearer {os.environ['VLLM_API_KEY']}"
     if request.url.path != "/health" and not hmac.compare_digest(given.encode(), expected.encode()):
-        from starlette.responses import PlainTextResponse  # there where vLLM is
+        from starlette.responses import PlainTextResponse  # installed with vLLM
 
         return PlainTextResponse("Unauthorized", 401)
     return await go_on(request)
@@ -70,7 +70,7 @@ def serve(config: Config, host: str, port: int) -> None:
     environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1"}
     environment["VLLM_LOGGING_LEVEL"] = "WARNING"
     if on_cpu:
-        environment["TORCH_COMPILE_DISABLE"] = "1"  # ten seconds at the first request that gain nothing
+        environment["TORCH_COMPILE_DISABLE"] = "1"  # compiling costs the first request ten seconds, gains nothing
     name = socket.gethostname() if host in ("0.0.0.0", "::") else host
     print(f"serving {flags[1]}: rollout.engine=server rollout.servers=[http://{name}:{port}]", flush=True)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # torch is slow to import, and sandboxes need none
 
 
 def derived_seed(*parts: object) -> int:
-    """A seed of 63 bits that follows from its parts. Generators of 32 bits take its remainder."""
+    """A seed of 63 bits that follows from its parts. A generator with seeds of 32 bits takes it modulo 2**32."""
     return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:8]) >> 1
 
 

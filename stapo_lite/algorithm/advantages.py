@@ -1,4 +1,4 @@
-"""Group advantages: how much better a completion is than its siblings."""
+"""Group advantages: how much better a completion is than the others of its group."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ def group_advantages(rewards: Tensor, scale: bool = True, eps: float = 1e-6) -> 
 
     Args:
         rewards: [groups, G] float; NaN marks a completion without a verdict, which gets advantage 0
-            and does not count for its siblings.
+            and does not count in its group's mean and deviation.
         scale: divide by the standard deviation; without it this is Dr. GRPO's advantage (arXiv 2503.20783).
         eps: keeps rewards that differ by rounding only from being blown up, as in verl.
 

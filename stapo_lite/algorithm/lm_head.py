@@ -10,7 +10,7 @@ queries, rows of W as both keys and values). Two matrix products in all, and a b
 scales rows; recomputing the logits in the backward pass takes three. Where entropy needs a gradient, the
 recomputing path below does the same sweep. The head itself is never trained.
 
-Logits are accumulated in fp32: rounding them to bf16 moves a probability near tau_p by per cents.
+Logits are accumulated in fp32: rounding them to bf16 changes a probability near tau_p by some per cent.
 """
 
 import math
@@ -24,7 +24,7 @@ from torch import Tensor
 from stapo_lite.types import TokenStatistics
 
 TILE = 128
-"""Rows and columns of which a tile of logits has multiples."""
+"""The numbers of rows and columns of a tile of logits are multiples of this."""
 
 
 def token_statistics(
@@ -53,7 +53,7 @@ def token_statistics(
         all three.
 
     Raises:
-        ValueError: the shapes do not fit together, hidden and weight differ in dtype, or the head wants a gradient.
+        ValueError: the shapes do not fit together, hidden and weight differ in dtype, or the head requires a gradient.
     """
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or targets.shape != hidden.shape[:1]:
         raise ValueError(
@@ -101,8 +101,8 @@ def chunk_sizes(tokens: int, vocabulary: int, width: int, memory_bytes: int) -> 
     The workspace of a tile of n tokens x v vocabulary rows: logits and exponentials (2 n v), the running
     expectation and a copy of the hidden states (2 n D), and what the product needs in its own type: the rows
     on a CPU, the exponentials on a GPU (at most v D). Square tiles are the best use of it when tokens are plenty.
-    Where they are cut, they are multiples of 128: odd leading dimensions leave cuBLAS's fast kernels. Below one such
-    tile the budget is not kept.
+    Where they are cut, they are multiples of 128: other leading dimensions keep cuBLAS from its fast kernels. A budget
+    smaller than one such tile is exceeded.
     """
     floats = memory_bytes / 4
     square = (math.sqrt(9 * width**2 + 8 * floats) - 3 * width) / 4  # 2 n^2 + 3 n D = floats
@@ -261,8 +261,8 @@ def _product(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
 
 @contextmanager
 def _bf16_products(weight: Tensor) -> Iterator[None]:
-    """Let a CPU multiply the fp32 copies of bf16 values by its bf16 units, which add up in fp32 and lose nothing:
-    three times as fast. The exponentials are rounded to bf16, as on a GPU."""
+    """Let a CPU multiply the fp32 copies of bf16 values in its bf16 units, which accumulate in fp32: nothing is lost,
+    and it is three times as fast. The exponentials are rounded to bf16, as on a GPU."""
     settings: Any = getattr(torch.backends.mkldnn, "matmul")  # noqa: B009  (its type stub lacks it)
     before = settings.fp32_precision
     if weight.dtype == torch.bfloat16 and not weight.is_cuda:

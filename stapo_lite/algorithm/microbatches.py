@@ -68,21 +68,21 @@ def pack(completions: Sequence[Completion], device: torch.device | str) -> MiniB
 
 
 def send(values: Tensor, device: torch.device | str) -> Tensor:
-    """Copy from the host to the device. From pinned memory a GPU fetches it when it comes to it, and nobody waits."""
+    """Copy from the host to the device; to a GPU from pinned memory, so that the host does not wait for the copy."""
     if torch.device(device).type != "cuda":
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)
 
 
 class TokenBudget:
-    """The most tokens of a micro-batch, padding included; half as many each time that they do not fit into memory.
+    """The most tokens of a micro-batch, padding included; halved each time that memory runs out.
 
     Args:
-        in_step: where processes must run the same number of micro-batches: the largest of their numbers, from our own.
-            Who has fewer gets empty ones, and none can go on alone where memory runs out.
+        in_step: where all processes must run the same number of micro-batches, gives that number from this process's.
+            The others run empty ones. Where memory runs out the run ends: one process cannot repeat a pass alone.
 
     Attributes:
-        halvings: so far; they last.
+        halvings: how often the budget was halved; it is never raised again.
     """
 
     def __init__(self, tokens: int, halvings: int = 0, in_step: Callable[[int], int] | None = None):
@@ -113,11 +113,11 @@ class TokenBudget:
                 if not out_of_memory(error):
                     raise
                 if self._in_step is not None:
-                    raise RunError("memory ran out: lower train.max_tokens_per_microbatch, use --resume") from error
+                    raise RunError("memory ran out: lower train.max_tokens_per_microbatch, --resume --force") from error
                 if all(len(part) == 1 for part in micro_batches):
                     raise RunError(
                         "memory ran out on a single sequence: lower rollout.max_completion_length or "
-                        "train.lm_head_memory_gb, or see what `stapo plan` suggests"
+                        "train.lm_head_memory_gb (see `stapo plan`), and continue with --resume --force"
                     ) from error
             clear_device_cache(garbage_collection=True)  # only here is the error gone, and with it what it held
             self.halvings += 1
@@ -153,7 +153,7 @@ def split_by_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def split_evenly(work: Sequence[float], parts: int) -> list[list[int]]:
-    """Deal items out so that each part has about the same work: the largest first, to whoever has the least so far.
+    """Distribute items so that each part has about the same work: the largest first, to the part with the least so far.
 
     Returns:
         The indices of each part, in ascending order.
@@ -167,7 +167,7 @@ def split_evenly(work: Sequence[float], parts: int) -> list[list[int]]:
 
 
 def cut_evenly(items: Sequence[T], most: int) -> list[Sequence[T]]:
-    """Runs of items, as few as hold at most `most` each, whose lengths differ by one at most: what dynamic sampling
-    leaves of a batch must not end in a mini-batch of one group, which would get a whole update."""
+    """Cut items into as few runs of at most `most` as possible, whose lengths differ by one at most. Else the batch
+    that dynamic sampling leaves could end in a mini-batch of one group, which would get a whole update."""
     count = -(-len(items) // most)
     return [items[len(items) * i // count : len(items) * (i + 1) // count] for i in range(count)]

@@ -97,7 +97,7 @@ class Totals(NamedTuple):
 
 
 def sequence_weights(counts: Tensor, totals: Totals, aggregation: str, max_completion_length: int) -> Tensor:
-    """The factor of each kept token of a sequence, from which the mini-batch's loss is a plain sum.
+    """The factor of each kept token of a sequence: the mini-batch's loss is the plain sum of factor times token loss.
 
     Args:
         counts: [B], the number of such tokens of each sequence.
@@ -113,8 +113,8 @@ def sequence_weights(counts: Tensor, totals: Totals, aggregation: str, max_compl
 
 
 def loss_scale(totals: Totals, aggregation: str, max_completion_length: int) -> float:
-    """A power of two by which the loss is multiplied in float16, whose smallest number is 6e-8, and the gradient
-    divided: a kept token then weighs about 1/128, which leaves room above for sums over a micro-batch."""
+    """A power of two for training in float16, whose smallest number is 6e-8: the loss is multiplied by it, the gradient
+    divided. A kept token then weighs about 1/128, so that sums over a micro-batch do not overflow."""
     return 2.0 ** (round(math.log2(_denominator(totals, aggregation, max_completion_length))) - 7)
 
 

@@ -21,7 +21,7 @@ def check_sharded(config: Config, engine: str) -> None:
         "rollout.engine": engine if engine == "transformers" else None,
     }.items():
         if value:
-            raise InputError(f"{key}={value}: not with a base that FSDP shards over the processes")
+            raise InputError(f"{key}={value}: not with a base that FSDP shards: change it, or launch without FSDP")
 
 
 def batch_arithmetic(config: Config, num_processes: int) -> str:

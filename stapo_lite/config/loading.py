@@ -34,7 +34,7 @@ def load_config(source: str | Path | dict[str, Any], overrides: list[str] | None
 
 
 def load_eval_config(source: str | Path | dict[str, Any], overrides: list[str] | None = None) -> EvalConfig:
-    """The same for an evaluation."""
+    """Read an evaluation's config; arguments and errors as in `load_config`."""
     return _load(EvalConfig, EVAL_PRESETS, source, overrides)
 
 
@@ -53,15 +53,13 @@ def _load(schema: type[S], presets: Presets, source: str | Path | dict, override
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's own loader would take the last of two equal keys in silence."""
+    """Refuses a mapping with the same key twice; YAML's own loader silently takes the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         twice = [key for key in keys if keys.count(key) > 1]
         if twice:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"the key {twice[0]!r} stands there twice", node.start_mark
-            )
+            raise yaml.constructor.ConstructorError(None, None, f"the key {twice[0]!r} is given twice", node.start_mark)
         return super().construct_mapping(node, deep)
 
 

@@ -5,7 +5,7 @@ import copy
 from typing import Any
 
 Presets = dict[str, dict[str, dict[str, Any]]]
-"""Key of the preset -> its value -> the keys that it sets, and what to; of several keys the first one comes first."""
+"""Key of the preset -> its value -> the keys that it sets and their values; where two set a key, the first wins."""
 
 _NO_S2T = {"objective.s2t.enabled": False, "objective.entropy_coef": 0.0}
 _ALGORITHMS: dict[str, dict[str, Any]] = {
@@ -42,7 +42,7 @@ EVAL_PRESETS: Presets = {
 
 
 def fill_presets(tree: Any, presets: Presets) -> Any:
-    """The tree with the fields set that its presets set and it leaves open."""
+    """A copy of the tree, with its presets' values for the fields that it leaves open."""
     resolved = copy.deepcopy(tree)
     for key, table in presets.items():
         name = lookup(resolved, key)
@@ -59,7 +59,7 @@ def lookup(tree: Any, key: str) -> Any:
 
 
 def fill(tree: Any, key: str, value: Any) -> None:
-    """Set a value of the tree unless it has one; leave what is no tree to the validation."""
+    """Set the value at a dotted key unless there is one; a parent that is no section is left to the validation."""
     *parents, last = key.split(".")
     for parent in parents:
         if not isinstance(tree, dict):

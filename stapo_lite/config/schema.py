@@ -22,7 +22,7 @@ Symptom = Literal[
 def _path(text: str) -> str:
     """A path that the system accepts, or a name on the Hub."""
     if "\0" in text or any(len(part.encode(errors="replace")) > 255 for part in text.split("/")):
-        raise PydanticCustomError("path", "no file can be called so")
+        raise PydanticCustomError("path", "not a file name: at most 255 bytes in each part, and no NUL")
     return os.path.expanduser(text)
 
 
@@ -57,8 +57,8 @@ class Lora(Section):
     """The adapter (PEFT `LoraConfig` names)."""
 
     adapter: OptionalPath = None
-    """Start from this adapter, a folder or a name on the Hub, of the rank, scale and layers below. It is then the
-    reference of `objective.beta`, too."""
+    """Start from this adapter, a folder or a name on the Hub; it must have the rank, scale and layers given below. It
+    is then the reference of the KL term (`objective.beta`), too."""
     r: int = Field(16, ge=1, le=512)
     """Rank. vLLM serves ranks up to 512."""
     lora_alpha: int = Field(32, gt=0)
@@ -105,8 +105,8 @@ class Data(Prompting):
     answer_column: str = "answer"
     """Column with the reference answer, which `math` needs."""
     drop_contaminated: list[str] | Literal[False] = False
-    """Benchmarks, `[all]` for the six or as in an evaluation (below): rows that hold 60 % or more of the 8-grams of one
-    of their problems are left out."""
+    """Leave out rows that overlap these benchmarks: `[all]` for the six, or a list as in an evaluation (below). A row
+    overlaps where it holds 60 % or more of the 8-grams (of words) of one of their problems."""
     filter_overlong_prompts: bool = False
     """Drop prompts longer than `max_prompt_length` instead of stopping with an error."""
 
@@ -124,8 +124,8 @@ class Reward(Section):
     incorrect: float = -1.0
     """Value that `math` gives a wrong one: -1 as in DAPO, or 0."""
     truncated_is_incorrect: bool = True
-    """`math`: a completion that was cut off at `max_completion_length` is wrong, whatever box it has; else an early box
-    would earn all that follows it."""
+    """`math`: a completion that was cut off at `max_completion_length` is wrong, even if it has a
+    `\\boxed{}`; otherwise everything after an early box would be rewarded with it."""
     overlong_penalty: float = Field(0.0, ge=0)
     """Soft overlong punishment (DAPO): taken off the reward of a completion of full length; 0 for none."""
     overlong_buffer: float = Field(0.2, gt=0, le=1)
@@ -136,7 +136,7 @@ class Reward(Section):
     def conflicts(self) -> Iterator[str]:
         names, weights = self.functions, self.weights
         if len(set(names)) < len(names):
-            yield f"reward.functions={names}: one stands there twice; give it a weight (reward.weights) instead"
+            yield f"reward.functions={names}: one is listed twice; list it once and give it a weight (reward.weights)"
         if weights is not None and len(weights) != len(names):
             yield f"reward.weights={weights} for reward.functions={names}: give one weight per function"
 
@@ -157,7 +157,7 @@ class Engine(Section):
     a quantised checkpoint needs none."""
     vllm: dict[str, Any] = {}
     """Any further engine argument of vLLM by its own name, such as `kv_cache_dtype` or `speculative_config`; those that
-    the run itself decides are refused. On a CPU `kv_cache_memory_bytes` is 1 GiB."""
+    the run itself decides are refused. `kv_cache_memory_bytes` is 1 GiB by default on a CPU."""
 
 
 class Rollout(Engine):
@@ -181,14 +181,14 @@ class Rollout(Engine):
     servers: list[str] = Field(["http://127.0.0.1:8000"], min_length=1)
     """`server` only: addresses of servers that `stapo serve` started; they share the work."""
     max_lag: int = Field(0, ge=0)
-    """`server` only: how many steps ahead of the trainer completions may be sampled, by an adapter that is as much
-    older; 0 is synchronous. `objective.sampler_correction` accounts for it."""
+    """`server` only: how many steps ahead of the trainer completions may be sampled, by an adapter that is so many
+    steps older; 0 is synchronous. `objective.sampler_correction` accounts for it."""
     model: OptionalPath = None
     """vLLM: serve this checkpoint of the same model, quantised to fp8, AWQ or GPTQ, in place of `model`. How far
     that is from the trainer's policy is logged as `sampler_gap_*`, and corrected by `objective.sampler_correction`."""
     sleep_level: Literal[0, 1, 2] = 1
     """vLLM on a GPU, while the trainer updates: 0 keeps its memory, 1 moves its weights to the host, 2 drops them and
-    reads them from the disk again (vLLM 0.28 or newer, not with `bitsandbytes`). The adapter outlives both."""
+    reads them from the disk again (vLLM 0.28 or newer, not with `bitsandbytes`). The adapter is kept with each."""
 
     def conflicts(self) -> Iterator[str]:
         if self.engine != "server" and self.vllm.keys() & {"tensor_parallel_size", "data_parallel_size"}:
@@ -224,12 +224,12 @@ class S2T(Section):
     """Policy that supplies probability and entropy to the keep-mask: the one before the first update of the
     step, or the current one (Algorithm 1 of the paper) at the price of a pass; see docs/results.md."""
     target_share: float | None = Field(None, gt=0, lt=1)
-    """Experimental: move `tau_p` after each step, to a tenth or ten times of what is given here at most, so that
+    """Experimental: change `tau_p` after each step, between a tenth of the given value and ten times it, so that
     silenced tokens stay near this share of all completion tokens."""
 
     def conflicts(self) -> Iterator[str]:
         if self.target_share is not None and not self.enabled:
-            yield "objective.s2t.target_share needs objective.s2t.enabled=true: switch one"
+            yield "objective.s2t.target_share needs objective.s2t.enabled=true: set that, or leave target_share out"
 
 
 class Objective(Section):
@@ -247,7 +247,7 @@ class Objective(Section):
     beta: float = Field(0.0, ge=0)
     """Coefficient of the KL divergence (k3 estimator) from the reference: the base without the adapter."""
     entropy_coef: float = Field(0.0, ge=0)
-    """Coefficient of the entropy bonus. Its gradient takes the slower, recomputing LM head."""
+    """Coefficient of the entropy bonus. Its gradient needs the slower LM head, which computes the logits twice."""
     top_entropy_quantile: float = Field(1.0, gt=0, le=1)
     """Train on this share of the mini-batch's tokens, those of highest entropy (20-Entropy: 0.2)."""
     renormalize: bool = True
@@ -256,9 +256,9 @@ class Objective(Section):
     """Denominator of the ratio: the trainer's log-probabilities before the step's first update, or the
     engine's, which need no pass over the later mini-batches (the keep-mask may need one of its own)."""
     sampler_correction: Annotated[Literal["token-truncate", "sequence-mask", "off"], _OFF] = "token-truncate"
-    """For the difference between trainer and engine, with `old_logprobs=trainer`: weight each token by
-    min(old / rollout, `sampler_cap`); or each sequence by its product of old / rollout, and by 0 where
-    that is above the cap; or nothing."""
+    """Correction of the difference between trainer and engine, with `old_logprobs=trainer`. `token-truncate`: weight
+    each token by min(old / rollout, `sampler_cap`). `sequence-mask`: weight each sequence by the product of its
+    old / rollout, or by 0 where that is above the cap. `off`: no weights."""
     sampler_cap: float = Field(2.0, gt=0)
     """Largest weight of `sampler_correction`."""
     s2t: S2T = S2T()
@@ -274,14 +274,14 @@ class Train(Section):
     mini_batch_size: int = Field(16, ge=1)
     """Prompts per optimiser update, over all processes; must divide `batch_size`."""
     max_tokens_per_microbatch: int = Field(16384, ge=1)
-    """Tokens, padding included, in one forward and backward pass on one process, where a longer sequence gets a pass of
-    its own; halved for the rest of the run where they do not fit into memory."""
+    """Most tokens, padding included, in one forward and backward pass on one process. A longer sequence gets a pass of
+    its own. Where memory runs out the number is halved for the rest of the run."""
     learning_rate: float = Field(1e-5, gt=0)
-    """The rate that the warm-up ends with."""
+    """Learning rate after the warm-up; constant, or the start of the decay."""
     warmup_steps: int = Field(10, ge=0)
     """Steps of linear warm-up; all updates of a step have one rate."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up: as it is, or falling towards 0 at `max_steps`, in a line or as half a wave."""
+    """After the warm-up: constant, or a decay towards 0 at `max_steps`, linear or by half a cosine."""
     weight_decay: float = Field(0.01, ge=0)
     """AdamW's decoupled weight decay."""
     max_grad_norm: float = Field(1.0, gt=0)
@@ -291,8 +291,8 @@ class Train(Section):
     park_trainer: bool = False
     """Keep the trainer's frozen base in pinned host memory during vLLM's rollouts (on a GPU)."""
     gradient_checkpointing: bool | Annotated[int, Field(ge=1)] = True
-    """Recompute activations in the backward pass (non-reentrant), of all layers or of so many of the first ones: the
-    fewer, the faster and the more memory."""
+    """Recompute activations in the backward pass (non-reentrant): of all layers (`true`), or of the first N. Fewer
+    layers are faster and take more memory."""
     offload_activations: bool = False
     """Keep what gradient checkpointing saves, one hidden state per layer and token, in host memory."""
     compile: bool = False
@@ -321,10 +321,10 @@ class Log(Section):
     """Repository on the Hub that gets adapter and model card at every checkpoint and at the end; made if there is none.
     A connection that is lost costs a warning, and the next checkpoint is pushed."""
     hub_private_repo: bool = False
-    """Make it private."""
+    """Make that repository private."""
     audit_tokens: int = Field(0, ge=0)
-    """The token log, for `stapo audit`: the most candidates of S2T, in context and with alternatives,
-    and the most points of the probability-entropy plane that a step writes, 0.7 kB for each of both; 0 for none."""
+    """Size of the token log, for `stapo audit`: how many candidates of S2T (with context and alternatives) and how many
+    points of the probability-entropy plane a step writes at most; 0.7 kB for one of each; 0 for no token log."""
 
 
 class Evaluation(Section):
@@ -334,7 +334,7 @@ class Evaluation(Section):
     steps: int = Field(0, ge=0)
     """Evaluate before the first step, every so many steps and at the end; 0 for never."""
     source: OptionalPath = None
-    """Held-out rows, as `data.source` has those to train on; judged by the run's own reward functions."""
+    """Held-out rows, given like `data.source`; judged by the run's own reward functions."""
     subset: str | None = None
     """`source`: configuration name of a Hub dataset; `data.subset` where it is the same dataset."""
     split: str = "test"
@@ -375,7 +375,7 @@ class Config(Section):
     seed: int = Field(0, ge=0, lt=2**31)
     """Every random draw of the run follows from this seed and the step."""
     stop_on: list[Symptom] = []
-    """Warnings of docs/faults.md that end the run, with adapter and checkpoint, where the others are only printed."""
+    """Warnings (docs/faults.md) that end the run, which then writes adapter and checkpoint; others are only printed."""
     lora: Lora = Lora()
     data: Data
     reward: Reward = Reward()
@@ -417,11 +417,11 @@ class Config(Section):
             why = "rollout.function makes the completions of evaluation.source, as in training"
             yield f"evaluation.top_p={evaluation.top_p}: {why}; set it to 1"
         if (evaluation.source or evaluation.best) and not evaluation.steps:
-            yield "evaluation.source and evaluation.best need evaluation.steps: every how many steps"
+            yield "evaluation.source and evaluation.best need evaluation.steps: set it, such as to 20"
         if rollout.engine == "server" and train.park_trainer:
-            yield "train.park_trainer=true needs vLLM in the process: rollout.engine=server has its own card"
+            yield "train.park_trainer=true needs vLLM in the process: leave it out with rollout.engine=server"
         if train.offload_activations and train.gradient_checkpointing is not True:
-            yield "train.offload_activations needs train.gradient_checkpointing=true: switch one"
+            yield "train.offload_activations needs train.gradient_checkpointing=true: set that, or leave it out"
 
 
 class EvalEngine(Engine):

@@ -15,7 +15,7 @@ class Source:
 
     Attributes:
         dataset, subset, split: on the Hub.
-        problem, answer: columns; of an answer that is a list, its only element counts.
+        problem, answer: names of columns; an answer that is a list of one element stands for that element.
         num_samples: per problem, as in the paper.
         problems: how many there are.
     """
@@ -47,7 +47,7 @@ class Problem:
 
     Attributes:
         ordered: whether the order of an answer that is a plain list counts.
-        tolerance: absolute, of numbers.
+        tolerance: absolute difference up to which numbers are equal.
     """
 
     benchmark: str
@@ -88,7 +88,7 @@ def load_benchmark(name: str, limit: int | None = None) -> tuple[str, list[Probl
     if not problems:
         raise InputError(f"benchmarks: {name} has no problems")
     if len({problem.id for problem in problems}) < len(problems):
-        raise InputError(f"benchmarks: {name} has an id twice")
+        raise InputError(f"benchmarks: {name} has an id twice; give each problem an id of its own")
     return short, problems, BENCHMARKS[short].num_samples if short in BENCHMARKS else 1
 
 
@@ -103,7 +103,7 @@ def _read_hub(name: str, source: Source) -> list[dict[str, Any]]:
             f"give a file with problem and answer instead, path/{name}.jsonl"
         ) from None
     if len(rows) != source.problems:
-        raise InputError(f"benchmarks: {source.dataset} has {len(rows)} rows now, not {source.problems}")
+        raise InputError(f"benchmarks: {source.dataset} has {len(rows)} rows now, not {source.problems}; give a file")
     return rows
 
 

@@ -33,9 +33,9 @@ class Overlap(NamedTuple):
 
 
 def find_overlaps(texts: Iterable[str], problems: Sequence[Problem], n: int = 8, share: float = 0.6) -> list[Overlap]:
-    """The pairs of a text and a problem of whose `n`-grams of words it holds `share` or more.
+    """The pairs of a text and a problem where the text holds `share` or more of the problem's `n`-grams of words.
 
-    Words are runs of letters and digits, in small letters. A problem of fewer than `n` words counts as one gram.
+    Words are runs of letters and digits, in lower case. A problem of fewer than `n` words counts as one n-gram.
     """
     grams = [_grams(problem.text, n) for problem in problems]
     holders = defaultdict(list)
@@ -67,7 +67,7 @@ def check_dataset(data: Data, column: str | None, benchmarks: Sequence[str], out
     Raises:
         InputError: rows or a benchmark cannot be read; there is no such column; `out` cannot be written.
     """
-    problems, rows = load_problems(benchmarks), load_rows(data)
+    rows, problems = load_rows(data), load_problems(benchmarks)
     columns = [column] if column else ["prompt", "problem", "question"]
     found = next((name for name in columns if name in rows[0]), None)
     if found is None:

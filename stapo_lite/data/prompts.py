@@ -15,7 +15,7 @@ from stapo_lite.types import Prompt
 
 
 def load_rows(data: Data) -> Sequence[dict[str, Any]]:
-    """Rows of the data set; a data set of the Hub stays on the disk, and gives one when it is asked for.
+    """Rows of the data set; one of the Hub stays on the disk, where each row is read when it is asked for.
 
     Raises:
         InputError: no such file or Hub dataset, no rows, or an id twice.
@@ -76,7 +76,7 @@ def prompt_text(prompt: Any) -> str:
 
 
 class Prompts(Sequence[Prompt]):
-    """The prompts of a data set, each rendered and cut into tokens when it is asked for: rows on the disk stay there.
+    """The prompts of a data set, each rendered and tokenized when it is asked for: rows on the disk stay there.
 
     All are rendered once at the beginning, to be checked.
 
@@ -84,7 +84,7 @@ class Prompts(Sequence[Prompt]):
         tokenizer: a transformers tokenizer.
         source: named in errors.
         filter_overlong: leave out prompts that are too long.
-        left_out: numbers of rows, from 0, that have none.
+        left_out: numbers of the rows, from 0, to leave out.
 
     Attributes:
         digest: SHA-256 of token ids and answers.
@@ -114,7 +114,7 @@ class Prompts(Sequence[Prompt]):
                 "model the prompt as it is, or choose an instruction-tuned model"
             )
         longest, digest = prompting.max_prompt_length, hashlib.sha256()
-        # This much of a text has too many tokens for sure, and more would take long to cut; 4: what NFC may shorten.
+        # More characters than this are too many tokens for certain, and slow to tokenize; 4: NFC may shorten a text so.
         self._enough = 4 * (longest + 1) * max(map(len, tokenizer.get_vocab()))
         self._kept = array("q")
         for number, row in enumerate(rows):
@@ -196,7 +196,7 @@ def _render(prompt: Any, tokenizer: Any, prompting: Prompting, where: str) -> st
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise InputError(f"{where}: the prompt is not valid Unicode (half of a surrogate pair)") from None
+        raise InputError(f"{where}: the prompt is not valid Unicode (half of a surrogate pair): mend the row") from None
     return text
 
 

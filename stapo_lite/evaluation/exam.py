@@ -1,4 +1,4 @@
-"""Benchmarks with an engine at hand: draw the samples, grade them, sum up. `evaluate.py` and the training share it."""
+"""Benchmarks with a given engine: draw samples, grade them, compute scores. `evaluate.py` and the training share it."""
 
 import hashlib
 import itertools
@@ -63,7 +63,7 @@ def make_tasks(
     for name in benchmarks:
         short, problems, usual = load_benchmark(name, limit)
         if any(task.problem.benchmark == short for task in tasks):
-            raise InputError(f"benchmarks: {short} is given twice")
+            raise InputError(f"benchmarks: {short} is given twice: leave one out")
         rows = [{"problem": problem.text} for problem in problems]
         prompts = Prompts(rows, tokenizer, prompting, name, "problem", None, filter_overlong=False)
         for problem, prompt in zip(problems, prompts, strict=True):

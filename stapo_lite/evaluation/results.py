@@ -52,7 +52,7 @@ def compare(folders: Sequence[Path]) -> str:
     first, *others = runs.values()
     names = [name for name in first if all(first[name].keys() == rates.get(name, {}).keys() for rates in others)]
     if not names:
-        raise InputError("the runs have no benchmark with the same problems in common")
+        raise InputError("compare: no benchmark with the same problems in common; evaluate the same benchmarks")
     base = [list(first[name].values()) for name in names]
     rows = [["run", *names, "average", f"less {folders[0]}", "95 % interval"]]
     for label, run in runs.items():

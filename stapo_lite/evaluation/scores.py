@@ -1,4 +1,4 @@
-"""Statistics of an evaluation: avg@N, pass@k, maj@N, bootstrap intervals, and their tables."""
+"""Statistics of an evaluation: avg@N, pass@k, maj@N, bootstrap intervals; their tables are in `results.py`."""
 
 import math
 from collections import Counter

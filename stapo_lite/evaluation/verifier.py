@@ -40,7 +40,7 @@ class Verifier:
 
     Args:
         model: folder or Hub name of a causal language model with a chat template.
-        max_prompt_length: tokens; of longer cases the response's beginning is left out.
+        max_prompt_length: in tokens; where a case is longer, the beginning of its response is cut off.
 
     Raises:
         InputError: there is no such model, or it has no chat template.
@@ -79,7 +79,7 @@ class Verifier:
 
     @torch.no_grad()
     def _logits(self, texts: list[str]) -> torch.Tensor:
-        """[texts, letters] of the first token of the reply."""
+        """Logits of the letters as the first token of the reply, [texts, letters]."""
         inputs = self._tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
         inputs = inputs.to(self._model.device)
         positions = (inputs.attention_mask.cumsum(1) - 1).clamp(min=0)

@@ -14,7 +14,7 @@ from stapo_lite.config import Lora
 from stapo_lite.errors import InputError, one_line
 from stapo_lite.files import read_object
 
-# Where it cannot fetch a kernel from the Hub it says so, at every start, and takes its own.
+# bitsandbytes warns at every start where it cannot fetch a kernel from the Hub, and takes its own.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 SPECIAL_ADAPTERS = (
     "use_dora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern", "target_parameters",
@@ -82,8 +82,8 @@ def check_target_modules(target_modules: Sequence[str], linears: Collection[str]
         return linears
     if missing := set(target_modules) - set(linears):
         raise InputError(
-            f"lora.target_modules: the model has no linear layer {', '.join(sorted(missing))}, but "
-            f"{', '.join(linears)}: leave the others out"
+            f"lora.target_modules: the model has no linear layer {', '.join(sorted(missing))}: choose from "
+            f"{', '.join(linears)}"
         )
     return target_modules
 
@@ -210,7 +210,7 @@ def find_start(lora: Lora) -> Path | None:
 
         try:
             folder = Path(snapshot_download(lora.adapter, allow_patterns="adapter_*"))
-        except Exception as error:  # the Hub's client raises of many kinds
+        except Exception as error:  # the Hub's client raises errors of many kinds
             raise InputError(f"lora.adapter={folder}: neither a folder nor on the Hub ({one_line(error)})") from None
     adapter = read_adapter(folder)
     differing = []
@@ -236,7 +236,7 @@ def add_adapter(base: Any, lora: Lora, gradient_checkpointing: bool | int) -> An
     base.requires_grad_(False)
     if gradient_checkpointing:
         base.gradient_checkpointing_enable({"use_reentrant": False})
-        if gradient_checkpointing is not True:  # the last layers keep all, and free it before the first one recomputes
+        if gradient_checkpointing is not True:  # the last layers keep theirs, and free them before others recompute
             for layer in base.get_decoder().layers[gradient_checkpointing:]:
                 layer.gradient_checkpointing = False
     model = get_peft_model(
@@ -252,7 +252,7 @@ def add_adapter(base: Any, lora: Lora, gradient_checkpointing: bool | int) -> An
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
-    if base.dtype != torch.float32:  # autocast does it, without an fp32 copy of every input
+    if base.dtype != torch.float32:  # autocast casts; PEFT would make an fp32 copy of every input
         module: Any
         for module in model.modules():
             if hasattr(module, "cast_input_dtype_enabled"):

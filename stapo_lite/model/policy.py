@@ -122,8 +122,8 @@ class Policy:
             return self._causal_lm.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state
 
     def take_part(self) -> None:
-        """Run both passes of the decoder on nothing, while other processes run them on something: a dummy pass. Each
-        layer of a sharded base is put together by all processes, or by none."""
+        """Run forward and backward pass of the decoder on a dummy token, while other processes run a micro-batch: the
+        layers of a sharded base are gathered by all processes together."""
         hidden = self._decode(torch.zeros(1, 1, dtype=torch.int64, device=self.device))
         if hidden.requires_grad:
             (0 * hidden).sum().backward()
@@ -152,8 +152,8 @@ class Policy:
 
     @torch.no_grad()
     def reference_logprobs(self, completions: Sequence[Completion]) -> Tensor:
-        """Log-probabilities of the reference of the KL term, [n] fp32: the adapter that training started from, or the
-        base model, which is the adapter, disabled."""
+        """Log-probabilities of the KL term's reference, [n] fp32: the adapter that training started from, where
+        `lora.adapter` names one, else the base model (the adapter is disabled for the pass)."""
         if not self._reference:
             with self.model.disable_adapter():
                 return self.statistics(completions).logprobs
@@ -162,12 +162,12 @@ class Policy:
             for name, parameter in self.parameters.items():
                 parameter.data = self._reference[name]
             return self.statistics(completions).logprobs
-        finally:  # a graph that was begun before reads the values of now in its backward pass
+        finally:  # a graph from before this pass needs the current values in its backward pass
             for name, parameter in self.parameters.items():
                 parameter.data = now[name]
 
     def refer_to_now(self) -> None:
-        """Take the adapter as it is now for the reference."""
+        """Keep a copy of the adapter as it is now, as the reference of the KL term."""
         self._reference = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
 
     def _keep_activations(self) -> AbstractContextManager:
@@ -187,7 +187,7 @@ class Policy:
         """Write the adapter in PEFT's format.
 
         Args:
-            values: of `parameters`, where they are not those of now.
+            values: to write in place of those that `parameters` have now.
         """
         # "auto" would ask the Hub whether the embedding was resized; adapters here never touch it.
         self.model.save_pretrained(folder, save_embedding_layers=False, state_dict=values or self.parameters)

@@ -10,7 +10,7 @@ from stapo_lite.errors import InputError
 logger = logging.getLogger(__name__)
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
-"""There where a card's driver is loaded."""
+"""A file that exists where NVIDIA's driver is loaded."""
 
 
 def count_processes(wanted: int | None) -> int:
@@ -22,7 +22,7 @@ def count_processes(wanted: int | None) -> int:
     if _is_launched():
         launched = int(os.environ.get("WORLD_SIZE", "1"))
         if wanted not in (None, launched):
-            raise InputError(f"--processes={wanted}: {launched} were launched (WORLD_SIZE): leave one of both out")
+            raise InputError(f"--processes={wanted}: {launched} were launched (WORLD_SIZE): leave --processes out")
         return launched
     if wanted is not None and wanted < 1:
         raise InputError(f"--processes={wanted}: at least one is needed")
@@ -34,8 +34,8 @@ def count_processes(wanted: int | None) -> int:
 
 
 def launch(module: str, processes: int, arguments: Sequence[str]) -> bool:
-    """Run a module in several processes of this machine by torch's launcher, which is accelerate's without its
-    configuration, and wait for them.
+    """Run a module in several processes of this machine and wait for them. It takes torch's launcher, the one that
+    accelerate uses, without accelerate's configuration.
 
     Returns:
         False where there is nothing to launch: one process is enough, or this is one of them.
@@ -66,10 +66,10 @@ def _is_launched() -> bool:
 
 
 def check_launched(num_processes: int) -> None:
-    """Raises InputError where accelerate runs fewer processes than were launched; it would pass over it in silence."""
+    """Raises InputError where accelerate runs fewer processes than were launched, which it does without a warning."""
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if num_processes != launched:
-        raise InputError(f"{launched} processes were launched, but accelerate runs {num_processes}")
+        raise InputError(f"{launched} processes were launched, but accelerate runs {num_processes}: use --processes")
 
 
 def resolve_dtype(dtype: str) -> str:
@@ -93,5 +93,5 @@ def warn_of_unused_card() -> None:
         cuda = f"is made for CUDA {torch.version.cuda}" if torch.version.cuda else "is a build for the CPU"
         logger.warning(
             "running on the CPU although there is an NVIDIA card: torch %s %s; update the driver, or install a torch "
-            "that fits it (nvidia-smi shows the CUDA version that it serves)", torch.__version__, cuda,
+            "that fits it (nvidia-smi shows the CUDA version that the driver supports)", torch.__version__, cuda,
         )  # fmt: skip

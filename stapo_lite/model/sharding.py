@@ -1,8 +1,8 @@
 """A frozen base that does not fit one card, spread over the processes by FSDP2.
 
-How, accelerate's config file says (configs/accelerate). The decoder is sharded before it gets its
-adapter: the adapter is whole on every process, and so are optimiser, checkpoint and all that is published. A process
-that has no tokens left must still run the decoder as often as the others: each of its layers is put together by all.
+accelerate's config file (configs/accelerate) says how. The decoder is sharded before it gets its adapter: the
+adapter is whole on every process, and so are optimiser, checkpoint and all that is published. A process that has no
+tokens left must still run the decoder as often as the others: the processes gather each of its layers together.
 """
 
 import os
@@ -24,7 +24,7 @@ def make_sharding(device: torch.device) -> Callable[[Any], None] | None:
     """A function that shards a base model that was loaded on the CPU; None where `accelerate launch` was not told to.
 
     Raises:
-        InputError: it was told FSDP's first version, or DeepSpeed.
+        InputError: accelerate was configured for FSDP's first version, for its CPU offload, or for DeepSpeed.
     """
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         fsdp = FullyShardedDataParallelPlugin()  # as the launcher's environment describes it

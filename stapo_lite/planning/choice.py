@@ -1,6 +1,6 @@
 """`memory: auto`: the memory keys that a run leaves open, chosen by what its card and its host hold.
 
-Two choices, each along a ladder whose every rung takes more memory than the one before:
+Two choices, each from a list of settings (a ladder) of which every one takes more memory than the one before:
 
     rollouts   sequences at a time, as many as the KV cache holds while they are under way
     update     activations in host memory; more tokens at a time; fewer layers checkpointed; still more tokens
@@ -36,8 +36,8 @@ KEYS = ("train.park_trainer", "rollout.sleep_level", SHARE, "rollout.max_num_seq
 MARGIN = 0.04
 """Share of the card that neither phase plans with: what the allocators lose between blocks of different sizes."""
 UNDER_WAY = 1 / 2
-"""Of its mean length, what a completion counts for in the KV cache while sequences at a time are chosen: a fifth fewer
-steps of decoding than with all of it (docs/results.md)."""
+"""Share of its mean length that a completion is taken to hold in the KV cache, when the number of sequences at a time
+is chosen. It gives a fifth fewer steps of decoding than 1 (docs/results.md)."""
 MOST_SEQUENCES = 512
 """vLLM captures CUDA graphs up to there; more at a time would hardly save another reading of the weights."""
 COMFORTABLE_TOKENS = 8192
@@ -46,8 +46,8 @@ MOST_TOKENS = 65_536
 
 
 def fit(config: Config, engine: str, going_on: Path | None, processes: int, sharded: bool) -> Config:
-    """The config for this machine: on a GPU with the memory keys set that it leaves open, for what others leave of the
-    card. Every process chooses for the fullest one.
+    """The config for this machine: on a GPU the memory keys that it leaves open are set for the memory that is free.
+    All processes choose for the card with the least.
 
     Args:
         engine: from `resolve_engine`.
@@ -73,8 +73,8 @@ def fit(config: Config, engine: str, going_on: Path | None, processes: int, shar
 
 
 def fit_server(config: Config) -> Config:
-    """The config for a server on this machine, with the keys set that it leaves open: on a GPU all that others leave of
-    the fullest card is vLLM's.
+    """The config for a server on this machine, with the keys set that it leaves open: on a GPU vLLM gets all memory
+    that is free on the card with the least.
 
     Raises:
         InputError: that is too little.
@@ -94,7 +94,7 @@ def fit_server(config: Config) -> Config:
 
 
 def memory_left(card: int | None = None) -> tuple[int, int]:
-    """Bytes of a card, by default the one in use, that others leave to this process, its context included; and all."""
+    """Bytes of a card (by default the one in use): those free for this process, CUDA context included; and in all."""
     free, total = torch.cuda.mem_get_info(card)
     return min(total, free + CUDA_CONTEXT), total
 
@@ -132,13 +132,13 @@ def choose(config: Config, model: Any, cards: Cards) -> Choice:
 
 
 def left_open(config: Config) -> list[str]:
-    """Those of KEYS that the user has not given."""
+    """Keys (of KEYS) that the user has not given."""
     parts = [(key, *key.split(".")) for key in KEYS]
     return [key for key, section, name in parts if name not in getattr(config, section).model_fields_set]
 
 
 def find(config: Config, model: Any, cards: Cards) -> Choice | None:
-    """The best choice that fits, if any does. Servers have cards of their own, and queue what they cannot take."""
+    """The best choice that fits, None where none does. Servers have cards of their own, and queue what is too much."""
     serving = config.rollout.engine == "server"
     queued = {"rollout.max_num_seqs": min(MOST_SEQUENCES, config.train.batch_size * config.rollout.num_generations)}
 
@@ -170,8 +170,8 @@ def rollouts(config: Config, cards: Cards) -> int:
 
 
 def residencies(config: Config, cards: Cards) -> Iterator[tuple[Choice, bool]]:
-    """Where the trainer's base and vLLM's weights are while the other works, the fastest first; and whether that is
-    only for a card with room for a whole step's sequences at their longest."""
+    """Choices of where the trainer's base and vLLM's weights stay while the other works, the fastest first; and with
+    each, whether it is only for a card whose KV cache holds all sequences of a step at their longest."""
     can_reload = config.rollout.quantization != "bitsandbytes"
     for park, sleep, only_with_room in (
         (False, 1, True),
@@ -186,8 +186,8 @@ def residencies(config: Config, cards: Cards) -> Iterator[tuple[Choice, bool]]:
 
 
 def choose_sequences(choice: Choice, config: Config, model: Any, cards: Cards) -> Choice:
-    """The rest of the card for vLLM, and as many sequences as its cache holds while they are under way. Where they grow
-    longer, vLLM computes some of them once more."""
+    """Give vLLM the rest of the card, and as many sequences as its KV cache holds at the length that UNDER_WAY assumes.
+    Where they grow longer, vLLM preempts some and computes them again."""
     planned = make_plan(apply(config, choice), model, cards)
     phases = (planned.rollout,) if choice["rollout.sleep_level"] else (planned.rollout, planned.update)
     trainer = max(sum(size for name, size in parts.items() if not name.startswith("vLLM")) for parts in phases)
@@ -231,14 +231,14 @@ def apply(config: Config, choice: Choice) -> Config:
 
 
 def apply_all(config: Config, choice: Choice, model: Any, cards: Cards) -> Config:
-    """The same; where servers sample, with what they would choose on a card like these."""
+    """`apply`; where servers sample, also with what they would choose on a card like these."""
     if config.rollout.engine == "server":
         config = apply(config, choose_for_server(config, model, cards))
     return apply(config, choice)
 
 
 def remedies(config: Config, model: Any, cards: Cards) -> Iterator[str]:
-    """Changes with each of which the run would fit, the smallest of its kind."""
+    """Changes of which any one would make the run fit; of each kind the smallest."""
     tree, rollout = config.model_dump(exclude_unset=True), config.rollout
     given = [key for key in KEYS if key not in left_open(config)]
 

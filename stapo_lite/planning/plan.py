@@ -21,15 +21,15 @@ from stapo_lite.rollout.vllm_options import BATCHED_TOKENS, served_rank
 GIB = 2**30
 CUDA_CONTEXT = int(0.5 * GIB)
 CUDA_GRAPHS = int(0.6 * GIB)
-"""vLLM's; they stay on the card while it sleeps."""
+"""Bytes of vLLM's CUDA graphs, which stay on the card while it sleeps."""
 HOST_PROCESS = 6 * GIB
-"""Python, torch, CUDA and vLLM in host memory."""
+"""Bytes of Python, torch, CUDA and vLLM in host memory."""
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
-"""Per weight with double quantisation: four bits, an 8-bit scale for 64 weights, an fp32 scale for 256 of those."""
+"""Bytes per weight with double quantisation: 4 bits, an 8-bit scale for 64 weights, an fp32 scale for 256 scales."""
 TOKEN_BYTES = 14
 """Bytes of a completion's token that goes to other processes: id and log-probability, pickled."""
 SERVED_BYTES = {"bitsandbytes": 0.5 + 4 / 64, "fp8": 1.0}
-"""Per weight in vLLM, which unpacks the scales of 4-bit weights to fp32."""
+"""Bytes per weight in vLLM, which unpacks the scales of 4-bit weights to fp32."""
 
 
 class Plan(NamedTuple):
@@ -78,7 +78,7 @@ class Cards(NamedTuple):
     host_memory: float | None = None
     """Bytes of the host for each card; None leaves it unchecked."""
     processes: int = 1
-    """Those that train; each has a card."""
+    """Processes that train; each has a card."""
     sharded: bool = False
     """Whether FSDP spreads the base over them."""
 
@@ -111,14 +111,14 @@ def make_plan(config: Config, model: Any, cards: Cards) -> Plan:
     if cards.sharded:
         check_sharded(config, config.rollout.engine)
     if config.rollout.engine == "transformers":
-        raise InputError("rollout.engine=transformers: the plan covers rollouts with vLLM only")
+        raise InputError("rollout.engine=transformers: only rollouts with vLLM are planned; set rollout.engine=vllm")
     train, rollout, sizes = config.train, config.rollout, model_sizes(as_json(model))
     weights, serving = count_weights(config, sizes), rollout.engine == "server"
     base = {"trainer: base weights": sum(weights.linears + weights.others)}
     if cards.sharded:
         base = {
             "trainer: its shard of the base": sum(weights.linears) // cards.processes + sum(weights.others),
-            "trainer: two layers put together": 2 * (sum(weights.linears) // model.num_hidden_layers),
+            "trainer: two gathered layers": 2 * (sum(weights.linears) // model.num_hidden_layers),
         }
     trainer = {"trainer: adapter": weights.adapter, "trainer: optimiser": weights.optimizer}
     if config.lora.adapter and config.objective.beta:
@@ -146,7 +146,7 @@ def make_plan(config: Config, model: Any, cards: Cards) -> Plan:
     ram = math.inf if cards.host_memory is None else cards.host_memory
     needs = [("rollouts", rollout_phase, card), ("update", update_phase, card), ("host", host, ram)]
     problems = [
-        f"{name}: {sum(parts.values()) / GIB:.1f} GiB needed, {there / GIB:.1f} GiB there"
+        f"{name}: {sum(parts.values()) / GIB:.1f} GiB needed, {there / GIB:.1f} GiB available"
         for name, parts, there in needs
         if sum(parts.values()) > there
     ]
@@ -173,15 +173,15 @@ def count_weights(config: Config, sizes: Sizes) -> Weights:
 
 
 def plan_engine(config: Config, model: Any, weights: Weights, sizes: Sizes, cards: Cards) -> tuple[dict[str, int], int]:
-    """Bytes of vLLM on its card, which takes a share: what its other needs leave of that is KV cache; and the tokens
-    that this holds."""
+    """Bytes of vLLM on its card by what they are for, and the tokens that its KV cache holds. The cache gets what the
+    other parts leave of vLLM's share of the card."""
     rollout, width = config.rollout, config.bytes_per_value
     shards = rollout.vllm.get("tensor_parallel_size", 1)
     batched = rollout.vllm.get("max_num_batched_tokens", BATCHED_TOKENS)
     slots = weights.lora // config.lora.r * served_rank(config.lora.r) * width * (rollout.max_lag + 1)
     engine = {
         "vLLM: weights": sum(weights.served) // shards,
-        "vLLM: adapter slots": slots,  # at most: half is split
+        "vLLM: adapter slots": slots,  # at most: tensor parallelism splits half of it
         "vLLM: activations": batched * width * (2 * model.hidden_size + 3 * model.intermediate_size)
         + rollout.max_num_seqs * model.vocab_size * 4 * 4,
         "vLLM: CUDA graphs": CUDA_GRAPHS,
@@ -205,7 +205,7 @@ def plan_host(config: Config, weights: Weights, cards: Cards, kept: int) -> dict
     if config.rollout.sleep_level == 1 and config.rollout.engine != "server":
         host["vLLM: weights"] = pinned(weights.served)
     if config.train.offload_activations:
-        host["activations"] = 2 * kept  # pinned memory comes in powers of two
+        host["activations"] = 2 * kept  # pinned memory is rounded up to powers of two
     return host
 
 
@@ -262,7 +262,7 @@ def served_bytes(config: Config, width: int) -> float:
 
 
 def pinned(sizes: Sequence[int]) -> int:
-    """Pinned host memory comes in powers of two."""
+    """Bytes of host memory that pinning takes: each size is rounded up to a power of two."""
     return sum(1 << math.ceil(math.log2(max(1, size))) for size in sizes)
 
 

@@ -6,7 +6,7 @@ from stapo_lite.config import Config
 from stapo_lite.planning.plan import GIB, Plan, as_json, checkpointed_layers, model_sizes
 
 MEAN_LENGTH = 1 / 3
-"""Of a completion, as a share of the greatest: an assumption."""
+"""Mean length of a completion, as a share of `max_completion_length`: an assumption."""
 BUSY = 0.35
 """Share of its peak that a card computes at while it trains."""
 READING = 0.6
@@ -19,7 +19,7 @@ class Card(NamedTuple):
     memory: int
     """Bytes."""
     flops: float
-    """Dense products in 16 bits a second."""
+    """Dense 16-bit operations (FLOPs) per second; a multiplication and an addition are two."""
     bandwidth: float
     """Bytes a second."""
 
@@ -37,8 +37,8 @@ KNOWN_CARDS = {
 
 
 def step_seconds(config: Config, model: Any, plan: Plan, card: Card, processes: int = 1) -> float:
-    """Seconds of a step, its rollouts and updates: decoding reads weights and cache once for each token that all
-    sequences grow by; training takes two operations a weight and token in each pass."""
+    """Seconds of a step, rollouts and updates: each step of decoding gives every sequence one token and reads weights
+    and KV cache once; training takes two operations per weight and token in each pass."""
     rollout, train, sizes = config.rollout, config.train, model_sizes(as_json(model))
     count = train.batch_size * rollout.num_generations / processes
     length = MEAN_LENGTH * rollout.max_completion_length
@@ -47,7 +47,7 @@ def step_seconds(config: Config, model: Any, plan: Plan, card: Card, processes: 
     cache = at_once * context * sizes.kv_per_token * config.bytes_per_value
     decoding = count / at_once * length * (plan.rollout["vLLM: weights"] + cache) / (READING * card.bandwidth)
     layers = model.num_hidden_layers
-    # Before the first update; forward; backward, which makes no gradient of the base; what is computed once more.
+    # One pass before the first update, forward, backward (without the base's gradient), and what is recomputed.
     passes = 3 + checkpointed_layers(train.gradient_checkpointing, layers) / layers
     training = count * context * 2 * sum(sizes.matrices) * passes / (BUSY * card.flops)
     return decoding + training

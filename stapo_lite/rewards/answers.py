@@ -12,7 +12,7 @@ outside of a box. What is added here, each for answers of real benchmarks that i
   with zero;
 - units after a number (`\text{...}` of MATH and Minerva), taken off only where the gold has no letters.
 
-Time limits are the caller's (`grading.py`): an answer may take sympy for ever.
+Time limits are the caller's (`grading.py`): sympy may never finish with an answer.
 """
 
 import logging
@@ -103,7 +103,7 @@ def final_answer(response: str, finished: bool = True) -> str | None:
     Boxes that make up one list (`\boxed{1} and \boxed{2}`) are taken together.
 
     Args:
-        finished: False for a response that was cut off: it may have a box, but states no answer otherwise.
+        finished: False for a response that was cut off: only a box counts as its answer.
     """
     response = response.rpartition("</think>")[2].partition("<think>")[0]
     boxes = _boxes(response)
@@ -183,7 +183,7 @@ def equivalent(gold: Any, answer: str, *, ordered: bool = False, tolerance: floa
     return _equal(_respell(gold), _respell(answer), ordered, Fraction(tolerance))
 
 
-@lru_cache(maxsize=4096)  # a gold comes with every sample
+@lru_cache(maxsize=4096)  # the same gold comes again with every sample
 def _respell(text: str) -> str:
     for pattern, replacement in _SPELLINGS:
         text = re.sub(pattern, replacement, text)

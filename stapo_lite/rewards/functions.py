@@ -20,9 +20,9 @@ from stapo_lite.types import Completion
 logger = logging.getLogger(__name__)
 
 LARGEST = 1e30
-"""Bound of a reward: beyond it a square does not fit into fp32, which gradients are computed in."""
+"""Bound of a reward, with room below fp32's largest number (3e38): losses and gradients are computed in fp32."""
 MAX_FAILURES = 3
-"""Batches in a row that a user's function may fail to judge (each is tried twice) before the run ends."""
+"""Batches in a row that a user's function fails to judge, each tried twice, which end the run."""
 
 
 class RewardModel:
@@ -48,7 +48,7 @@ class RewardModel:
         return self._score_math if name == "math" else UserFunction(name, self._settings.function_timeout)
 
     def _score_math(self, completions: Sequence[Completion], *_: Any) -> list[float | None]:
-        # Token-mean would reinforce all that rambles on after an early box, up to the limit.
+        # With token-mean, all text between an early box and the limit would be reinforced.
         asked = [c for c in completions if not (c.truncated and self._settings.truncated_is_incorrect)]
         questions = [Question(c.prompt.answer, c.text, not c.truncated) for c in asked]
         right = {c for c, verdict in zip(asked, self._grader.grade(questions), strict=True) if verdict.correct}
@@ -109,10 +109,10 @@ def reward_arguments(completions: Sequence[Completion], trainer_state: SimpleNam
 
 
 def judgements(name: str, values: Any, count: int) -> list[float | None]:
-    """The values that a function returned, None in place of what gradients cannot bear.
+    """The values that a function returned, None in place of those that are not finite or reach LARGEST.
 
     Raises:
-        SandboxError: they are not as many values, or none of them can be used.
+        SandboxError: it returned no list of `count` values, or none of them can be used.
     """
     if not isinstance(values, list):
         raise SandboxError(f"returned {values!r:.100}, not a list")
@@ -122,7 +122,7 @@ def judgements(name: str, values: Any, count: int) -> list[float | None]:
     if values and all(unusable):
         raise SandboxError("returned no finite number")
     if any(unusable):
-        message = "reward.functions=%s: %d of %d values are no finite numbers, their completions not judged"
+        message = "reward.functions=%s: %d of %d values are not finite numbers; their completions are not judged"
         logger.warning(message, name, sum(unusable), count)
     return [float(value) if _is_finite(value) else None for value in values]
 
@@ -161,10 +161,10 @@ class OwnFunction:
         try:
             return judgements(self._name, as_json(values), len(completions))
         except SandboxError as error:
-            raise RunError(f"reward_funcs: {self._name} {error}; continue with resume=True") from None
+            raise RunError(f"reward_funcs: {self._name} {error}; mend it, then resume=True") from None
 
     def close(self) -> None:
-        with suppress(RuntimeError):  # it runs: what interrupted the run ends it
+        with suppress(RuntimeError):  # the loop still runs: what interrupted the run will end it
             self._loop.close()
 
 
@@ -173,8 +173,8 @@ class UserFunction:
     process of its own; it may be a coroutine function.
 
     It returns a list of numbers, or None for a completion that it does not judge. Where it raises, hangs, takes too
-    much memory, or returns anything else, it is called again, in a new process if need be, and then judges none of the
-    completions.
+    much memory, or returns anything else, it is called once more, in a new process if need be. Where that fails, too,
+    it judges none of these completions.
 
     Args:
         timeout: seconds of one call, and of the module's import.

@@ -18,13 +18,13 @@ from stapo_lite.files import read_jsonl, write_lines
 from stapo_lite.rewards.sandbox import Sandbox, SandboxError
 
 UNREADABLE = "?"
-"""The answer where judging it took too long or too much memory, or raised."""
+"""Stands for the answer where grading it took too long or too much memory, or raised an error."""
 TIMEOUT = 5.0
 """Seconds of wall-clock time after which a worker is killed and its answer is wrong."""
 NUM_WORKERS = min(8, os.cpu_count() or 1)
 WORKER_MEMORY_BYTES = 4 << 30
 START_SECONDS = 120.0
-"""In which a process imports sympy and the parser, and judges for the first time."""
+"""Seconds in which a new process must import sympy and the parser and grade a first answer."""
 
 
 @dataclass(frozen=True)

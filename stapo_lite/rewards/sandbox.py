@@ -1,9 +1,9 @@
 """A function in a process of its own: it may hang, crash or take all memory there.
 
 The process is `python -m stapo_lite.rewards.sandbox FILE_DESCRIPTOR`. It imports neither torch nor anything of the
-trainer, only what the function asks for, so that replacing one is quick. What is pickled passes between it and its
-parent alone, and only towards the process: what comes back is JSON, since the parent must not import the user's or
-numpy's types to read it.
+trainer, only what the function asks for, so that replacing one is quick. Arguments are pickled by the parent and
+read by the process alone. What comes back is JSON: pickled values would make the parent import the user's or numpy's
+types, to read them.
 Libraries with limits for each task (pebble, loky) start workers by `multiprocessing`, which imports the trainer's main
 module, and with it torch, into each, and they leave behind what a function started.
 """
@@ -48,7 +48,7 @@ class Sandbox:
         self._process: subprocess.Popen | None = None
 
     def start(self) -> bool:
-        """Start the process unless it runs; whether it is a new one.
+        """Start the process unless it runs; returns whether it was started.
 
         Raises:
             SandboxError: the function cannot be imported.
@@ -121,7 +121,7 @@ class Sandbox:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """The same where no call is under way; the next one starts a new process."""
+        """End the process and what it started, where no call is under way; the next call starts a new one."""
         if self._process is not None:
             self.kill()
             self._process.wait()
@@ -139,7 +139,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def serve(connection: Connection) -> None:
-    """Answer [value, problem] to the function's reference, then to each (keyword arguments, seed, seconds).
+    """Receive the function's path, then (keyword arguments, seed, seconds) of each call; answer [value, problem].
 
     Raises:
         EOFError: the parent has closed the connection, or ended.
@@ -153,7 +153,7 @@ def serve(connection: Connection) -> None:
     loop = asyncio.Runner()  # one for all calls: what a coroutine function holds belongs to its loop
     while problem is None:
         arguments, seed, timeout = connection.recv()
-        signal.alarm(math.ceil(timeout) + 1)  # where the parent is gone, too; not handled, so it ends even C code
+        signal.alarm(math.ceil(timeout) + 1)  # without a handler it ends even C code, and does so if the parent is gone
         random.seed(seed)
         if numpy := sys.modules.get("numpy"):
             numpy.random.seed(seed)

@@ -25,7 +25,7 @@ before the run ends."""
 
 @dataclass(frozen=True)
 class Sampling:
-    """The draws of a training: from the full distribution at `temperature`, nothing cut off."""
+    """Sampling of a training run: from the full distribution at `temperature`, without top-p or top-k."""
 
     num_generations: int
     max_prompt_length: int
@@ -41,7 +41,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Decoding:
-    """The draw of one completion, with a seed of its own: of an evaluation, or of a turn."""
+    """Sampling of one completion with a seed of its own, for an evaluation or for a turn."""
 
     max_completion_length: int
     temperature: float
@@ -49,7 +49,7 @@ class Decoding:
     logprobs: bool = False
     """Whether the log-probability of each token is wanted."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Further ones of vLLM's SamplingParams, such as `stop`."""
+    """Further options of vLLM's SamplingParams, such as `stop`."""
 
     def parameters(self, seed: int) -> dict[str, Any]:
         """All of it by the names of vLLM's SamplingParams, which its server shares. No other than the sampled token's
@@ -83,7 +83,7 @@ class RolloutEngine(Protocol):
     Completion g of a prompt with seed s has the seed `derived_seed(s, g)`; vLLM in the process draws all from
     the first prompt's seed.
     `prefetch` announces what later calls of `generate` will ask for. `stream` yields the index of a prompt and its one
-    completion as they finish; each draw follows from the prompt's own seed, and its log-probabilities mean something
+    completion as they finish; each draw follows from the prompt's own seed, and has log-probabilities for certain only
     where its decoding asks for them. `sleep` gives the device's memory to the trainer; after `wake` the engine serves
     the version that it served before.
     """
@@ -94,11 +94,11 @@ class RolloutEngine(Protocol):
         self, prompts: Sequence[Prompt], seeds: Sequence[int], decodings: Sequence[Decoding]
     ) -> Iterator[tuple[int, Completion]]: ...
     def prefetch(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> None:
-        """Begin with nothing: who samples in the trainer's process does not train meanwhile."""
+        """Do nothing: an engine in the trainer's process cannot sample while the trainer runs."""
         return
 
     def sleep(self) -> None:
-        """Keep the memory: the trainer has none to gain from an engine of its own model or card."""
+        """Do nothing: an engine that uses the trainer's model, or has a card of its own, has no memory to give."""
         return
 
     def wake(self) -> None:
@@ -149,7 +149,7 @@ def check_engine(name: str, config: Config) -> None:
 
 
 def make_sampling(config: Config, stop_tokens: tuple[int, ...]) -> Sampling:
-    """The draws of a training run."""
+    """The sampling settings of a training run."""
     r = config.rollout
     return Sampling(
         r.num_generations, config.data.max_prompt_length, r.max_completion_length, r.temperature, stop_tokens

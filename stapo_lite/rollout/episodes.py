@@ -77,7 +77,7 @@ class Episode:
             RunError: it holds nothing that the model wrote.
         """
         if not any(self._mask):
-            raise RunError("rollout.function: an episode ended without a turn of the model's")
+            raise RunError("rollout.function: an episode ended without a turn of the model's: call generate() in it")
         mask = None if all(self._mask) else self._mask
         return Completion(self.prompt, self.token_ids, self._logprobs, not self.finished, self._version, loss_mask=mask)
 
@@ -96,7 +96,7 @@ def find_function(path: str) -> RolloutFunction:
     except Exception as error:  # the module is the user's
         raise InputError(f"rollout.function={path}: cannot be imported ({one_line(error)})") from None
     if not inspect.iscoroutinefunction(function):
-        raise InputError(f"rollout.function={path}: is no coroutine function (async def)")
+        raise InputError(f"rollout.function={path}: must be a coroutine function (async def)")
     return function
 
 

@@ -36,7 +36,7 @@ START_TIMEOUT = 600.0
 HEALTH_INTERVAL = 5.0
 """Seconds between two checks of a server that has a request."""
 HEALTH_TIMEOUT = 20.0
-"""Seconds that it may take to answer one, twice in a row."""
+"""Seconds that a server may take to answer a check; after two late answers in a row it is lost."""
 LOST_TIMEOUT = 5.0
 """Seconds for which a publication waits for the answer of a server that was lost."""
 KEY_FILE = Path("~/.cache/stapo_lite/api_key")
@@ -110,7 +110,7 @@ class ServerEngine(RolloutEngine):
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     async def _connect(self) -> None:
-        """Wait until the servers are up, and hold them against what this run needs."""
+        """Wait until the servers are up, and check that they can serve this run."""
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {self._key}"},
             connector=aiohttp.TCPConnector(limit=0, force_close=True),  # a kept connection may be half closed
@@ -121,7 +121,7 @@ class ServerEngine(RolloutEngine):
                 logger.warning("rollout.servers: waiting for %s (stapo serve)", server.url)
             while not await self._healthy(server):
                 if self._loop.time() > deadline:
-                    raise InputError(f"rollout.servers: {server.url} did not come up within {START_TIMEOUT:g} s")
+                    raise InputError(f"rollout.servers: {server.url} did not come up in {START_TIMEOUT:g} s: start it")
                 await asyncio.sleep(0.5)
             try:
                 served = (await self._ask("GET", f"{server.url}/v1/models"))["data"][0]["max_model_len"]
@@ -151,11 +151,11 @@ class ServerEngine(RolloutEngine):
             raise ServerFault(f"{type(error).__name__}: {one_line(error)}") from error
         if response.status in (401, 403):
             raise RunError(f"{url} refuses the API key: set VLLM_API_KEY to the server's")
-        # 404: it has lost the adapter; 429: too much to do
+        # 404: the server has lost the adapter; 429: it has too many requests. Another one may answer.
         raise (RunError if response.status < 500 and response.status not in (404, 429) else ServerFault)(text)
 
     async def _healthy(self, server: Server) -> bool:
-        """Whether it answers when it is asked twice; one that is not live, once and sooner. Else it is lost."""
+        """Whether the server answers, asked up to twice; one that is not live, once, for less time. Else it is lost."""
         for timeout in [HEALTH_TIMEOUT] * 2 if server.live else [LOST_TIMEOUT]:
             with suppress(ServerFault, RunError):
                 await self._ask("GET", f"{server.url}/health", timeout)
@@ -183,7 +183,7 @@ class ServerEngine(RolloutEngine):
         for server, has in zip(self._servers, broadcast_object_list([having])[0], strict=True):
             server.live = has
         if not any(server.live for server in self._servers):
-            raise RunError(f"rollout.servers: none could load the adapter ({self._why_lost}); continue with --resume")
+            raise RunError(f"rollout.servers: none could load the adapter ({self._why_lost}); mend it, then --resume")
         self._version = version
 
     async def _publish(self, version: int) -> list[bool]:
@@ -276,14 +276,14 @@ class ServerEngine(RolloutEngine):
                     await asyncio.sleep(0.1 * 2**failures)
                 finally:
                     server.requests -= 1
-        raise RunError("rollout.servers: none is left; continue with --resume")
+        raise RunError("rollout.servers: none is left; start one (stapo serve), and continue with --resume")
 
     async def _complete(self, server: Server, body: dict[str, Any]) -> Any:
-        """The choice that a server answers with, after hours maybe, as long as it is in health."""
+        """The `choice` of a server's answer, for which it waits, for hours if need be, while the server is healthy."""
         request = asyncio.ensure_future(self._ask("POST", f"{server.url}/v1/completions", timeout=None, json=body))
         try:
             while server.live and not (await asyncio.wait([request], timeout=HEALTH_INTERVAL))[0]:
-                if self._loop.time() - server.checked >= HEALTH_INTERVAL:  # one of its requests asks for all
+                if self._loop.time() - server.checked >= HEALTH_INTERVAL:  # one request checks for all of this server
                     server.checked = self._loop.time()
                     await self._healthy(server)
             if not request.done():

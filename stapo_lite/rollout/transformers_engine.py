@@ -1,4 +1,4 @@
-"""Rollouts with transformers' `generate`, from the trainer's own model: slow, and always there."""
+"""Rollouts with transformers' `generate`, from the trainer's own model: slow, but needs no vLLM."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -57,7 +57,7 @@ class TransformersEngine(RolloutEngine):
         mask = torch.tensor([[0] * (width - len(p.token_ids)) + [1] * len(p.token_ids) for p in prompts], device=device)
         self._model.eval()  # gradient checkpointing would switch the KV cache off
         try:
-            with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):  # of the fp32 adapter
+            with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):  # the adapter is in fp32
                 output = self._model.generate(
                     input_ids=input_ids,
                     attention_mask=mask,
@@ -80,8 +80,8 @@ class TransformersEngine(RolloutEngine):
 
 
 class _SeededDraws:
-    """A logits processor that leaves one token of each row, drawn by the inverse of the cumulated distribution from a
-    uniform number of the row's own generator: a sample is the same whatever it is batched with, rounding aside.
+    """A logits processor that leaves one token of each row, drawn by the inverse of the cumulative distribution from a
+    uniform number of the row's own generator: up to rounding, a sample does not depend on what it is batched with.
 
     Attributes:
         logprobs: of the tokens drawn, before top-p; [rows, 1] fp32 for each step.

@@ -34,9 +34,9 @@ class VLLMEngine(RolloutEngine):
 
     Args:
         model: folder or Hub name of the base, which may be quantised.
-        options: gpu_memory_utilization counts on a GPU.
+        options: `gpu_memory_utilization` has an effect on a GPU only.
         lora: rank and layers of the adapters to come; None where there will be none.
-        sleep_level: counts on a GPU.
+        sleep_level: as `rollout.sleep_level`, 0 to 2; has an effect on a GPU only.
 
     Raises:
         InputError: vLLM does not start.
@@ -51,13 +51,13 @@ class VLLMEngine(RolloutEngine):
         from vllm.sampling_params import RequestOutputKind
 
         on_cpu = current_platform.is_cpu()
-        # On a CPU compiling the sampler takes the first call ten seconds, for nothing; the trainer may compile its own.
+        # On a CPU compiling the sampler costs ten seconds and gains nothing; the trainer may still compile its layers.
         self._uncompiled = functools.partial(torch.compiler.set_stance, "force_eager") if on_cpu else nullcontext
         self._dtype = dtype
         self._sleep_level, self._asleep = 0 if on_cpu else sleep_level, False
         arguments: dict[str, Any] = {"enable_sleep_mode": self._sleep_level > 0, "use_tqdm_on_load": False}
         if not on_cpu:
-            torch.cuda.synchronize()  # vLLM goes on in a stream of its own, up to 0.29 without waiting
+            torch.cuda.synchronize()  # vLLM works in a stream of its own; up to 0.29 it does not wait for ours
             if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # an engine per process, each on its process's card
                 arguments["distributed_executor_backend"] = "external_launcher"
         length = sampling.max_model_len
@@ -95,7 +95,7 @@ class VLLMEngine(RolloutEngine):
         from vllm.lora.request import LoRARequest
 
         request = LoRARequest(f"adapter-v{version}", version + 1, str(folder))  # ids begin at 1
-        try:  # loaded before it is generated from, which it would hang
+        try:  # loaded now: one that fails to load during generation would hang vLLM
             self._engine.add_lora(request)
         except ValueError as error:
             raise InputError(f"lora.target_modules: vLLM cannot serve the adapter ({one_line(error)})") from None
@@ -155,7 +155,7 @@ class VLLMEngine(RolloutEngine):
             except Exception as error:  # whatever ends vLLM
                 failures += 1
                 reason = f"vLLM failed while it sampled ({type(error).__name__}: {one_line(error)})"
-                if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # its end is that of the process group, too
+                if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # where it ends, the process group has ended, too
                     raise RunError(f"{reason}: continue with --resume") from error
                 if failures > MAX_RETRIES:
                     raise RunError(f"{reason}, after {failures - 1} restarts") from error
@@ -186,10 +186,10 @@ class VLLMEngine(RolloutEngine):
                 raise
             raise RunError(
                 "vLLM does not get its memory back when it wakes: lower rollout.gpu_memory_utilization, or set "
-                "train.park_trainer=true, and continue with --resume"
+                "train.park_trainer=true, and continue with --resume --force"
             ) from error
         self._asleep = False
-        if self._request is not None:  # level 2 left its place empty: the next request reads it, if none is published
+        if self._request is not None:  # level 2 dropped its weights: the next request reads them again
             self._engine.remove_lora(self._request.lora_int_id)
 
     def close(self) -> None:
@@ -200,7 +200,7 @@ class VLLMEngine(RolloutEngine):
 
     def _shut_down(self) -> None:
         if self._llm is not None:
-            if self._asleep:  # memory that is still given back would stay so for the next engine of the process
+            if self._asleep:  # memory that is unmapped in sleep would stay so for the process's next engine
                 torch.cuda.empty_cache()
                 with suppress(Exception):
                     self._llm.wake_up()

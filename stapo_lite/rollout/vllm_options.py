@@ -19,8 +19,8 @@ BATCHED_TOKENS = 8192
 know."""
 CPU_KV_CACHE_BYTES = 1 << 30
 WATERMARK = 0.05
-"""Share of the KV cache that vLLM keeps free for the sequences under way before it begins another one: of those that it
-would have to drop and compute again it spares more than half (docs/results.md)."""
+"""Share of the KV cache that vLLM keeps free for running sequences before it begins another one. This spares more than
+half of the tokens that it would otherwise drop and compute again (docs/results.md)."""
 OURS = {
     "model", "dtype", "quantization", "max_model_len", "max_num_seqs", "logprobs_mode", "generation_config",
     "disable_log_stats", "enable_lora", "max_loras", "max_lora_rank", "lora_target_modules", "gpu_memory_utilization",
@@ -35,11 +35,11 @@ def prepare_vllm() -> None:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # seeds reach the sampler
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    if os.environ.get("WORLD_SIZE", "1") == "1":  # its own process group listens to nobody else
+    if os.environ.get("WORLD_SIZE", "1") == "1":  # its process group stays on this machine
         os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
-    # Both speak while vLLM is imported, before it reads its own level: of a Triton that no CPU needs.
+    # Both warn of a missing Triton, which a CPU does not need, while vLLM is imported and has not read its own level.
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
 
@@ -67,14 +67,14 @@ def engine_arguments(
         "max_num_seqs": options.max_num_seqs,
         "logprobs_mode": "processed_logprobs",  # log_softmax(logits / temperature), as the trainer has it
         "generation_config": "vllm",
-        "disable_log_stats": True,  # which would remember the name of every adapter
+        "disable_log_stats": True,  # they would keep the name of every adapter
     }
     if lora is not None:
         ours |= {"enable_lora": True, "max_loras": max_loras, "max_lora_rank": served_rank(lora.r)}
-        if lora.target_modules != ["all-linear"]:  # else all that vLLM knows of the model
+        if lora.target_modules != ["all-linear"]:  # by default every layer that vLLM can adapt
             ours["lora_target_modules"] = list(lora.target_modules)
     defaults: dict[str, Any] = {"watermark": WATERMARK}
-    if on_cpu:  # with chunked prefill, requests that have a seed end vLLM 0.32 there
+    if on_cpu:  # with chunked prefill, requests with a seed crash vLLM 0.32 there
         defaults |= {"max_num_batched_tokens": max(4096, max_model_len), "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
         ours |= {"enforce_eager": True, "enable_chunked_prefill": False}
         ours["worker_extension_cls"] = "stapo_lite.rollout.vllm_cpu_lora.WorkerExtension"
@@ -107,7 +107,7 @@ def vllm_version() -> Version:
 
 
 def check_vllm(options: Engine, sleep_level: int = 0) -> None:
-    """Whether the installed vLLM can serve and sleep as asked.
+    """Check that the installed vLLM can serve and sleep as asked.
 
     Raises:
         InputError: it needs a plugin or another version; `options.vllm` has a name that it does not know, or that is

@@ -1,6 +1,6 @@
-"""The tokens of a run and what became of them, as one page to look at, and runs over each other.
+"""A page about a run's tokens and what became of them, and a page that compares runs.
 
-The pages hold everything they show and ask no network. A run with `log.audit_tokens` shows its tokens, any other its
+The pages hold everything they show and need no network. A run with `log.audit_tokens` shows its tokens, any other its
 curves alone.
 """
 
@@ -23,12 +23,12 @@ from stapo_lite.training.token_log import QUADRANTS, thin
 from stapo_lite.training.tracking import QUADRANTS_FILE, TOKENS_FILE, run_metrics, show
 
 MOST_TOKENS = 4000
-"""In the table of a page."""
+"""Tokens in the table of a page."""
 MOST_POINTS = 2000
 """Points of each kind in the plane."""
 MOST_FREQUENT = 15
 MARKS = str.maketrans({" ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍"})
-"""White space to be seen."""
+"""Visible signs in place of white space."""
 COMPARED = (
     # file, metric, axis, logarithmic, caption
     ("reward", "reward", "mean reward", False, "Reward."),
@@ -94,8 +94,8 @@ def find_spurious(metrics: Metrics, s2t: S2T) -> str:
 
 
 def compare(run_folders: Sequence[str | Path], out: str | Path) -> Path:
-    """Runs over each other; those that differ in their seed alone are one curve, the mean, in a band of one standard
-    deviation to either side. Returns the page.
+    """Write a page that compares runs; those that differ in seed and length alone are one curve, their mean, in a band
+    of one standard deviation to either side. Returns the page.
 
     Raises:
         InputError: there are fewer than two folders, or one holds no run; `out` cannot be written.
@@ -129,7 +129,7 @@ def run_labels(configs: Sequence[Config]) -> list[str]:
         others = [other for other in fields if other["algorithm"] == mine["algorithm"]]
         keys = dict.fromkeys(key for other in others for key in other)
         differing = [key for key in keys if any(other.get(key) != mine.get(key) for other in others)]
-        labels.append(", ".join([mine["algorithm"], *(f"{key}={mine.get(key)!s:.30}" for key in differing)]))
+        labels.append(", ".join([mine["algorithm"], *(f"{key}={mine.get(key)!s:.60}" for key in differing)]))
     return labels
 
 
@@ -180,7 +180,7 @@ def run_charts(metrics: Metrics) -> Charts:
             "Share of all tokens that are candidates (A > 0, pi < tau_p), spurious (also H < tau_h), and silenced.",
             png(lines, shares, "share", True),
         ),
-        "tau_h": ("Entropy threshold, anew in each mini-batch.", png(lines, [curve("tau_h", "tau_h")], "tau_h [nats]")),
+        "tau_h": ("Entropy threshold, mean over mini-batches.", png(lines, [curve("tau_h", "tau_h")], "tau_h [nats]")),
     }
 
 
@@ -188,7 +188,7 @@ def token_charts(groups: dict[str, Metrics], quadrants: Metrics) -> Charts:
     """Charts of what the token log notes.
 
     Args:
-        groups: the candidates, silenced and kept.
+        groups: candidates by kind, such as silenced and kept.
     """
     points = [(probability, entropy) for line in quadrants for probability, entropy, _ in line["points"]]
     places = {"tokens with A > 0": thin(points, MOST_POINTS)}

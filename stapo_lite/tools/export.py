@@ -31,10 +31,10 @@ HELD_OUT = (
     "The train left the station at noon, and when it arrived in the capital three hours later",
     "Solve for x: \\frac{x}{3} + 7 = 12. Subtracting 7 from both sides gives",
 )
-"""Texts whose log-probabilities must come out the same; no training set holds them."""
+"""Texts whose log-probabilities must be the same after the export; they come from no training set."""
 LARGEST_IN_FLOAT32, MEAN_IN_HALF = 1e-4, 0.1
-"""Deviations in nats above which nothing is exported: the largest, or in half precision, which rounds weights and
-activations, the mean."""
+"""Limits in nats above which nothing is exported: of the largest deviation in float32; of the mean one in half
+precision, which rounds weights and activations."""
 
 
 def export(
@@ -142,8 +142,8 @@ def save_merged(merged: Any, folder: Path, stops: tuple[int, ...], temperature: 
 
 @torch.no_grad()
 def first_layer_sums(model: Any, dtype: str) -> dict[str, Tensor]:
-    """{name: W + scale B A} of the first layer's weights with an adapter, as the merged model must have them: an
-    adapter may move log-probabilities by less than half precision does."""
+    """{name: W + scale B A} of the first layer's weights that have an adapter, to check the merged model by: an adapter
+    may change log-probabilities by less than the rounding to half precision does."""
     sums = {}
     for name, module in model.named_modules():
         if ".layers.0." in name and hasattr(module, "lora_A"):
@@ -156,7 +156,7 @@ def check_sums(written: Any, sums: dict[str, Tensor], dtype: str) -> None:
     """Raises InputError where a weight is not the sum of base and adapter."""
     weights = written.state_dict()
     for name, weight in sums.items():
-        # In half precision a lost adapter shows in a few per cent of the weights, another order of sums in one of 1e4.
+        # In half precision a lost adapter changes some per cent of the weights, another order of summation 1 in 10,000.
         differing = (weights[name] != weight).float().mean()
         if not (torch.allclose(weights[name], weight, 1e-5, 1e-6) if dtype == "float32" else differing < 1e-3):
             raise InputError(f"{written.name_or_path}: {name} is not the sum of base and adapter; nothing was exported")

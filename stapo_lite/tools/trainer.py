@@ -61,12 +61,12 @@ class Trainer:
         self.config = load_config(tree, [*overrides, *changes])
 
     def steps(self, resume: bool = False, force: bool = False) -> Iterator[dict[str, Any]]:
-        """Train step by step; yields the metrics of each one. Who stops iterating ends the run there: adapter and
-        checkpoint are written as at the last step.
+        """Train step by step; yields the metrics of each one. If the caller stops iterating, the run ends there:
+        adapter and checkpoint are written as at the last step.
 
         Args:
             resume: continue from the newest intact checkpoint in `output_dir`; begin where there is none.
-            force: continue with a config that differs where it decides what the run computes.
+            force: continue even though keys have changed that decide what the run computes.
 
         Raises:
             InputError: something in the config, the data or the model cannot be used.
@@ -77,7 +77,7 @@ class Trainer:
     __iter__ = steps
 
     def train(self, resume: bool = False, force: bool = False) -> list[dict[str, Any]]:
-        """Train to the end; returns the metrics of each step (docs/metrics.md). As `steps`."""
+        """Train to the end; returns the metrics of each step (docs/metrics.md). Arguments: see `steps`."""
         return list(self.steps(resume, force))
 
     def evaluate(self, **keys: Any) -> dict[str, Any] | None:
@@ -85,7 +85,7 @@ class Trainer:
         results, on the main process.
 
         Args:
-            keys: of an evaluation (docs/config.md), sections as dictionaries: `benchmarks=["math500"], limit=50`.
+            keys: an evaluation's (docs/config.md), sections as dictionaries: `limit=50, rollout={"num_samples": 4}`.
 
         Raises:
             InputError: there is no adapter, or a key is wrong.

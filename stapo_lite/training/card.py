@@ -89,6 +89,6 @@ def find_license(base: str) -> dict[str, str]:
     """The licence in the base's own card; nothing where it has none, or the Hub cannot be reached."""
     try:
         metadata = ModelCard.load(Path(base, "README.md") if Path(base).exists() else base).data
-    except Exception:  # no card, no network: the Hub's client raises of many kinds
+    except Exception:  # no card, no network: the Hub's client raises errors of many kinds
         return {}
     return {key: value for key in ("license", "license_name", "license_link") if (value := metadata.get(key))}

@@ -2,6 +2,7 @@
 
 import io
 import math
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 from typing import Any, NamedTuple
@@ -62,9 +63,11 @@ def lines(axes: Any, curves: Sequence[Curve], label: str, log: bool = False) -> 
         axes.set_yscale("log")
     axes.locator_params(axis="x", integer=True)
     axes.set(xlabel="step", ylabel=label)
-    if len(curves) > 1:
-        for text in axes.legend(fontsize=9).get_texts():
-            text.set_parse_math(False)
+    if len(curves) > 1:  # above the axes: a label may be as long as what two configs differ in
+        columns = 1 if max(len(curve.label) for curve in curves) > 30 else 3
+        legend = axes.figure.legend(fontsize=8, loc="outside upper left", ncols=columns, frameon=False)
+        for text in legend.get_texts():
+            text.set(text=textwrap.fill(text.get_text(), 90), parse_math=False)
 
 
 def plane(axes: Any, places: Mapping[str, Sequence[Sequence[float]]], tau_p: float, tau_h: float | None) -> None:
@@ -87,7 +90,7 @@ def plane(axes: Any, places: Mapping[str, Sequence[Sequence[float]]], tau_p: flo
     if tau_h is not None:
         axes.axhline(tau_h, color=COLOURS[3], linewidth=1.2, linestyle="--", label="tau_h, mean")
     axes.set(xlabel="probability of the token", ylabel="entropy [nats]")
-    axes.legend(fontsize=8, loc="upper right")  # where no token can be: the likelier, the surer
+    axes.legend(fontsize=8, loc="upper right")  # no token lies there: a probable one has low entropy
 
 
 def bars(axes: Any, labels: Sequence[str], values: Sequence[float], colours: Sequence[str], label: str) -> None:

@@ -41,9 +41,9 @@ CHECKSUMS_FILE = "checksums.json"
 FREE = (
     "output_dir", "train.max_steps", "reward.function_timeout", "rollout.servers", "stop_on", "log.", "evaluation.",
 )  # fmt: skip
-"""Keys, and sections, that may change when a run is resumed: they decide nothing that a sound run computes."""
+"""Keys, and sections, that may change when a run is resumed: they do not change what a run without faults computes."""
 FIXED = ("lora.r", "lora.lora_alpha", "lora.use_rslora", "lora.target_modules", "train.optim")
-"""Those that no force can change: adapter and optimiser would not fit."""
+"""Keys that may not change even with --force: adapter and optimiser would not fit."""
 
 
 @dataclass(config=ConfigDict(extra="forbid"))
@@ -84,7 +84,7 @@ def take_snapshot(progress: Progress, policy: Policy, optimizer: torch.optim.Opt
 def save_checkpoint(
     run_folder: Path, snapshot: Snapshot, policy: Policy, config: dict, environment: dict[str, str], limit: int
 ) -> None:
-    """Write `checkpoint-<step>` under a temporary name, to the disk, rename it; then drop all but the newest `limit`.
+    """Write `checkpoint-<step>` under a temporary name, sync it, rename it; then drop all but the newest `limit`.
 
     Raises:
         Exception: it could not be written (OSError, or one of torch's or safetensors'); what was there is as it was.
@@ -142,7 +142,7 @@ def load_checkpoint(folder: Path, policy: Policy, optimizer: torch.optim.Optimiz
         return progress
     except InputError:
         raise
-    except Exception as error:  # what has intact checksums and is wrong all the same
+    except Exception as error:  # files with intact checksums may still be wrong
         raise InputError(f"{folder}: does not fit this run ({type(error).__name__}: {one_line(error)})") from None
 
 
@@ -190,7 +190,7 @@ def check_resume(folder: Path, config: dict[str, Any], environment: dict[str, st
 
 
 def list_checkpoints(run_folder: Path) -> list[Path]:
-    """Those that were written to the end, oldest first."""
+    """Complete checkpoints of a run, oldest first."""
     folders = [path for path in run_folder.glob("checkpoint-*") if FOLDER.fullmatch(path.name) and path.is_dir()]
     return sorted(folders, key=lambda path: int(path.name.removeprefix("checkpoint-")))
 

@@ -1,4 +1,4 @@
-"""Guard rails: what a run's metrics say about its health, with the likely cause and the key to change.
+"""Symptoms: signs in a run's metrics that something is wrong, with the likely cause and the key to change.
 
 A symptom is a function of the metrics alone, which are the same on every process and, after `--resume`, in the file.
 """
@@ -11,7 +11,7 @@ from stapo_lite.config import Symptom
 
 Metrics = Sequence[dict[str, Any]]
 SHORT, LONG = 10, 50
-"""Steps: what is compared are means over the first or last of them."""
+"""Numbers of steps: means over the first ones are compared with means over the last ones."""
 
 
 class Rule(NamedTuple):
@@ -80,5 +80,5 @@ RULES: dict[Symptom, Rule] = {
 
 
 def new_symptoms(history: Metrics) -> list[Symptom]:
-    """Those that hold after the last of these steps and did not after the one before."""
+    """Symptoms that hold after the last of these steps and did not after the one before."""
     return [name for name, rule in RULES.items() if rule.holds(history) and not rule.holds(history[:-1])]

@@ -1,5 +1,5 @@
-"""The edges of a run: its processes and hardware, who may write to its folder, what of it must be written, what ends it
-from outside."""
+"""A run's surroundings: its processes and hardware, the lock of its folder, errors of a full disk, signals that end
+it."""
 
 import ctypes
 import importlib.util
@@ -40,13 +40,13 @@ def make_accelerator(log: Log, folder: Path) -> Accelerator:
 
     Raises:
         InputError: a tracker is not installed, or accelerate runs fewer processes than were launched;
-            it would pass over either in silence.
+            accelerate itself would not say so.
     """
     for name in log.report_to:
         if importlib.util.find_spec(name) is None:
             raise InputError(f"log.report_to: {name} is not installed; pip install {name}")
-    # Micro-batches of many shapes would leave holes that no other shape fits. Read once, before CUDA starts. vLLM up to
-    # 0.30 looks at the old name only, and must know what torch is told.
+    # Micro-batches of many shapes would fragment the allocator's memory. The variable is read once, before CUDA starts.
+    # vLLM up to 0.30 reads the old name only, and must know the setting.
     if "PYTORCH_ALLOC_CONF" in os.environ:
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = os.environ["PYTORCH_ALLOC_CONF"]
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -67,8 +67,8 @@ def make_accelerator(log: Log, folder: Path) -> Accelerator:
 def card_memory() -> float | None:
     """GiB of the card in use, CUDA's own and other processes' included; None without one.
 
-    Torch's allocator keeps what an update has taken, so that this is the update's peak until the cache is emptied; its
-    own count includes what a sleeping vLLM has given back.
+    Torch's allocator keeps what an update has taken, so that this is the update's peak until the cache is emptied.
+    (Torch's own count would include memory that a sleeping vLLM has freed.)
     """
     if not torch.cuda.is_available():
         return None
@@ -109,7 +109,7 @@ def lock(folder: Path) -> AbstractContextManager:
         folder.mkdir(parents=True, exist_ok=True)
         return FileLock(folder / ".lock").acquire(blocking=False)
     except Timeout:
-        raise InputError(f"output_dir={folder}: another run writes to it at this moment") from None
+        raise InputError(f"output_dir={folder}: another run writes to it now; choose another folder") from None
     except OSError as error:
         raise InputError(f"output_dir={folder}: cannot be written ({error.strerror})") from None
     except NotImplementedError as error:  # a file system without locks
@@ -119,7 +119,7 @@ def lock(folder: Path) -> AbstractContextManager:
 
 @contextmanager
 def full_disk_is_a_run_error(folder: Path) -> Iterator[None]:
-    """For the beginning and the end of a run, where what is not written would be missing."""
+    """Raise a RunError where a file cannot be written; for start and end of a run, where nothing tries again."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -129,7 +129,7 @@ def full_disk_is_a_run_error(folder: Path) -> Iterator[None]:
 
 
 def end_on_sigterm() -> None:
-    """Have SIGTERM, by which schedulers announce that they will kill, end the run like an error, with status 143."""
+    """Make SIGTERM, which schedulers send before they kill, end the run like an error, with status 143."""
 
     def end(*_: Any) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough

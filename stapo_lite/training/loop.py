@@ -33,19 +33,19 @@ def train(
 ) -> Iterator[dict[str, Any]]:
     """Run the training; yields the metrics of each step (docs/metrics.md).
 
-    Who stops iterating ends the run there: adapter and checkpoint are written as at the last step. With several
-    processes all must stop at the same one. What interrupts a step (an error, SIGTERM, Ctrl-C) leaves a checkpoint of
-    the step before.
+    If the caller stops iterating, the run ends there: adapter and checkpoint are written as at the last step. Several
+    processes must all stop at the same step. Where a step is interrupted (an error, SIGTERM, Ctrl-C), a checkpoint of
+    the step before is written.
 
     Args:
         resume: continue from the newest intact checkpoint in `config.output_dir`; begin where there is none.
-        force: continue with a config that differs where it decides what the run computes.
-        given: what there is besides the config: functions and rows of this process.
+        force: continue even though keys have changed that decide what the run computes.
+        given: functions and rows of this process, in place of those that the config names.
 
     Raises:
         InputError: something in the config, the data or the model cannot be used; found before any
             weights are loaded, where it can be.
-        RunError: faults that the run outlives (docs/faults.md) did not end.
+        RunError: a fault reached its limit (docs/faults.md), such as a vLLM that failed again after three restarts.
     """
     with open_run(config, resume, force, given) as run:
         for step in run.steps():
@@ -147,7 +147,7 @@ def mini_batches(run: Run, groups: Sequence[Sequence[Completion]]) -> Iterator[M
 
 
 def evaluate(run: Run) -> None:
-    """Evaluate the adapter as it is now, where that is due and not yet done; the clock stands."""
+    """Evaluate the adapter as it is now, where that is due and not yet done; the step's seconds leave it out."""
     step = run.progress.step
     if run.exam is None or run.log.has_evaluation(step):
         return

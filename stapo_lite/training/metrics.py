@@ -1,4 +1,4 @@
-"""Counts of a step, and the metrics that come of them."""
+"""Counts of a step, and the metrics that are computed from them."""
 
 import math
 from collections import Counter

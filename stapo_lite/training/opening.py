@@ -56,7 +56,7 @@ class Given(NamedTuple):
 
 @contextmanager
 def open_run(config: Config, resume: bool = False, force: bool = False, given: Given | None = None) -> Iterator[Run]:
-    """Open a run, new or resumed; close it, or where something interrupts it keep what was learned.
+    """Open a run, new or resumed, and close it; where something interrupts it, save the last whole step first.
 
     Raises:
         InputError: something in the config, the data or the model cannot be used.
@@ -69,6 +69,7 @@ def open_run(config: Config, resume: bool = False, force: bool = False, given: G
         except BaseException as interruption:
             with undisturbed():
                 run.save_checkpoint()
+                run.accelerator.print(f"stopped after step {run.progress.step}; --resume continues")
             if not isinstance(interruption, GeneratorExit):  # the caller has seen enough
                 raise
         run.finish()
@@ -90,7 +91,7 @@ def begin(config: Config, resume: bool, force: bool, given: Given, closing: Exit
     config = config.model_copy(update={"dtype": resolve_dtype(config.dtype)})
     config = fit(config, engine_name, folder if resume else None, processes, shard is not None)
     prompts, tokenizer, stop_tokens = load_prompts(config, given.rows, accelerator.print)
-    resumed = resume and checkpoint.list_checkpoints(folder)  # which has the adapter; only a reference is read again
+    resumed = resume and checkpoint.list_checkpoints(folder)  # the start is then read as a reference only
     start = find_start(config.lora) if config.objective.beta or not resumed else None
     function = given.rollout_func or (find_function(config.rollout.function) if config.rollout.function else None)
     exam = Exam(config, tokenizer, function) if config.evaluation.steps else None
@@ -157,7 +158,7 @@ def open_folder(config: Config, accelerator: Accelerator, surroundings: dict[str
             write_text(folder / "config.yaml", to_yaml(config))
             write_text(folder / ENVIRONMENT_FILE, json.dumps(surroundings, indent=1))
             if step < config.train.max_steps:
-                shutil.rmtree(folder / "adapter", ignore_errors=True)  # of the end before
+                shutil.rmtree(folder / "adapter", ignore_errors=True)  # of an earlier end of this run
             if step == 0:
                 shutil.rmtree(folder / "best", ignore_errors=True)  # of a run that was killed in its first step
     return log
@@ -201,7 +202,7 @@ def find_contaminated(rows: Sequence[Any], d: Data, show: Callable[[str], None])
     overlaps = find_overlaps((prompt_text(row.get(d.prompt_column)) for row in rows), problems)
     contaminated = {overlap.row for overlap in overlaps}
     if len(contaminated) == len(rows):
-        raise InputError(f"data.drop_contaminated: every row of {d.source} overlaps a benchmark")
+        raise InputError(f"data.drop_contaminated: every row of {d.source} overlaps a benchmark: choose other data")
     held = len({overlap.problem for overlap in overlaps})
-    show(f"{len(contaminated)} rows of {d.source} that hold {held} benchmark problems left out")
+    show(f"left out {len(contaminated)} rows of {d.source}, which hold {held} benchmark problems")
     return contaminated

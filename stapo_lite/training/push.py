@@ -33,12 +33,12 @@ def prepare_repository(name: str, private: bool, asked: str = "--push-to-hub") -
         repository = api.create_repo(name, private=private or None, exist_ok=True).repo_id
         api.auth_check(repository, write=True)
         public = private and not api.model_info(repository).private
-    except Exception as error:  # the Hub's client raises of many kinds
+    except Exception as error:  # the Hub's client raises errors of many kinds
         raise InputError(
             f"{asked}={name}: {one_line(error)}; a token that can write comes from `hf auth login`, or HF_TOKEN"
         ) from None
     if public:
-        raise InputError(f"{asked}={name} --private: {repository} is there already, and public")
+        raise InputError(f"{asked}={name}: {repository} exists and is public, not private; choose another name")
     return repository
 
 
@@ -50,14 +50,14 @@ def push(folder: Path, repository: str) -> str:
     """
     try:
         return str(HfApi().upload_folder(repo_id=repository, folder_path=folder, commit_message=MESSAGE).repo_url)
-    except Exception as error:  # the Hub's client raises of many kinds
-        again = f"{folder} is there; go on with: hf upload {repository} {folder}"
+    except Exception as error:  # the Hub's client raises errors of many kinds
+        again = f"{folder} is complete; upload it with: hf upload {repository} {folder}"
         raise InputError(f"--push-to-hub={repository}: {one_line(error)}; {again}") from None
 
 
 class HubMirror:
-    """Keeps a repository at the newest adapter of a run, with its card, in a thread beside the run. What fails, fails
-    with a warning: the next save brings newer values.
+    """Keeps a repository at the newest adapter of a run, with its card, in a thread beside the run. An upload that
+    fails is only warned about: the next save uploads newer values.
 
     Args:
         run_folder: of a run that has saved a checkpoint, or its adapter, before each `push`.
@@ -102,7 +102,7 @@ class HubMirror:
             card = model_card(self.repository, run, base, merged=False, stops=self._stops)
             write_text(folder / "README.md", card)
             HfApi().upload_folder(repo_id=self.repository, folder_path=folder, commit_message=MESSAGE)
-        except Exception as error:  # the Hub's client raises of many kinds
+        except Exception as error:  # the Hub's client raises errors of many kinds
             logger.warning("log.hub_model_id: not pushed this time (%s)", one_line(error))
         finally:
             shutil.rmtree(folder, ignore_errors=True)

@@ -61,7 +61,7 @@ class Clock:
         self.start()
 
     def start(self) -> None:
-        """Let what has passed since the last lap go uncounted."""
+        """Start a lap now: the time since the last one is not counted."""
         self._last = time.perf_counter()
 
     def lap(self, name: str) -> None:
@@ -101,11 +101,11 @@ class Run:
         surroundings: hardware, versions and data, as in environment.json.
         sample: groups of completions, by the engine alone or in several turns.
         exam: the evaluation during training; None where there is none.
-        hub: gets what is saved; on the main process, where a repository was named.
+        hub: uploads what is saved; None where no repository was named, and on other processes than the main one.
         snapshot: the run after its last whole step, on the main process: what an interruption saves.
         history: metrics of every step.
         memory: GiB of the card at the ends of the step's two phases.
-        symptom: of `stop_on`, that ends the run.
+        symptom: one of `stop_on` that has appeared and ends the run; None so far.
     """
 
     config: Config
@@ -213,7 +213,7 @@ class Run:
         self.symptom = next((symptom for symptom in symptoms if symptom in config.stop_on), None)
 
     def flush_logs(self) -> None:
-        """Have all lines on the disk.
+        """Write all lines of the logs to the disk.
 
         Raises:
             OSError: they cannot be written.
@@ -276,7 +276,7 @@ class Run:
 
 
 def learning_rate(train: Train, step: int) -> float:
-    """The rate of all updates of a step, from 0; never 0.
+    """Learning rate of all updates of a step (steps from 0); it is never 0.
 
     Warm-up counts steps, as in the paper: veRL's scheduler advances once per batch of rollouts, whatever its
     mini-batches. transformers' schedules begin at 0, which would waste the first batch.

@@ -1,10 +1,10 @@
 """The token log: what became of S2T's candidates in each step, and where tokens lie in the probability-entropy plane.
 
-It takes no pass of its own: what it notes is at hand while the policy trains, but for the alternatives of a candidate,
-which are one more row of the LM head. `audit.py` draws it.
+It takes no pass of its own: what it notes is computed anyway while the policy trains, except for the alternatives of a
+candidate, for which the LM head computes one more row. `tools/audit.py` draws it.
 
     tokens.jsonl      one candidate a line: in its context, with alternatives
-    quadrants.jsonl   one step a line: thresholds, tokens and their mean gradient norm over A in each quadrant, points
+    quadrants.jsonl   one step a line: thresholds; tokens and mean of gradient norm / A in each quadrant; points
 """
 
 import heapq
@@ -64,8 +64,8 @@ class TokenLog:
         self._lots = batch.random_scores([~completion.adapter_version for completion in batch.completions])
 
     def see(self, tokens: Tensor, hidden: Tensor, candidates: Tensor) -> None:
-        """Keep the hidden states of a micro-batch's candidates: always the same number, so that nobody has to wait
-        for how many there are.
+        """Keep the hidden states of a micro-batch's candidates: always the same number, so that the host need not wait
+        for the device to count them.
 
         Args:
             tokens: [n] int64, places in [N].

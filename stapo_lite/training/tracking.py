@@ -1,4 +1,4 @@
-"""The side of a run that a person sees: the metrics file, one line per step, samples, accelerate's trackers."""
+"""Output of a run that a person reads: the metrics file, one line per step, samples, accelerate's trackers."""
 
 import logging
 import math
@@ -60,7 +60,7 @@ class RunLog:
     """Writes a run's metrics, on the main process only.
 
     Args:
-        start_step: of a resumed run; later lines of its metrics file are dropped. 0 for a new one.
+        start_step: the last step before a run is resumed; later lines of its files are dropped. 0 for a new run.
 
     Attributes:
         journals: the files that it adds lines to.
@@ -70,7 +70,7 @@ class RunLog:
         self._accelerator = accelerator
         self._max_steps = max_steps
         if accelerator.is_main_process:
-            # Not what a new run, or the steps to come, will write again; also where the token log is off by now.
+            # Drop what the steps to come will write again; of the token log, too, even where it is off by now.
             names = (METRICS_FILE, EVALUATIONS_FILE, COMPLETIONS_FILE, TOKENS_FILE, QUADRANTS_FILE)
             before = {folder / name: read_lines(folder / name) for name in names if (folder / name).exists()}
             for path, lines in before.items():
@@ -182,6 +182,8 @@ def show_completions(folder: Path, worst: int, step: int | None) -> str:
     Raises:
         InputError: none are kept.
     """
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such folder")
     lines = [line for line in read_lines(folder / COMPLETIONS_FILE) if step in (None, line["step"])]
     if not lines:
         of_step = "" if step is None else f" of step {step}"

@@ -1,4 +1,4 @@
-"""One optimiser update: masks, denominators, gradient, step. This is the method; `train.py` is the loop.
+"""One optimiser update: masks, denominators, gradient, step. This is the method; `loop.py` is the loop.
 
     J = sum I min(rho A, clip(rho) A) / sum I        over the tokens of the mini-batch on all processes
 
@@ -40,19 +40,19 @@ from stapo_lite.types import Completion, TokenStatistics
 logger = logging.getLogger(__name__)
 
 MAX_SKIPPED = 5
-"""Updates in a row that may be skipped, because loss or gradient is not finite, before the run ends."""
+"""Updates in a row, skipped because loss or gradient is not finite, that end the run."""
 
 
 @dataclass
 class Learner:
-    """The policy, its optimiser, and what an update of them goes by.
+    """The policy, its optimiser, and the settings and counts of their updates.
 
     Attributes:
         objective: that of the config, with the tau_p of this step.
         progress: where the run stands; skipped updates are counted there.
-        budget: of a micro-batch; where memory runs out a pass is begun anew with less.
+        budget: tokens of a micro-batch; where memory runs out, the pass is repeated with half of them.
         tally: what the step's updates count.
-        token_log: notes the candidates; None where nobody asked.
+        token_log: notes the candidates; None without `log.audit_tokens`.
         on_tokens: told of the completion tokens that have been through both passes.
     """
 
@@ -102,7 +102,7 @@ class Forward(NamedTuple):
     tokens: Tensor
     """[n] int64: places in [N]."""
     hidden: Tensor
-    """[n, D] without gradient; empty, but for the token log."""
+    """[n, D] without gradient; empty where there is no token log."""
     statistics: TokenStatistics
     """[n]"""
 
@@ -123,23 +123,23 @@ class Masks:
     """The pass through the gradient's first micro-batch, where the masks took one."""
 
     def take_first(self, rows: list[int]) -> Forward | None:
-        """Hand out `first` where it ran these rows. Asked once, it is gone: its graph serves one backward pass, and
-        must not stay in memory through others."""
+        """Return `first` if it ran these rows, and forget it: its graph serves one backward pass, and must not stay in
+        memory during others."""
         first, self.first = self.first, None
         return first if first is not None and first.rows == rows else None
 
 
 class Weights(NamedTuple):
-    """The factor of each token in the loss, from which the mini-batch's loss is a plain sum."""
+    """The factor of each token: the mini-batch's loss is the plain sum of factor times token loss."""
 
     factors: Tensor
     """[N] fp32"""
     scale: float
-    """In float16, of the loss while the gradient adds up; else 1."""
+    """Factor of the whole loss in float16, which the gradient is divided by at the end; else 1."""
 
 
 class Gradient(NamedTuple):
-    """Values that come along with the gradient; 0 where no micro-batch came by."""
+    """Values computed together with the gradient; 0 for tokens that were in no micro-batch."""
 
     statistics: TokenStatistics
     """[N], of the policy that the gradient is of."""
@@ -348,8 +348,8 @@ def count_gradient(learner: Learner, batch: MiniBatch, masks: Masks, gradient: G
         tally.add(gap_k3=total(k3(batch.rollout_logprobs, trainer_logprobs), active))
         tally.raise_to(gap_max=gap.where(active, -torch.inf))
 
-    # Which tokens are spurious is asked of incorrect responses, too, though nothing is done about them: the same test,
-    # and its mirror case, tokens that were all but certain.
+    # Metrics alone: the same test for incorrect responses (A < 0), whose tokens are never silenced for it, and its
+    # mirror case, their tokens that were almost certain.
     judged = deciding(batch, slice(None), masks, gradient.statistics, s2t)
     candidates = active & candidate_mask(judged.logprobs, batch.advantages, s2t.tau_p)
     tau_h = masks.tau_h
@@ -409,8 +409,8 @@ def sampling_policy(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities of the policy that sampled: the denominator of the ratio.
 
-    Trainer and engine see the same policy a little differently. `old_logprobs` are the trainer's, and the correction
-    weighs each token by how much more probable it was there (truncated importance sampling).
+    Trainer and engine compute the same policy with different rounding. `old_logprobs` are the trainer's, and the
+    correction weighs each token by its probability in the trainer over that in the engine (importance sampling).
 
     Args:
         tokens: places in [N].
@@ -421,7 +421,7 @@ def sampling_policy(
     """
     by_rollout = objective.old_logprobs == "rollout"
     old_logprobs = logprobs if batch.old is None or by_rollout else batch.old.logprobs[tokens]
-    # Nobody sampled what the model did not write: there the two agree.
+    # Tokens that the model did not write were not sampled: there both take the same value.
     rollout_logprobs = batch.rollout_logprobs[tokens].where(batch.loss_mask[tokens], old_logprobs)
     if by_rollout:
         return rollout_logprobs, torch.ones_like(logprobs), torch.zeros_like(logprobs, dtype=torch.bool)
@@ -445,13 +445,13 @@ def deciding(batch: MiniBatch, tokens: Tensor | slice, masks: Masks, now: TokenS
 
 
 def with_gradient(completions: Sequence[Completion], objective: Objective) -> list[int]:
-    """Rows that add to the gradient: those of zero advantage by KL or entropy term only."""
+    """Rows that add to the gradient; one of zero advantage does only if there is a KL or entropy term."""
     every = objective.beta > 0 or objective.entropy_coef > 0
     return [row for row, completion in enumerate(completions) if every or completion.advantage != 0]
 
 
 def old_inputs(completions: Sequence[Completion], objective: Objective) -> list[int]:
-    """Rows whose statistics before the step's first update a later update needs."""
+    """Rows for which a later update needs the statistics from before the step's first update."""
     ratios = with_gradient(completions, objective) if objective.old_logprobs == "trainer" else []
     masks = mask_inputs(completions, objective) if objective.s2t.statistics == "old" else []
     return list(dict.fromkeys(ratios + masks))

@@ -243,7 +243,7 @@ def test_processes_that_a_function_started_end_with_it(user_function, tmp_path):
 def test_values_of_a_user_function(user_function, caplog, body, values):
     completions = [completion("a", level=3), *(completion("b") for _ in values[1:])]
     assert ask(user_function(body), completions) == values
-    no_numbers = "of 2 values are no finite numbers, their completions not judged"
+    no_numbers = "of 2 values are not finite numbers; their completions are not judged"
     assert (f"1 {no_numbers}" in caplog.text) == ("nan" in body)
 
 
@@ -266,7 +266,7 @@ def test_functions_of_this_process_keep_their_state_and_run_beside_each_other():
     assert [c.scores for c in pair] == [{"first": 3, "second": 1, "math": -1}, {"first": 1, "math": -1}]
     assert seen == [3]
     assert threads == [threading.current_thread()]  # whose device and signals it may need
-    with pytest.raises(RunError, match=r"reward_funcs: short returned 1 values, not 2; continue with resume=True"):
+    with pytest.raises(RunError, match=r"reward_funcs: short returned 1 values, not 2; mend it, then resume=True"):
         score(["short"], pair, {"short": lambda **_: [1.0]})
     with pytest.raises(ZeroDivisionError):  # with its traceback: it is the caller's own
         score(["wrong"], pair, {"wrong": lambda **_: 1 / 0})

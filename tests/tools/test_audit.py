@@ -232,7 +232,7 @@ def test_a_logarithmic_chart_leaves_zeros_out_and_its_band_has_no_hole():
     assert axes.get_yscale() == "log"
     assert [value == value for value in axes.lines[0].get_ydata()] == [True, False, False]
     assert axes.collections[0].get_paths()[0].vertices[:, 1].min() == 0.1
-    assert not axes.get_legend().get_texts()[0].get_parse_math()
+    assert not axes.figure.legends[0].get_texts()[0].get_parse_math()
     assert drawn([Curve("x", [1], [0.0])], log=True).get_yscale() == "linear"
     assert drawn([curve]).lines[0].get_ydata()[1] == 0.0
 
@@ -246,7 +246,7 @@ def test_parts_of_a_character_are_told_apart():
     ("arguments", "message"),
     [
         (["{tmp}/none"], "none: no metrics.jsonl with steps in it; is it a run folder?"),
-        (["{tmp}/run", "{tmp}/none"], "one run folder, or: compare"),
+        (["{tmp}/run", "{tmp}/none"], "give one run folder, or compare them: stapo audit compare"),
         (["compare", "{tmp}/run"], "compare: give two run folders or more"),
         (["compare", "{tmp}/run", "{tmp}/none"], "none: no metrics.jsonl"),
         (["{tmp}/run", "--out", "/proc/x"], "/proc/x: cannot be written"),

@@ -277,7 +277,7 @@ def test_the_card_of_an_adapter(make_run, tied_model, tmp_path):
 def test_pushing_a_merged_model(hub, make_run, tmp_path, capsys):
     run, out = make_run(), tmp_path / "out"
     hub.files["me/open"], hub.created["me/open"] = {}, {"visibility": "public"}
-    with pytest.raises(InputError, match="--private: me/open is there already, and public"):
+    with pytest.raises(InputError, match="open: me/open exists and is public, not private"):
         export(run, out, merge=True, push_to_hub="open", private=True)
     hub.cut = 1  # the client tries again by itself
     export(run, out, merge=True, push_to_hub="merged", private=True)
@@ -290,7 +290,7 @@ def test_pushing_a_merged_model(hub, make_run, tmp_path, capsys):
     with pytest.raises(InputError, match="is a local folder, of no use to others: --merge, or --base-model"):
         export(run, tmp_path / "adapter", push_to_hub="x")
     hub.cut = 10_000
-    again = f"{tmp_path / 'cut'} is there; go on with: hf upload me/cut {tmp_path / 'cut'}"
+    again = f"{tmp_path / 'cut'} is complete; upload it with: hf upload me/cut {tmp_path / 'cut'}"
     with pytest.raises(InputError, match=f"--push-to-hub=me/cut: .*; {again}"):
         export(run, tmp_path / "cut", merge=True, push_to_hub="cut")
     assert hub.files["me/cut"] == hub.files["me/open"] == {}

@@ -162,7 +162,7 @@ def test_several_turns(tree, tmp_path, monkeypatch):
     ("overrides", "message"),
     [
         (["rollout.function=nowhere:f"], "rollout.function=nowhere:f: cannot be imported"),
-        (["rollout.function=builtins:len"], "rollout.function=builtins:len: is no coroutine function"),
+        (["rollout.function=builtins:len"], "rollout.function=builtins:len: must be a coroutine function"),
         (
             ["rollout.function=a:b", "rollout.engine=server", "rollout.max_lag=1"],
             "rollout.function needs rollout.max_lag=0",
@@ -204,7 +204,7 @@ def test_lines_to_copy(write_config, tmp_path, monkeypatch, page):
         ({"train_dataset": ["one"]}, "data.source=train_dataset: rows must be dictionaries"),
         ({"train_dataset": ROWS, "reward_funcs": ["nowhere:f"]}, "reward.functions=nowhere:f: cannot be imported"),
         ({"reward_funcs": len}, "key 'data.source' is required: add it"),
-        ({"train_dataset": ROWS, "reward_funcs": ["math", "math"]}, "one stands there twice"),
+        ({"train_dataset": ROWS, "reward_funcs": ["math", "math"]}, "one is listed twice"),
     ],
 )
 def test_mistakes(tree, given, message):

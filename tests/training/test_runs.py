@@ -234,7 +234,7 @@ def test_rows_that_are_left_out_are_counted(write_config, tmp_path, capsys):
     shorter = write_config(data__max_prompt_length=26, data__filter_overlong_prompts=True)
     opening.load_prompts(load_config(shorter), None, print)
     printed = capsys.readouterr().out
-    assert f"1 rows of {tmp_path / 'prompts.jsonl'} that hold 1 benchmark problems left out" in printed
+    assert f"left out 1 rows of {tmp_path / 'prompts.jsonl'}, which hold 1 benchmark problems" in printed
     assert re.search(r"^2 prompts from .*prompts.jsonl; 2 longer than 26 tokens left out$", printed, re.MULTILINE)
     with pytest.raises(InputError, match="data.drop_contaminated: nowhere.jsonl: cannot be read .*; or set data.drop"):
         opening.load_prompts(load_config(config, ["data.drop_contaminated=[nowhere.jsonl]"]), None, print)
@@ -256,7 +256,7 @@ def test_who_stops_early_goes_on_bit_for_bit(write_config, user_reward, tmp_path
     steps = loop.train(load_config(write_config(**changes)), resume=True)
     next(steps)
     assert not (folder / "adapter").exists()  # until it ends
-    with pytest.raises(InputError, match="another run writes to it at this moment"):
+    with pytest.raises(InputError, match="another run writes to it now; choose another folder"):
         run(write_config(**changes), resume=True)
     next(steps)
     assert list(steps) == []
