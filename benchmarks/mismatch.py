@@ -64,6 +64,7 @@ def make_config(
     tree = {
         "model": str(model),
         "output_dir": "unused",
+        "dtype": "bfloat16",
         "quantization": quantization,
         "data": {"source": f"{TASK}:prompts", "max_prompt_length": 128},
         "reward": {"functions": [f"{TASK}:reward"]},

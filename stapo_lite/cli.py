@@ -37,6 +37,8 @@ def train(parser: ArgumentParser, arguments: list[str]) -> None:
     from stapo_lite.training.loop import train
 
     end_on_sigterm()
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # a log file shows each step when it ends
     for _ in train(config, given.resume, given.force):
         pass
     PartialState().destroy_process_group()  # its threads, still running at exit, may abort a process
@@ -217,14 +219,13 @@ def main(command: str | None = None) -> None:
     """Run a command, by default the one that is the program's first argument."""
     arguments = sys.argv[1:]
     if command is None:
+        sys.path.insert(0, "")  # where `python -m` finds the user's modules, too
         lines = "\n".join(f"  {name:<14} {function.__doc__}" for name, function in COMMANDS.items())
         parser = ArgumentParser("stapo", "stapo COMMAND ...", epilog=lines, formatter_class=RawDescriptionHelpFormatter)
         parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of those below; --help says more")
         command = str(parser.parse_args(arguments[:1]).command)
         arguments = arguments[1:]
     function = COMMANDS[command]
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # a log file shows each step when it ends
     with one_line_errors():
         function(ArgumentParser(f"stapo {command}", description=function.__doc__), arguments)
 

@@ -27,6 +27,14 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
 
 
+def check_writable(path: Path) -> None:
+    """Raise an InputError where the file of `--out` cannot be written: before the work, which would be lost."""
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise InputError(f"--out={path}: cannot be written ({error.strerror})") from None
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The complete lines of a JSON lines file that may have been cut off; none where there is no file.
 

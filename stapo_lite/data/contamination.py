@@ -10,7 +10,7 @@ from stapo_lite.config import BENCHMARK_NAMES, Data
 from stapo_lite.data.benchmarks import Problem, load_benchmark
 from stapo_lite.data.prompts import load_rows, prompt_text
 from stapo_lite.errors import InputError
-from stapo_lite.files import write_lines
+from stapo_lite.files import check_writable, write_lines
 
 
 def load_problems(benchmarks: Sequence[str]) -> list[Problem]:
@@ -73,6 +73,8 @@ def check_dataset(data: Data, column: str | None, benchmarks: Sequence[str], out
     if found is None:
         raise InputError(f"--prompt-column: {data.source} has the columns {', '.join(rows[0])}; name one")
     texts = [prompt_text(row.get(found)) for row in rows]
+    if out:
+        check_writable(out)
     overlaps = find_overlaps(texts, problems)
     lines, held = [], Counter(problem.benchmark for problem in {overlap.problem for overlap in overlaps})
     for name, total in Counter(problem.benchmark for problem in problems).items():
@@ -83,9 +85,6 @@ def check_dataset(data: Data, column: str | None, benchmarks: Sequence[str], out
     dropped = {overlap.row for overlap in overlaps}
     lines.append(f"{len(dropped)} of {len(rows)} rows overlap a benchmark")
     if out:
-        try:
-            write_lines(out, (row for number, row in enumerate(rows) if number not in dropped))
-        except OSError as error:
-            raise InputError(f"--out={out}: cannot be written ({error.strerror})") from None
+        write_lines(out, (row for number, row in enumerate(rows) if number not in dropped))
         lines.append(f"{len(rows) - len(dropped)} rows: {out}")
     return "\n".join(lines)

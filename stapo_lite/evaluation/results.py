@@ -13,12 +13,12 @@ from stapo_lite.files import read_object
 def results_table(results: dict[str, Any]) -> str:
     """Scores in per cent."""
     rows = [["benchmark", "problems", "N", "avg@N", "95 % interval", "maj@N", "tokens", "cut off", "no answer"]]
-    for name, s in (results["benchmarks"] | {"average": results["average"]}).items():
+    for name, s in [*results["benchmarks"].items(), ("average", results["average"])]:
         row = [name, str(s.get("problems", "")), str(s.get("samples", "")), _percent(s["avg"]), _range(s)]
         row += [_percent(s.get("maj")), f"{s['length']:.0f}" if "length" in s else ""]
         rows.append([*row, _percent(s.get("truncated")), _percent(s.get("no_answer"))])
         if "verified" in results["average"]:
-            rows[-1] += [_percent(s.get("verified", s["avg"])), str(s.get("asked", ""))]
+            rows[-1] += [_percent(s.get("verified", s["avg"])), str(s.get("asked", 0 if "maj" in s else ""))]
     if "verified" in results["average"]:
         rows[0] += ["with verifier", "asked"]
     return markdown(rows)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from tqdm.auto import tqdm
 
 from stapo_lite.errors import InputError, RunError
-from stapo_lite.files import read_jsonl, write_lines
+from stapo_lite.files import check_writable, read_jsonl, write_lines
 from stapo_lite.rewards.sandbox import Sandbox, SandboxError
 
 UNREADABLE = "?"
@@ -112,10 +112,7 @@ def grade_file(cases: Path, out: Path, timeout: float, num_workers: int) -> str:
     """
     rows = read_jsonl(cases)
     questions = [_case(row, f"{cases}, case {number}") for number, row in enumerate(rows, start=1)]
-    try:
-        out.open("a").close()
-    except OSError as error:
-        raise InputError(f"--out={out}: cannot be written ({error.strerror})") from None
+    check_writable(out)
     grader = MathGrader(timeout, num_workers)
     verdicts = grader.grade(questions, progress=True)
     grader.close()

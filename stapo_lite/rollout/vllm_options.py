@@ -24,7 +24,7 @@ half of the tokens that it would otherwise drop and compute again (docs/results.
 OURS = {
     "model", "dtype", "quantization", "max_model_len", "max_num_seqs", "logprobs_mode", "generation_config",
     "disable_log_stats", "enable_lora", "max_loras", "max_lora_rank", "lora_target_modules", "gpu_memory_utilization",
-    "enable_chunked_prefill", "enable_sleep_mode", "distributed_executor_backend", "seed",
+    "enable_chunked_prefill", "enable_sleep_mode", "distributed_executor_backend", "seed", "worker_extension_cls",
 }  # fmt: skip
 """Engine arguments that follow from other keys, or that training relies on."""
 ALLOWED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vllm.config.lora.MaxLoRARanks

@@ -64,10 +64,13 @@ def lines(axes: Any, curves: Sequence[Curve], label: str, log: bool = False) -> 
     axes.locator_params(axis="x", integer=True)
     axes.set(xlabel="step", ylabel=label)
     if len(curves) > 1:  # above the axes: a label may be as long as what two configs differ in
-        columns = 1 if max(len(curve.label) for curve in curves) > 30 else 3
+        longest = max(len(curve.label) for curve in curves)
+        columns = 3 if longest <= 18 else 2 if longest <= 30 else 1
         legend = axes.figure.legend(fontsize=8, loc="outside upper left", ncols=columns, frameon=False)
         for text in legend.get_texts():
             text.set(text=textwrap.fill(text.get_text(), 90), parse_math=False)
+        rows = sum(1 + text.get_text().count("\n") for text in legend.get_texts()) / columns
+        axes.figure.set_figheight(axes.figure.get_figheight() + 0.17 * rows)
 
 
 def plane(axes: Any, places: Mapping[str, Sequence[Sequence[float]]], tau_p: float, tau_h: float | None) -> None:

@@ -69,7 +69,9 @@ def open_run(config: Config, resume: bool = False, force: bool = False, given: G
         except BaseException as interruption:
             with undisturbed():
                 run.save_checkpoint()
-                run.accelerator.print(f"stopped after step {run.progress.step}; --resume continues")
+            if isinstance(interruption, SystemExit | KeyboardInterrupt):  # an error says by itself how to go on
+                accelerator, saved = run.accelerator, run.snapshot.progress.step
+                accelerator.print(f"stopped after step {saved}" + ("; --resume continues" if saved else ""))
             if not isinstance(interruption, GeneratorExit):  # the caller has seen enough
                 raise
         run.finish()

@@ -38,7 +38,9 @@ def prepare_repository(name: str, private: bool, asked: str = "--push-to-hub") -
             f"{asked}={name}: {one_line(error)}; a token that can write comes from `hf auth login`, or HF_TOKEN"
         ) from None
     if public:
-        raise InputError(f"{asked}={name}: {repository} exists and is public, not private; choose another name")
+        raise InputError(
+            f"{asked}={name}: {repository} exists and is public; choose another name, or do not ask for a private one"
+        )
     return repository
 
 

@@ -410,7 +410,8 @@ def sampling_policy(
     """Log-probabilities of the policy that sampled: the denominator of the ratio.
 
     Trainer and engine compute the same policy with different rounding. `old_logprobs` are the trainer's, and the
-    correction weighs each token by its probability in the trainer over that in the engine (importance sampling).
+    correction weighs each token, or sequence, by its probability in the trainer over that in the engine, up to a cap
+    (truncated importance sampling).
 
     Args:
         tokens: places in [N].

@@ -1,5 +1,8 @@
 import gc
+import subprocess
+import sys
 import tracemalloc
+from pathlib import Path
 
 import datasets
 import pytest
@@ -169,6 +172,17 @@ def test_the_contamination_report(tmp_path, capsys):
     write_lines(tmp_path / "train.jsonl", [{"text": words}])
     assert command(*arguments) == 2
     assert "--prompt-column:" in capsys.readouterr().err
+    assert command(*arguments[:3], tmp_path / "nowhere" / "clean.jsonl", "--prompt-column", "text", *arguments[4:]) == 2
+    assert "clean.jsonl: cannot be written" in capsys.readouterr().err
+
+
+def test_the_command_finds_modules_where_it_is_run(tmp_path):
+    (tmp_path / "mine.py").write_text("def rows():\n    return [{'prompt': 'one two three'}]\n", encoding="utf-8")
+    write_lines(tmp_path / "tests.jsonl", [{"problem": "one two three", "answer": 1}])
+    stapo = Path(sys.executable).with_name("stapo")
+    arguments = ["contamination", "mine:rows", "--benchmarks", "tests.jsonl"]
+    done = subprocess.run([stapo, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "1 of 1 rows overlap a benchmark"
 
 
 @pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.slow)])

@@ -277,7 +277,7 @@ def test_the_card_of_an_adapter(make_run, tied_model, tmp_path):
 def test_pushing_a_merged_model(hub, make_run, tmp_path, capsys):
     run, out = make_run(), tmp_path / "out"
     hub.files["me/open"], hub.created["me/open"] = {}, {"visibility": "public"}
-    with pytest.raises(InputError, match="open: me/open exists and is public, not private"):
+    with pytest.raises(InputError, match="open: me/open exists and is public; choose another name"):
         export(run, out, merge=True, push_to_hub="open", private=True)
     hub.cut = 1  # the client tries again by itself
     export(run, out, merge=True, push_to_hub="merged", private=True)

@@ -182,8 +182,7 @@ def test_the_page_about_turns(write_config, tmp_path, monkeypatch):
     pytest.importorskip("vllm", reason="vLLM is not installed")
     (lines,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "turns.md").read_text(encoding="utf-8"), re.DOTALL)
     monkeypatch.chdir(tmp_path)
-    data = {"max_prompt_length": 384}
-    config = write_config(train__max_steps=1, rollout__engine="vllm", data=data, train__max_tokens_per_microbatch=1024)
+    config = write_config(train__max_steps=1, rollout__engine="vllm", train__max_tokens_per_microbatch=1024)
     exec(lines.replace("configs/quickstart.yaml", str(config)), {})
     assert (tmp_path / "runs" / "calculator" / "adapter" / "adapter_model.safetensors").exists()
 

@@ -3,7 +3,6 @@
 import hashlib
 import importlib
 import json
-import os
 import random
 import re
 import shutil
@@ -107,17 +106,18 @@ def test_sigterm_to_the_launcher_reaches_the_run(write_config, tmp_path, launche
     program, *options = LAUNCHERS[launcher].split()
     launch = [str(Path(sys.executable).with_name(program)), *options]
     launch += [str(write_config(train__max_steps=10_000, log__save_steps=0))]
-    surroundings = {"cwd": tmp_path, "stderr": subprocess.PIPE, "env": os.environ | {"PYTHONUNBUFFERED": "1"}}
-    with subprocess.Popen(launch, stdout=subprocess.PIPE, text=True, **surroundings) as launched:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(launch, text=True, cwd=tmp_path, **pipes) as launched:
         for line in launched.stdout:
             if line.startswith("step     4/"):  # a line comes before its step's end, which makes the checkpoint
                 break
         launched.terminate()
-        launched.stdout.read()  # until the run, which writes there, has ended
+        rest = launched.stdout.read()  # until the run, which writes there, has ended
         assert program == "accelerate" or "Traceback" not in launched.stderr.read()
     assert launched.returncode == (-signal.SIGTERM if program == "accelerate" else 128 + signal.SIGTERM)
     step = int(checkpoints(tmp_path / "run")[-1].removeprefix("checkpoint-"))
     assert 3 <= step < 1000
+    assert f"stopped after step {step}; --resume continues" in rest
     assert [m["step"] for m in read_metrics(tmp_path / "run")][-1] - step in (0, 1)
 
 
