@@ -21,8 +21,7 @@ $(PINNED) -e .
 endef
 INSTALL_DEV := $(PINNED) -r requirements-dev.txt
 endif
-# Threads that wait without spinning: a quarter faster on a CPU that something else uses too.
-LAUNCH := GOMP_SPINCOUNT=3000 $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
+LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 	--num_cpu_threads_per_process $(shell nproc)
 
 .PHONY: install install-dev quickstart check test test-all lint notebooks experiments docs site clean

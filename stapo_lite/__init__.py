@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 if not os.path.exists("/proc/driver/nvidia/version"):  # read by torch when it is imported
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # vLLM's CPU backend warns of NUMA nodes that a PC lacks
+    # Threads that wait without spinning: a quarter faster on a CPU that something else uses too.
+    os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 __version__ = "0.1.0"
 __all__ = [

@@ -223,7 +223,7 @@ def main(command: str | None = None) -> None:
         lines = "\n".join(f"  {name:<14} {function.__doc__}" for name, function in COMMANDS.items())
         parser = ArgumentParser("stapo", "stapo COMMAND ...", epilog=lines, formatter_class=RawDescriptionHelpFormatter)
         parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of those below; --help says more")
-        command = str(parser.parse_args(arguments[:1]).command)
+        command = str(parser.parse_args(arguments[:1] or ["--help"]).command)
         arguments = arguments[1:]
     function = COMMANDS[command]
     with one_line_errors():

@@ -143,7 +143,7 @@ def _hint(schema: type[BaseModel], *path: Any) -> str:
         return f"did you mean {' or '.join(map(repr, elsewhere))}?"
     allowed = list(section.model_fields)
     near = difflib.get_close_matches(str(last), allowed, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"allowed are {', '.join(allowed)}"
+    return f"did you mean {'.'.join(map(str, [*parents, near[0]]))!r}?" if near else f"allowed are {', '.join(allowed)}"
 
 
 def _keys(section: Any, prefix: str = "") -> list[str]:

@@ -97,7 +97,7 @@ BAD = [
         "unknown key 'lora.lora_dropout': TRL's name; here leave it out: dropout would put noise",
     ),
     (["evaluation.best=reward"], "evaluation.source and evaluation.best need evaluation.steps"),
-    (["train.lerning_rate=1"], "unknown key 'train.lerning_rate': did you mean 'learning_rate'?"),
+    (["train.lerning_rate=1"], "unknown key 'train.lerning_rate': did you mean 'train.learning_rate'?"),
     (["objective.s2t.zzz=1"], "unknown key 'objective.s2t.zzz': allowed are preset, enabled, tau_p, quantile"),
     (["train.learning_rate=fast"], "key 'train.learning_rate': input should be a valid number"),
     *(([value], f"key '{value.partition('=')[0]}") for value in FORBIDDEN),
