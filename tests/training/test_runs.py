@@ -10,7 +10,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from helpers import RARELY_RIGHT, ROOT, accelerate_launch, command, run, without_times
+from helpers import RARELY_RIGHT, ROOT, command, run, without_times
 
 from stapo_lite.algorithm.microbatches import cut_evenly
 from stapo_lite.config import Log, Train, load_config, load_eval_config
@@ -447,32 +447,3 @@ def test_compiled_layers_beside_vllm(write_config, tmp_path):
         assert compiled[name] == plain[name]
     for name in ("entropy", "loss", "grad_norm"):
         assert compiled[name] == pytest.approx(plain[name], rel=1e-3)
-
-
-@pytest.mark.slow
-def test_the_quickstart_learns_with_a_real_model_and_vllm(smollm2, tmp_path):
-    pytest.importorskip("vllm", reason="vLLM is not installed")
-    folder = tmp_path / "run"
-    # One thread: with two each waits for the other whenever another test has the second core.
-    launch = ["--num_cpu_threads_per_process", 1, "-m", "stapo_lite.train", "configs/quickstart.yaml"]
-    overrides = [f"model={smollm2}", f"output_dir={folder}", "log.report_to=[tensorboard]"]
-    env = os.environ | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}  # a Hub that is out of reach
-    assert "adapter: " in accelerate_launch(1, *launch, *overrides, timeout=1500, cwd=ROOT, env=env)
-    metrics = read_metrics(folder)
-    norms = [m["grad_norm"] for m in metrics if m["updates"]]
-    assert all(m["skipped_updates"] == 0 for m in metrics)
-    assert all(map(math.isfinite, norms))
-    assert metrics[0]["updates"] == metrics[1]["updates"] == 2  # later a mini-batch may have nothing left to learn
-    assert metrics[0]["sampler_gap_mean"] < 0.1  # bf16 in vLLM and in the trainer
-    rewards = [m["reward"] for m in metrics]
-    assert 0.02 < rewards[0] < 0.4  # the untrained model writes some such sentences
-    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
-    assert sum(m["silenced_share"] for m in metrics) > 0
-    assert list(folder.rglob("events.out.tfevents*"))
-    assert json.loads((folder / "environment.json").read_text(encoding="utf-8"))["engine"].startswith("vllm 0.")
-
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(smollm2), folder / "adapter")
-    assert any(p.any() for name, p in model.named_parameters() if "lora_B" in name)
