@@ -59,12 +59,12 @@ def train(arguments: list[str], phase: str, moment: tuple[int, int], by: signal.
 
 
 def count(arguments: list[str], out: Path) -> None:
-    """The command, uninterrupted; writes the number of calls in the second run of each phase."""
-    calls: dict[str, int] = {}
+    """The command, uninterrupted; writes the numbers of calls in the first and the second run of each phase."""
+    calls: dict[str, list[int]] = {phase: [0, 0] for phase in PHASES}
 
     def on_call(phase: str, run: int, call: int) -> None:
-        if run == 1:
-            calls[phase] = call + 1
+        if run < 2:
+            calls[phase][run] = call + 1
 
     for phase in PHASES:
         watch(phase, on_call)
