@@ -205,7 +205,7 @@ def quickstart(parser: ArgumentParser, arguments: list[str]) -> None:
 
 
 def _with_config(parser: ArgumentParser, arguments: list[str]) -> Namespace:
-    """What is given where the first of it are a YAML file and overrides of its keys."""
+    """Parse arguments that begin with a YAML file and overrides of its keys."""
     parser.add_argument("config", type=Path, help="YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="replace values of the config")
     return parser.parse_intermixed_args(arguments)

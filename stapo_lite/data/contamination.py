@@ -58,7 +58,7 @@ def _grams(text: str, n: int) -> set[tuple[str, ...]]:
 
 
 def check_dataset(data: Data, column: str | None, benchmarks: Sequence[str], out: Path | None) -> str:
-    """Of a data set, the share of each benchmark's problems that some row holds, and every pair.
+    """Report the share of each benchmark's problems that some row of a data set holds, and every pair.
 
     Args:
         column: of the prompts; by default `prompt`, `problem` or `question`.

@@ -11,7 +11,6 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from tqdm.auto import tqdm
 
 from stapo_lite.config import Config, Prompting
 from stapo_lite.data.benchmarks import Problem, load_benchmark
@@ -21,7 +20,7 @@ from stapo_lite.evaluation.scores import Sample, average_scores, benchmark_score
 from stapo_lite.evaluation.verifier import Case, Verifier
 from stapo_lite.rewards.functions import RewardModel
 from stapo_lite.rewards.grading import MathGrader, Question
-from stapo_lite.rollout import Decoding, RolloutEngine, make_sampling
+from stapo_lite.rollout import Decoding, RolloutEngine, make_sampling, progress_bar
 from stapo_lite.rollout.episodes import RolloutFunction, play
 from stapo_lite.types import Completion, Prompt, derived_seed
 
@@ -99,7 +98,7 @@ def judge(
     if verifier is not None:
         asked = [i for i, verdict in enumerate(verdicts) if not verdict.correct and verdict.answer is not None]
         cases = [Case(tasks[i].problem.text, tasks[i].problem.gold, lines[i]["response"]) for i in asked]
-        with tqdm(total=len(cases), desc="verify", unit="answer", leave=False, disable=None) as bar:
+        with progress_bar("verify", "answer", len(cases)) as bar:
             accepted = dict(zip(asked, verifier.accepts(cases, on_case=bar.update), strict=True))
     return [
         Sample(verdict.correct, verdict.answer, line["tokens"], line["truncated"], accepted.get(i))
@@ -165,7 +164,10 @@ class Exam:
         results = self._reward(engine, rewards, accelerator, step) if self._prompts else {}
         mine = self._tasks[accelerator.process_index :: accelerator.num_processes]
         samples = draw(engine, mine, self._decoding, self._seed, self._tokenizer)
-        lines = {sample_key(line): line for line in gather_object(list(_bar(samples, len(mine), accelerator)))}
+        lines = {
+            sample_key(line): line
+            for line in gather_object(list(progress_bar("evaluate", "sample", len(mine), samples)))
+        }
         if not accelerator.is_main_process:
             return None
         if self._tasks:
@@ -187,18 +189,14 @@ class Exam:
             completions = [one for (one,) in groups]
         else:
             draws = engine.stream(prompts, seeds, [self._decoding] * len(prompts))
-            completions = [answer for _, answer in sorted(_bar(draws, len(prompts), accelerator), key=itemgetter(0))]
+            drawn = sorted(progress_bar("evaluate", "sample", len(prompts), draws), key=itemgetter(0))
+            completions = [answer for _, answer in drawn]
         score(completions, self._tokenizer, rewards, self._seed, step)
         given = [{"reward": c.reward} | {f"reward/{name}": v for name, v in c.scores.items()} for c in completions]
         everyones = gather_object(given)
         names = dict.fromkeys(name for scores in everyones for name in scores)
         found = {name: [s[name] for s in everyones if s.get(name) is not None] for name in names}
         return {name: fmean(values) if values else None for name, values in found.items()}
-
-
-def _bar(samples: Iterator[Any], number: int, accelerator: Accelerator) -> Iterator[Any]:
-    quiet = None if accelerator.is_main_process else True
-    return iter(tqdm(samples, "evaluate", number, leave=False, disable=quiet))
 
 
 def score(completions: Sequence[Completion], tokenizer: Any, rewards: RewardModel, seed: int, step: int) -> None:

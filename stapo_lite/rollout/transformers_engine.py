@@ -89,14 +89,15 @@ class _SeededDraws:
 
     def __init__(self, seeds: Sequence[int], decoding: Decoding):
         self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        self._decoding = decoding
+        self._temperature = decoding.temperature
+        self._nucleus = TopPLogitsWarper(decoding.top_p) if decoding.top_p < 1 else None
         self.logprobs: list[Tensor] = []
 
     def __call__(self, input_ids: Any, scores: Any) -> Tensor:
-        scores = scores / self._decoding.temperature
+        scores = scores / self._temperature
         logprobs = scores.log_softmax(-1)
-        if self._decoding.top_p < 1:
-            scores = TopPLogitsWarper(self._decoding.top_p)(input_ids, scores)
+        if self._nucleus is not None:
+            scores = self._nucleus(input_ids, scores)
         uniform = torch.cat([torch.rand(1, generator=generator, dtype=torch.float64) for generator in self._generators])
         cumulated = scores.double().softmax(-1).cumsum(-1)
         drawn = torch.searchsorted(cumulated, uniform.to(scores.device)[:, None] * cumulated[:, -1:], right=True)
