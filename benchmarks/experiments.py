@@ -92,7 +92,7 @@ def prepare(
 
 def render_held_out(rows: Sequence[dict[str, Any]], run: Run) -> Sequence[Prompt]:
     """The held-out prompts as the model reads them."""
-    return Prompts(rows, run.tokenizer, run.config.data, "held out", "prompt", None, filter_overlong=False)
+    return Prompts(rows, run.tokenizer, run.config.data, graded=False)
 
 
 def train_one(study: Study, method: str, seed: int, folder: Path, out: Path, overrides: Sequence[str]) -> None:

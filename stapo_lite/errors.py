@@ -18,6 +18,26 @@ class RunError(Exception):
 
 
 @contextmanager
+def explained(
+    what: str, *kinds: type[Exception], fix: str = "", kind: type[InputError | RunError] = InputError
+) -> Iterator[None]:
+    """Turn errors into one for the user: `what (reason)fix`.
+
+    Args:
+        kinds: of errors to turn; by default all but those that are for the user already.
+        kind: of the error that is raised.
+    """
+    caught = kinds or (Exception,)
+    try:
+        yield
+    except caught as error:
+        if isinstance(error, InputError | RunError) and not kinds:
+            raise
+        reason = getattr(error, "strerror", None) or one_line(error) or type(error).__name__
+        raise kind(f"{what} ({reason}){fix}") from error
+
+
+@contextmanager
 def one_line_errors() -> Iterator[None]:
     """Print an InputError or RunError as one line and exit with its status."""
     logging.basicConfig(format="%(levelname)s: %(message)s")  # of the warnings

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from stapo_lite.errors import InputError, one_line
+from stapo_lite.errors import InputError, explained
 
 logger = logging.getLogger(__name__)
 SURROGATES = "backslashreplace"
@@ -20,19 +20,14 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     Raises:
         InputError: no such file, or a line is not a JSON object.
     """
-    try:
-        with path.open("rb") as file:
-            return [_parse(line, f"{path}, line {n}") for n, line in enumerate(file, start=1) if line.strip()]
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+    with explained(f"{path}: cannot be read", OSError), path.open("rb") as file:
+        return [_parse(line, f"{path}, line {n}") for n, line in enumerate(file, start=1) if line.strip()]
 
 
 def check_writable(path: Path) -> None:
     """Raise an InputError where the file of `--out` cannot be written: before the work, which would be lost."""
-    try:
+    with explained(f"--out={path}: cannot be written", OSError):
         path.open("a").close()
-    except OSError as error:
-        raise InputError(f"--out={path}: cannot be written ({error.strerror})") from None
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -51,17 +46,13 @@ def read_object(path: Path) -> dict[str, Any]:
     Raises:
         InputError: there is no such file, or it holds something else.
     """
-    try:
+    with explained(f"{path}: cannot be read", OSError):
         return _parse(path.read_bytes(), str(path))
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
 
 
 def _parse(data: bytes, where: str) -> dict[str, Any]:
-    try:
+    with explained(f"{where}: not JSON", ValueError, RecursionError):  # bad UTF-8 is a ValueError, too
         value = json.loads(data.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:  # bad UTF-8 is a ValueError, too
-        raise InputError(f"{where}: not JSON ({one_line(error)})") from None
     if not isinstance(value, dict):
         raise InputError(f"{where}: must be a JSON object, got {type(value).__name__}")
     return value

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from stapo_lite.config import Config, Prompting, flatten, load_config, load_eval_config
+from stapo_lite.config import Config, Data, flatten, load_config, load_eval_config
 from stapo_lite.data.prompts import Prompts
 from stapo_lite.errors import InputError
 from stapo_lite.files import read_jsonl
@@ -291,5 +291,4 @@ def test_any_response_has_a_final_answer_or_none(text, finished):
 @given(prompt=VALUES | st.lists(MESSAGES, max_size=3), answer=VALUES)
 def test_any_row_is_a_prompt_or_one_line(tiny_model, prompt, answer):
     rows, tokenizer = [{"prompt": prompt, "answer": answer}], cached_tokenizer(tiny_model)
-    prompting = Prompting(max_prompt_length=100)
-    accepted_or_one_line(Prompts, rows, tokenizer, prompting, "d.jsonl", "prompt", "answer", False)
+    accepted_or_one_line(Prompts, rows, tokenizer, Data(source="d.jsonl", max_prompt_length=100), True)

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from stapo_lite.config.presets import EVAL_PRESETS, PRESETS, Presets, fill, lookup
 from stapo_lite.config.schema import Config, EvalConfig, Section
 from stapo_lite.config.trl import TRL_NAMES
-from stapo_lite.errors import InputError, one_line
+from stapo_lite.errors import InputError, explained
 
 S = TypeVar("S", bound=Section)
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -66,12 +66,11 @@ class _Loader(yaml.SafeLoader):
 def _read_yaml(path: Path) -> dict[str, Any]:
     if path.parent == Path("configs") and not path.exists() and (CONFIGS / path.name).exists():
         path = CONFIGS / path.name
-    try:
+    if not path.exists():
+        raise InputError(f"{path}: no such config file")
+    kinds = (OSError, ValueError, RecursionError, yaml.YAMLError)  # a ValueError: bad UTF-8, huge numbers
+    with explained(f"{path}: cannot be read as YAML", *kinds):
         tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such config file") from None
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # a ValueError: bad UTF-8, huge numbers
-        raise InputError(f"{path}: cannot be read as YAML: {one_line(error)}") from None
     if not isinstance(tree, dict):
         raise InputError(f"{path}: must be a YAML mapping of keys, as in configs/quickstart.yaml")
     return tree
@@ -86,10 +85,8 @@ def _apply_override(tree: dict, override: str) -> None:
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise InputError(f"override {override!r}: write it as key.sub=value")
-    try:
+    with explained(f"override {override[:80]!r}: the value is not YAML", ValueError, RecursionError, yaml.YAMLError):
         value = yaml.load(text, _Loader)
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
-        raise InputError(f"override {override[:80]!r}: the value is not YAML: {one_line(error)}") from None
     *parents, last = key.split(".")
     node = tree
     for parent in parents:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stapo_lite.errors import InputError, one_line
+from stapo_lite.errors import InputError, explained
 from stapo_lite.files import read_jsonl
 from stapo_lite.types import derived_seed
 
@@ -95,13 +95,9 @@ def load_benchmark(name: str, limit: int | None = None) -> tuple[str, list[Probl
 def _read_hub(name: str, source: Source) -> list[dict[str, Any]]:
     import datasets
 
-    try:
+    fix = f"; give a file with problem and answer instead, path/{name}.jsonl"
+    with explained(f"benchmarks: {name} cannot be loaded from {source.dataset} on the Hub", fix=fix):
         rows = list(datasets.load_dataset(source.dataset, source.subset, split=source.split))
-    except Exception as error:  # the Hub raises a dozen kinds
-        raise InputError(
-            f"benchmarks: {name} cannot be loaded from {source.dataset} on the Hub ({one_line(error)}); "
-            f"give a file with problem and answer instead, path/{name}.jsonl"
-        ) from None
     if len(rows) != source.problems:
         raise InputError(f"benchmarks: {source.dataset} has {len(rows)} rows now, not {source.problems}; give a file")
     return rows

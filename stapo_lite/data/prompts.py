@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stapo_lite.config import Data, Prompting
-from stapo_lite.errors import InputError, one_line
+from stapo_lite.errors import InputError, explained, one_line
 from stapo_lite.files import read_jsonl
 from stapo_lite.types import Prompt
 
@@ -82,8 +82,7 @@ class Prompts(Sequence[Prompt]):
 
     Args:
         tokenizer: a transformers tokenizer.
-        source: named in errors.
-        filter_overlong: leave out prompts that are too long.
+        graded: whether each row must have an answer.
         left_out: numbers of the rows, from 0, to leave out.
 
     Attributes:
@@ -95,25 +94,14 @@ class Prompts(Sequence[Prompt]):
             the tokenizer has no chat template.
     """
 
-    def __init__(
-        self,
-        rows: Sequence[dict[str, Any]],
-        tokenizer: Any,
-        prompting: Prompting,
-        source: str,
-        prompt_column: str,
-        answer_column: str | None,
-        filter_overlong: bool,
-        left_out: Collection[int] = (),
-    ):
-        self._rows, self._tokenizer, self._prompting, self._source = rows, tokenizer, prompting, source
-        self._prompt_column, self._answer_column = prompt_column, answer_column
-        if prompting.apply_chat_template and not tokenizer.chat_template:
+    def __init__(self, rows: Sequence[Any], tokenizer: Any, data: Data, graded: bool, left_out: Collection[int] = ()):
+        self._rows, self._tokenizer, self._data, self._graded = rows, tokenizer, data, graded
+        if data.apply_chat_template and not tokenizer.chat_template:
             raise InputError(
                 "data.apply_chat_template: the model's tokenizer has no chat template; set it to false to give the "
                 "model the prompt as it is, or choose an instruction-tuned model"
             )
-        longest, digest = prompting.max_prompt_length, hashlib.sha256()
+        longest, digest = data.max_prompt_length, hashlib.sha256()
         # More characters than this are too many tokens for certain, and slow to tokenize; 4: NFC may shorten a text so.
         self._enough = 4 * (longest + 1) * max(map(len, tokenizer.get_vocab()))
         self._kept = array("q")
@@ -124,15 +112,15 @@ class Prompts(Sequence[Prompt]):
             if len(prompt.token_ids) <= longest:
                 self._kept.append(number)
                 digest.update(repr((prompt.token_ids, prompt.answer)).encode())
-            elif not filter_overlong:
+            elif not data.filter_overlong_prompts:
                 where, count = self._where(number), len(prompt.token_ids)
-                more = " or more" if len(_render(prompt.prompt, tokenizer, prompting, where)) > self._enough else ""
+                more = " or more" if len(_render(prompt.prompt, tokenizer, data, where)) > self._enough else ""
                 raise InputError(
                     f"{where}: the prompt has {count} tokens{more}, data.max_prompt_length is {longest}; "
                     "raise it, or drop such rows (in training: data.filter_overlong_prompts=true)"
                 )
         if not self._kept:
-            raise InputError(f"data.source={source}: every prompt is longer than data.max_prompt_length={longest}")
+            raise InputError(f"data.source={data.source}: every prompt is longer than data.max_prompt_length={longest}")
         self.digest = digest.hexdigest()
 
     def __len__(self) -> int:
@@ -145,19 +133,18 @@ class Prompts(Sequence[Prompt]):
         return self._prompt(number, self._rows[number])
 
     def _where(self, number: int) -> str:
-        return f"data.source={self._source}, row {number + 1}"
+        return f"data.source={self._data.source}, row {number + 1}"
 
     def _prompt(self, number: int, row: dict[str, Any]) -> Prompt:
         """The prompt of a row; of one that is much too long the tokens of its beginning."""
-        where = self._where(number)
-        prompt: Any = row.get(self._prompt_column)
-        answer = _read_answer(row, self._answer_column, where) if self._answer_column else None
-        text = _render(prompt, self._tokenizer, self._prompting, where)[: self._enough]
-        templated = self._prompting.apply_chat_template
-        token_ids = self._tokenizer(text, add_special_tokens=not templated).input_ids
+        where, d = self._where(number), self._data
+        prompt: Any = row.get(d.prompt_column)
+        answer = _read_answer(row, d.answer_column, where) if self._graded else None
+        text = _render(prompt, self._tokenizer, d, where)[: self._enough]
+        token_ids = self._tokenizer(text, add_special_tokens=not d.apply_chat_template).input_ids
         if not token_ids:
             raise InputError(f"{where}: the prompt is empty")
-        columns = {name: value for name, value in row.items() if name != self._prompt_column}
+        columns = {name: value for name, value in row.items() if name != d.prompt_column}
         return Prompt(prompt, token_ids, answer, columns)
 
 
@@ -189,10 +176,8 @@ def _render(prompt: Any, tokenizer: Any, prompting: Prompting, where: str) -> st
     if templated:
         continues = messages[-1]["role"] == "assistant"
         end = {"add_generation_prompt": not continues, "continue_final_message": continues}
-        try:
+        with explained(f"{where}: the model's chat template refuses the prompt"):
             text = tokenizer.apply_chat_template(messages, tokenize=False, **end, **prompting.chat_template_kwargs)
-        except Exception as error:  # templates raise what they like
-            raise InputError(f"{where}: the model's chat template refuses the prompt ({one_line(error)})") from None
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 
 from stapo_lite.config import EvalConfig, Lora, flatten, to_yaml
 from stapo_lite.data.prompts import stop_token_ids
-from stapo_lite.errors import InputError, RunError
+from stapo_lite.errors import InputError, RunError, explained
 from stapo_lite.evaluation.exam import Task, draw, judge, make_tasks, sample_key, summarise
 from stapo_lite.evaluation.results import pass_table, results_table
 from stapo_lite.evaluation.scores import Sample
@@ -116,10 +116,8 @@ def draw_missing(
         for line in draw(engine, mine, decoding, config.seed, tokenizer):
             samples.add([line])
             bar.update(state.num_processes)
-    try:
+    with explained(f"{path}: cannot be written", OSError, fix="; make room and start again", kind=RunError):
         samples.flush()
-    except OSError as error:
-        raise RunError(f"{path}: cannot be written ({error.strerror}); make room and start again") from None
 
 
 def open_folder(config: EvalConfig, engine: str, state: PartialState) -> Path:
@@ -133,10 +131,8 @@ def open_folder(config: EvalConfig, engine: str, state: PartialState) -> Path:
     settings["rollout.engine"] = engine
     if config.adapter:
         names = ("adapter_config.json", "adapter_model.safetensors")
-        try:
+        with explained(f"adapter={config.adapter}: {' or '.join(names)} cannot be read", OSError):
             contents = b"".join(Path(config.adapter, name).read_bytes() for name in names)
-        except OSError as error:
-            raise InputError(f"adapter={config.adapter}: {error.filename} cannot be read ({error.strerror})") from None
         settings["adapter (its files)"] = hashlib.sha256(contents).hexdigest()
     path = folder / "settings.json"
     before = read_object(path) if path.exists() else settings
@@ -148,12 +144,10 @@ def open_folder(config: EvalConfig, engine: str, state: PartialState) -> Path:
             )
     state.wait_for_everyone()
     if state.is_main_process:
-        try:
+        with explained(f"output_dir={folder}: cannot be written", OSError):
             folder.mkdir(parents=True, exist_ok=True)
             write_text(path, json.dumps(settings, indent=1))
             write_text(folder / "config.yaml", to_yaml(config))
-        except OSError as error:
-            raise InputError(f"output_dir={folder}: cannot be written ({error.strerror})") from None
     return folder
 
 

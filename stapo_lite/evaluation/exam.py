@@ -12,7 +12,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from stapo_lite.config import Config, Prompting
+from stapo_lite.config import Config, Data, Prompting
 from stapo_lite.data.benchmarks import Problem, load_benchmark
 from stapo_lite.data.prompts import Prompts, load_rows
 from stapo_lite.errors import InputError
@@ -64,7 +64,8 @@ def make_tasks(
         if any(task.problem.benchmark == short for task in tasks):
             raise InputError(f"benchmarks: {short} is given twice: leave one out")
         rows = [{"problem": problem.text} for problem in problems]
-        prompts = Prompts(rows, tokenizer, prompting, name, "problem", None, filter_overlong=False)
+        rendered = {key: getattr(prompting, key) for key in Prompting.model_fields}
+        prompts = Prompts(rows, tokenizer, Data(source=name, prompt_column="problem", **rendered), graded=False)
         for problem, prompt in zip(problems, prompts, strict=True):
             tasks += [Task(problem, number, prompt) for number in range(num_samples or usual)]
     return tasks
@@ -143,10 +144,9 @@ class Exam:
         self._prompts: list[Prompt] = []
         if e.source:
             subset = d.subset if e.subset is None and e.source == d.source else e.subset
-            rows = load_rows(d.model_copy(update={"source": e.source, "subset": subset, "split": e.split}))
-            rows = list(itertools.islice(rows, e.limit))
-            answer = d.answer_column if "math" in config.reward.functions else None
-            prompts = Prompts(rows, tokenizer, d, e.source, d.prompt_column, answer, d.filter_overlong_prompts)
+            held_out = d.model_copy(update={"source": e.source, "subset": subset, "split": e.split})
+            rows = list(itertools.islice(load_rows(held_out), e.limit))
+            prompts = Prompts(rows, tokenizer, held_out, "math" in config.reward.functions)
             self._prompts = [prompt for prompt in prompts for _ in range(e.num_samples or 1)]
         known = ["reward"] if self._prompts else []
         known += [*dict.fromkeys(task.problem.benchmark for task in self._tasks), "average"] if self._tasks else []

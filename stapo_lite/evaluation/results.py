@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from stapo_lite.errors import InputError
+from stapo_lite.errors import InputError, explained
 from stapo_lite.evaluation.scores import paired_difference
 from stapo_lite.files import read_object
 
@@ -45,10 +45,8 @@ def compare(folders: Sequence[Path]) -> str:
         raise InputError("compare: give the output_dir of two evaluations or more")
     runs = {}
     for folder in folders:
-        try:
+        with explained(f"{folder}: no results of an evaluation", InputError):
             runs[str(folder)] = read_object(folder / "results.json")["rates"]
-        except InputError as error:
-            raise InputError(f"{folder}: no results of an evaluation ({error})") from None
     first, *others = runs.values()
     names = [name for name in first if all(first[name].keys() == rates.get(name, {}).keys() for rates in others)]
     if not names:

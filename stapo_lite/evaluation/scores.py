@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from stapo_lite.rewards.grading import UNREADABLE
+
 RESAMPLES = 10_000
 
 
@@ -34,9 +36,10 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 def majority(samples: Sequence[Sample]) -> float:
     """Whether the most frequent answer is right; where some are equally frequent, the share of them that is.
 
-    Right answers count as one however they are written; a sample without an answer has no vote.
+    Right answers count as one however they are written; a sample without an answer, or whose answer could not be read,
+    has no vote.
     """
-    votes = Counter("" if s.correct else f"={s.answer}" for s in samples if s.answer is not None)
+    votes = Counter("" if s.correct else f"={s.answer}" for s in samples if s.answer not in (None, UNREADABLE))
     if not votes:
         return 0.0
     most = max(votes.values())

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from stapo_lite.errors import InputError, one_line
+from stapo_lite.errors import InputError, explained
 from stapo_lite.model.loading import load_weights
 
 INSTRUCTION = """\
@@ -49,11 +49,9 @@ class Verifier:
     def __init__(self, model: str, dtype: str, device: torch.device, max_prompt_length: int, batch_size: int):
         from transformers import AutoTokenizer
 
-        try:
+        with explained(f"verifier.model={model}: cannot be loaded", Exception):
             self._tokenizer: Any = AutoTokenizer.from_pretrained(model, padding_side="left", trust_remote_code=False)
             self._model = load_weights(model, dtype, device)
-        except Exception as error:  # transformers raises a dozen kinds
-            raise InputError(f"verifier.model={model}: cannot be loaded ({one_line(error)})") from None
         if not self._tokenizer.chat_template:
             raise InputError(f"verifier.model={model}: has no chat template; choose an instruction-tuned model")
         if self._tokenizer.pad_token is None:

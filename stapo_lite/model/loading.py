@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stapo_lite.config import Lora
-from stapo_lite.errors import InputError, one_line
+from stapo_lite.errors import InputError, explained
 from stapo_lite.files import read_object
 
 # bitsandbytes warns at every start where it cannot fetch a kernel from the Hub, and takes its own.
@@ -21,6 +21,7 @@ SPECIAL_ADAPTERS = (
     "trainable_token_indices",
 )  # fmt: skip
 """Keys of PEFT's LoRA config that the engines do not all apply alike."""
+NO_MODEL = "model={}: not a causal language model in a folder or on the Hub"
 
 
 def load_tokenizer(
@@ -36,12 +37,9 @@ def load_tokenizer(
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     config = load_model_config(model)
-    try:
+    with explained(NO_MODEL.format(model)), torch.device("meta"):  # shapes only
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-        with torch.device("meta"):  # shapes only
-            linears = linear_layers(AutoModelForCausalLM.from_config(config))
-    except Exception as error:  # transformers raises a dozen kinds
-        raise _no_model(model, error) from None
+        linears = linear_layers(AutoModelForCausalLM.from_config(config))
     # Where the files are missing, transformers makes an empty one.
     if not tokenizer("1 + 1 = 2", add_special_tokens=False).input_ids:
         raise InputError(f"model={model}: has no tokenizer")
@@ -96,14 +94,8 @@ def load_model_config(model: str) -> Any:
     """
     from transformers import AutoConfig
 
-    try:
+    with explained(NO_MODEL.format(model)):
         return AutoConfig.from_pretrained(model, trust_remote_code=False)
-    except Exception as error:  # transformers raises a dozen kinds
-        raise _no_model(model, error) from None
-
-
-def _no_model(model: str, error: Exception) -> InputError:
-    return InputError(f"model={model}: not a causal language model in a folder or on the Hub ({one_line(error)})")
 
 
 def load_weights(
@@ -126,7 +118,8 @@ def load_weights(
         )
     device = torch.device(device)
     before_ampere = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
-    try:
+    too_large = explained(f"model={model} does not fit on {device}", torch.OutOfMemoryError, fix="; see `stapo plan`")
+    with explained(NO_MODEL.format(model)), too_large:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             model,
             dtype=dtype,
@@ -136,13 +129,12 @@ def load_weights(
             trust_remote_code=False,
             output_loading_info=True,
         )
-    except torch.OutOfMemoryError as error:
-        raise InputError(f"model={model} does not fit on {device}; see `stapo plan`") from error
-    except Exception as error:  # transformers raises a dozen kinds
-        raise _no_model(model, error) from None
     base, loading = loaded
     if loading["missing_keys"]:
         raise InputError(f"model={model}: its weights lack {min(loading['missing_keys'])}")
+    for module in base.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):  # bitsandbytes would repack weights when `generate` runs,
+            module.support_avx512bf16_for_cpu = False  # and what is packed so has no backward pass
     # generate() falls back on these for what a call leaves open: top-p and top-k of a model's defaults would bias the
     # sampled log-probabilities. What stands in the padding is never read.
     base.generation_config = GenerationConfig(pad_token_id=0)
@@ -180,10 +172,8 @@ def read_adapter(folder: Path) -> dict[str, Any]:
     Raises:
         InputError: there is no adapter, or not one that both engines apply as it was trained.
     """
-    try:
+    with explained(f"adapter={folder}: no adapter in PEFT's format", InputError):
         adapter = read_object(folder / "adapter_config.json")
-    except InputError as error:
-        raise InputError(f"adapter={folder}: no adapter in PEFT's format ({error})") from None
     special = [key for key in SPECIAL_ADAPTERS if adapter.get(key)]
     if adapter.get("peft_type") != "LORA" or special:
         kind = ", ".join(special) or adapter.get("peft_type")
@@ -208,10 +198,8 @@ def find_start(lora: Lora) -> Path | None:
     if not folder.exists():
         from huggingface_hub import snapshot_download
 
-        try:
+        with explained(f"lora.adapter={folder}: neither a folder nor on the Hub"):
             folder = Path(snapshot_download(lora.adapter, allow_patterns="adapter_*"))
-        except Exception as error:  # the Hub's client raises errors of many kinds
-            raise InputError(f"lora.adapter={folder}: neither a folder nor on the Hub ({one_line(error)})") from None
     adapter = read_adapter(folder)
     differing = []
     for key in ("r", "lora_alpha", "use_rslora", "target_modules"):
@@ -234,6 +222,7 @@ def add_adapter(base: Any, lora: Lora, gradient_checkpointing: bool | int) -> An
     from peft import LoraConfig, get_peft_model
 
     base.requires_grad_(False)
+    switch_off_dropout(base)
     if gradient_checkpointing:
         base.gradient_checkpointing_enable({"use_reentrant": False})
         if gradient_checkpointing is not True:  # the last layers keep theirs, and free them before others recompute
@@ -259,3 +248,14 @@ def add_adapter(base: Any, lora: Lora, gradient_checkpointing: bool | int) -> An
                 module.cast_input_dtype_enabled = False
     model.train()  # without dropout this only switches gradient checkpointing on
     return model
+
+
+def switch_off_dropout(base: Any) -> None:
+    """Set every rate of dropout to 0, also those that modules keep as numbers: it would put noise into masks and
+    log-probabilities, and the engine has none."""
+    for module in base.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)

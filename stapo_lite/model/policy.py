@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from stapo_lite.algorithm.lm_head import token_statistics, top_tokens
 from stapo_lite.algorithm.microbatches import send
 from stapo_lite.config import Config, Train
-from stapo_lite.errors import InputError, one_line
+from stapo_lite.errors import InputError, explained
 from stapo_lite.model.loading import add_adapter, load_weights
 from stapo_lite.types import Completion, TokenStatistics
 
@@ -88,16 +88,10 @@ class Policy:
         for parameter, host in self._host_copies.items():
             parameter.data = host.to(self.device, non_blocking=True)
 
-    def statistics(self, completions: Sequence[Completion], differentiable_entropy: bool = False) -> TokenStatistics:
-        """Log-probability (with gradient), entropy and collision probability of every completion token.
-
-        Args:
-            differentiable_entropy: give entropy a gradient too, by the recomputing LM head.
-
-        Returns:
-            TokenStatistics of [n] fp32, one completion after the other.
-        """
-        return self.score(completions, self.hidden_states(completions), differentiable_entropy)
+    def statistics(self, completions: Sequence[Completion]) -> TokenStatistics:
+        """Log-probability (with gradient), entropy and collision probability of every completion token, [n] fp32, one
+        completion after the other."""
+        return self.score(completions, self.hidden_states(completions))
 
     def hidden_states(self, completions: Sequence[Completion]) -> Tensor:
         """Hidden states that predict each completion token, [n, D] in the head's dtype, one completion after the other.
@@ -106,12 +100,14 @@ class Policy:
         attention mask: in a causal model no real token sees it.
         """
         sequences = [torch.tensor(c.prompt.token_ids + c.token_ids) for c in completions]
-        input_ids = nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+        # Without completions a dummy token: all processes gather the layers of a sharded base together.
+        input_ids = nn.utils.rnn.pad_sequence(sequences or [torch.zeros(1, dtype=torch.int64)], batch_first=True)
         # The causal shift, here and nowhere else: a token is predicted at the place before its own.
         places = [
             torch.arange(len(sequence) - len(c.token_ids), len(sequence)) + row * input_ids.shape[1] - 1
             for row, (c, sequence) in enumerate(zip(completions, sequences, strict=True))
         ]
+        places = [torch.zeros(0, dtype=torch.int64), *places]
         hidden = self._decode(send(input_ids, self.device)).flatten(0, 1)
         return hidden.index_select(0, send(torch.cat(places), self.device)).to(self._head.weight.dtype)
 
@@ -121,18 +117,15 @@ class Policy:
         with precision, self._keep_activations():
             return self._causal_lm.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state
 
-    def take_part(self) -> None:
-        """Run forward and backward pass of the decoder on a dummy token, while other processes run a micro-batch: the
-        layers of a sharded base are gathered by all processes together."""
-        hidden = self._decode(torch.zeros(1, 1, dtype=torch.int64, device=self.device))
-        if hidden.requires_grad:
-            (0 * hidden).sum().backward()
-
     def score(
         self, completions: Sequence[Completion], hidden: Tensor, differentiable_entropy: bool = False
     ) -> TokenStatistics:
-        """`statistics` of completions whose hidden states are known."""
-        targets = torch.tensor(list(itertools.chain(*(c.token_ids for c in completions))))
+        """`statistics` of completions whose hidden states are known.
+
+        Args:
+            differentiable_entropy: give entropy a gradient too, by the recomputing LM head.
+        """
+        targets = torch.tensor(list(itertools.chain(*(c.token_ids for c in completions))), dtype=torch.int64)
         return token_statistics(
             hidden,
             self._head.weight,
@@ -201,10 +194,8 @@ class Policy:
         from peft import set_peft_model_state_dict
         from safetensors.torch import load_file
 
-        try:
+        with explained(f"{folder}: the adapter does not fit the model", RuntimeError):
             result: Any = set_peft_model_state_dict(self.model, load_file(folder / "adapter_model.safetensors"))
-        except RuntimeError as error:
-            raise InputError(f"{folder}: the adapter does not fit the model ({one_line(error)})") from None
         wrong = [*result.unexpected_keys, *(name for name in result.missing_keys if "lora_" in name)]
         if wrong:
             raise InputError(f"{folder}: the adapter does not fit the model, {wrong[0]} is on one side only")

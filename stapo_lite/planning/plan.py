@@ -127,7 +127,9 @@ def make_plan(config: Config, model: Any, cards: Cards) -> Plan:
     engine, kv_tokens = plan_engine(config, model, weights, sizes, cards)
     rollout_phase = engine | context
     if not serving:
-        rollout_phase = ({} if train.park_trainer else base) | trainer | rollout_phase
+        scales = int(sum(sizes.matrices) * (NF4_BYTES - 0.5))  # bitsandbytes keeps them on the card
+        parked = {"trainer: scales of 4-bit weights": scales} if config.quantization else {}
+        rollout_phase = (parked if train.park_trainer else base) | trainer | rollout_phase
 
     # Update: what autograd keeps and makes at the longest micro-batch.
     kept, activations, head = count_activations(config, model)

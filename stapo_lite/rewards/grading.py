@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from tqdm.auto import tqdm
 
-from stapo_lite.errors import InputError, RunError
+from stapo_lite.errors import InputError, RunError, explained
 from stapo_lite.files import check_writable, read_jsonl, write_lines
 from stapo_lite.rewards.sandbox import Sandbox, SandboxError
 
@@ -93,11 +93,9 @@ class MathGrader:
 
 def _warm_up(sandbox: Sandbox) -> None:
     """Load the parser in a new process, before the clock runs."""
-    try:
+    with explained("the grading process did not start", SandboxError, kind=RunError):
         if sandbox.start():
             sandbox.call(asdict(Question("1/2", "it is $\\sqrt{2}$")))
-    except SandboxError as error:
-        raise RunError(f"the grading process did not start ({error})") from error
 
 
 def grade_file(cases: Path, out: Path, timeout: float, num_workers: int) -> str:

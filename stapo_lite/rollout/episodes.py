@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-from stapo_lite.errors import InputError, RunError, one_line
+from stapo_lite.errors import InputError, RunError, explained
 from stapo_lite.rollout import Decoding, RolloutEngine, Sampling, progress_bar
 from stapo_lite.types import Completion, Prompt, derived_seed
 
@@ -91,10 +91,8 @@ def find_function(path: str) -> RolloutFunction:
     Raises:
         InputError: there is none.
     """
-    try:
+    with explained(f"rollout.function={path}: cannot be imported"):
         function = pkgutil.resolve_name(path)
-    except Exception as error:  # the module is the user's
-        raise InputError(f"rollout.function={path}: cannot be imported ({one_line(error)})") from None
     if not inspect.iscoroutinefunction(function):
         raise InputError(f"rollout.function={path}: must be a coroutine function (async def)")
     return function
@@ -115,31 +113,36 @@ def play(
         Exception: what a coroutine raised.
     """
     turn = threading.Condition()
-    asked: list[tuple[Prompt, int, Decoding, asyncio.Future]] = []
+    asked: dict[asyncio.Future, tuple[Prompt, int, Decoding]] = {}
     ended: list[Episode] = []
-    failed: list[Exception] = []
-    coroutines: list[asyncio.Task] = []
+    tasks: list[asyncio.Task] = []  # the one that runs all coroutines, once it does
 
-    async def ask(prompt: Prompt, seed: int, decoding: Decoding) -> Completion:
+    async def ask(*question: Any) -> Completion:
         answer = asyncio.get_running_loop().create_future()
         with turn:
-            asked.append((prompt, seed, decoding, answer))
+            asked[answer] = question
             turn.notify()
-        return await answer
+        try:
+            return await answer
+        finally:  # the coroutine may have stopped waiting (asyncio.timeout)
+            with turn:
+                asked.pop(answer, None)
 
     async def start(episode: Episode) -> None:
-        try:
-            await function(episode)
-        except Exception as error:
-            failed.append(error)
-        finally:
-            with turn:
-                ended.append(episode)
-                turn.notify()
+        await function(episode)
+        with turn:
+            ended.append(episode)
+            turn.notify()
 
     async def start_all() -> None:
-        coroutines.append(asyncio.current_task())  # type: ignore[arg-type]
+        with turn:
+            tasks.append(asyncio.current_task())  # type: ignore[arg-type]
+            turn.notify()
         await asyncio.gather(*map(start, episodes))
+
+    def notice_end(_: Any) -> None:
+        with turn:
+            turn.notify()
 
     size = sampling.num_generations
     episodes = [
@@ -152,22 +155,28 @@ def play(
         progress_bar("rollout", "episode", len(episodes)) as bar,
     ):
         running = thread.submit(lambda: asyncio.run(start_all()))
+        running.add_done_callback(notice_end)
         try:
-            while len(ended) < len(episodes):
+            while not running.done():
                 with turn:
-                    turn.wait_for(lambda: len(asked) + len(ended) == len(episodes))
-                    batch = asked[:]
+                    turn.wait_for(lambda: running.done() or (asked and len(asked) + len(ended) == len(episodes)))
+                    answers, questions = list(asked), list(asked.values())
                     asked.clear()
                     bar.update(len(ended) - bar.n)
-                if failed:
-                    raise failed[0]
-                turns, turn_seeds, decodings, answers = zip(*batch, strict=True) if batch else ((), (), (), ())
+                turns, turn_seeds, decodings = zip(*questions, strict=True) if questions else ((), (), ())
                 for index, completion in engine.stream(turns, turn_seeds, decodings):
-                    answers[index].get_loop().call_soon_threadsafe(answers[index].set_result, completion)
+                    with suppress(RuntimeError):  # the loop has ended
+                        answers[index].get_loop().call_soon_threadsafe(_give, answers[index], completion)
             running.result()
         except BaseException:  # a coroutine's, the engine's, or Ctrl-C
-            with suppress(RuntimeError):  # the loop has ended with the last coroutine
-                coroutines[0].get_loop().call_soon_threadsafe(coroutines[0].cancel)
+            with turn, suppress(RuntimeError, IndexError):  # the loop has ended with the last coroutine
+                turn.wait_for(lambda: tasks or running.done())
+                tasks[0].get_loop().call_soon_threadsafe(tasks[0].cancel)
             raise
     completions = [episode.completion() for episode in episodes]
     return [completions[i : i + size] for i in range(0, len(completions), size)]
+
+
+def _give(answer: asyncio.Future, completion: Completion) -> None:
+    if not answer.done():  # nobody waits any more
+        answer.set_result(completion)

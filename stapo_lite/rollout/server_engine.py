@@ -25,7 +25,7 @@ from accelerate.utils import broadcast_object_list
 from filelock import FileLock
 
 from stapo_lite.config import Rollout
-from stapo_lite.errors import InputError, RunError, one_line
+from stapo_lite.errors import InputError, RunError, explained, one_line
 from stapo_lite.rollout import MAX_RETRIES, Decoding, Publisher, RolloutEngine, Sampling, progress_bar, write_adapter
 from stapo_lite.types import Completion, Prompt, derived_seed
 
@@ -123,10 +123,8 @@ class ServerEngine(RolloutEngine):
                 if self._loop.time() > deadline:
                     raise InputError(f"rollout.servers: {server.url} did not come up in {START_TIMEOUT:g} s: start it")
                 await asyncio.sleep(0.5)
-            try:
+            with explained(f"rollout.servers: {server.url} does not say what it serves", ServerFault, RunError):
                 served = (await self._ask("GET", f"{server.url}/v1/models"))["data"][0]["max_model_len"]
-            except (ServerFault, RunError) as error:
-                raise InputError(f"rollout.servers: {one_line(error)}") from error
             if served < needed:
                 raise InputError(
                     f"rollout.servers: {server.url} serves sequences of {served} tokens, but "

@@ -19,7 +19,7 @@ from accelerate.utils import set_seed
 from accelerate.utils.memory import clear_device_cache
 
 from stapo_lite.config import Engine, Lora
-from stapo_lite.errors import InputError, RunError, one_line, out_of_memory
+from stapo_lite.errors import RunError, explained, one_line, out_of_memory
 from stapo_lite.rollout import MAX_RETRIES, Decoding, Publisher, RolloutEngine, Sampling, progress_bar, write_adapter
 from stapo_lite.rollout.vllm_options import engine_arguments, prepare_vllm
 from stapo_lite.types import Completion, Prompt
@@ -61,15 +61,10 @@ class VLLMEngine(RolloutEngine):
             if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # an engine per process, each on its process's card
                 arguments["distributed_executor_backend"] = "external_launcher"
         length = sampling.max_model_len
-        try:
+        with explained(f"rollout: vLLM cannot serve {model}"), self._uncompiled():
             arguments |= engine_arguments(model, dtype, length, options, lora, max_loras=1, on_cpu=on_cpu)
             self._start = functools.partial(LLM, **arguments)
-            with self._uncompiled():
-                self._llm: Any = self._start()
-        except Exception as error:  # vLLM raises a dozen kinds
-            raise InputError(
-                f"rollout: vLLM cannot serve {model} ({type(error).__name__}: {one_line(error)})"
-            ) from error
+            self._llm: Any = self._start()
         self._sampling = sampling
         fixed: dict[str, Any] = {"stop_token_ids": list(sampling.stop_token_ids), "detokenize": False}
         self._parameters = functools.partial(SamplingParams, output_kind=RequestOutputKind.FINAL_ONLY, **fixed)
@@ -95,10 +90,8 @@ class VLLMEngine(RolloutEngine):
         from vllm.lora.request import LoRARequest
 
         request = LoRARequest(f"adapter-v{version}", version + 1, str(folder))  # ids begin at 1
-        try:  # loaded now: one that fails to load during generation would hang vLLM
-            self._engine.add_lora(request)
-        except ValueError as error:
-            raise InputError(f"lora.target_modules: vLLM cannot serve the adapter ({one_line(error)})") from None
+        with explained("lora.target_modules: vLLM cannot serve the adapter", ValueError):
+            self._engine.add_lora(request)  # now: one that fails to load during generation would hang vLLM
         self._request = request
 
     def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[list[Completion]]:

@@ -15,7 +15,7 @@ from jinja2 import Environment, PackageLoader
 
 from stapo_lite import __version__
 from stapo_lite.config import S2T, Config, flatten, load_config
-from stapo_lite.errors import InputError
+from stapo_lite.errors import InputError, explained
 from stapo_lite.files import read_lines, write_text
 from stapo_lite.training.charts import QUADRANT_COLOURS, Curve, bars, lines, plane, png
 from stapo_lite.training.report import mean
@@ -233,12 +233,10 @@ def write_page(folder: Path, charts: Charts, **values: Any) -> Path:
     """
     environment = Environment(loader=PackageLoader("stapo_lite"), autoescape=True, trim_blocks=True)
     pictures = {name: (caption, base64.b64encode(image).decode()) for name, (caption, image) in charts.items()}
-    try:
+    with explained(f"{folder}: cannot be written", OSError):
         folder.mkdir(parents=True, exist_ok=True)
         for name, (_, image) in charts.items():
             (folder / f"{name}.png").write_bytes(image)
         page = environment.get_template("audit.html").render(pictures=pictures, version=__version__, **values)
         write_text(folder / "index.html", page)
-    except OSError as error:
-        raise InputError(f"{folder}: cannot be written ({error.strerror})") from None
     return folder / "index.html"

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig
 
 from stapo_lite.data.prompts import stop_token_ids
-from stapo_lite.errors import InputError, one_line
+from stapo_lite.errors import InputError, explained
 from stapo_lite.files import read_object
 from stapo_lite.model.loading import load_model_config, load_tokenizer, load_weights
 from stapo_lite.training.card import FinishedRun, model_card, read_run
@@ -74,15 +74,13 @@ def export(
     if final.exists():
         raise InputError(f"--out={final} exists: delete it, or choose another folder")
     repository = prepare_repository(push_to_hub, private) if push_to_hub else None
-    try:
+    with explained(f"--out={final}: cannot be written", OSError, SafetensorError):
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         write(run, base, partial, merge, dtype, tokenizer, stops)
         card = model_card(repository or final.name, run, base, merge, stops)
         (partial / "README.md").write_text(card, encoding="utf-8")
         partial.rename(final)
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"--out={final}: cannot be written ({one_line(error)})") from None
     if repository:
         print(f"pushed: {push(final, repository)}")
     return final

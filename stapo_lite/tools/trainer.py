@@ -1,6 +1,7 @@
 """A training run in Python, with reward functions and data that exist only there."""
 
 import json
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -56,7 +57,7 @@ class Trainer:
         self._given = Given(own, train_dataset, rollout_func)
         changes = [f"reward.functions={json.dumps(names)}"] if names else []
         changes += [] if train_dataset is None else [f"data.source={IN_PYTHON}"]
-        changes += [] if rollout_func is None else [f"rollout.function={rollout_func.__name__}"]
+        changes += [] if rollout_func is None else [f"rollout.function={json.dumps(_name(rollout_func))}"]
         tree = config.model_dump(exclude_unset=True) if isinstance(config, Config) else config
         self.config = load_config(tree, [*overrides, *changes])
 
@@ -92,7 +93,7 @@ class Trainer:
         """
         config, folder = self.config, Path(self.config.output_dir)
         prompting = config.data.model_dump(include=set(Prompting.model_fields))
-        length = {"max_completion_length": config.rollout.max_completion_length}
+        rollout = config.rollout.model_dump(include={"max_completion_length", "quantization", "vllm"})
         tree = {
             "model": config.model,
             "adapter": str(folder / "adapter"),
@@ -100,7 +101,7 @@ class Trainer:
             "dtype": config.dtype,
             **keys,
             "data": prompting | keys.get("data", {}),
-            "rollout": length | keys.get("rollout", {}),
+            "rollout": rollout | keys.get("rollout", {}),
         }
         return evaluate(load_eval_config(tree))
 
@@ -113,9 +114,15 @@ class Trainer:
         return Path(out)
 
     def push_to_hub(self, repository: str, **options: Any) -> None:
-        """Export to a repository on the Hub, which is made if there is none; options as `export` has them."""
-        with tempfile.TemporaryDirectory() as folder:
-            self.export(Path(folder) / "export", push_to_hub=repository, **options)
+        """Export to a repository on the Hub, which is made if there is none; options as `export` has them. Where the
+        upload fails, the error names the folder that was exported."""
+        folder = Path(tempfile.mkdtemp(prefix="stapo_lite-export-"))
+        self.export(folder / "export", push_to_hub=repository, **options)
+        shutil.rmtree(folder)
+
+
+def _name(function: Callable) -> str:
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def _names(functions: Sequence[RewardFunc]) -> list[str]:
@@ -123,7 +130,7 @@ def _names(functions: Sequence[RewardFunc]) -> list[str]:
     taken = list({"math", *(function for function in functions if isinstance(function, str))})
     names: list[str] = []
     for function in functions:
-        name = function if isinstance(function, str) else getattr(function, "__name__", type(function).__name__)
+        name = function if isinstance(function, str) else _name(function)
         if not isinstance(function, str):
             taken.append(name)
             name += f"#{taken.count(name)}" if taken.count(name) > 1 else ""

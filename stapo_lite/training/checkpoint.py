@@ -28,8 +28,8 @@ from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from stapo_lite.config import flatten
-from stapo_lite.errors import InputError, one_line
+from stapo_lite.config import S2T, flatten
+from stapo_lite.errors import InputError, explained, one_line
 from stapo_lite.files import read_object, sync
 from stapo_lite.model.policy import Policy
 
@@ -116,16 +116,16 @@ def save_checkpoint(
         shutil.rmtree(old)
 
 
-def load_checkpoint(folder: Path, policy: Policy, optimizer: torch.optim.Optimizer, tau_p: float) -> Progress:
+def load_checkpoint(folder: Path, policy: Policy, optimizer: torch.optim.Optimizer, s2t: S2T) -> Progress:
     """Restore adapter and optimiser; return where the run stood.
 
     Args:
-        tau_p: of the config, which counts where it is not that of the run so far.
+        s2t: of the config, whose tau_p counts where it is another than before, or no longer moves.
 
     Raises:
         InputError: they do not fit the model or the optimiser.
     """
-    try:
+    with explained(f"{folder}: does not fit this run"):  # files with intact checksums may still be wrong
         state = read_state(folder)
         policy.load_adapter(folder)
         decays = [group["weight_decay"] for group in optimizer.param_groups]  # those of the config count, too
@@ -137,13 +137,9 @@ def load_checkpoint(folder: Path, policy: Policy, optimizer: torch.optim.Optimiz
         for group, decay in zip(optimizer.param_groups, decays, strict=True):
             group["weight_decay"] = decay
         progress = Progress(**state["progress"])
-        if flatten(state["config"]).get("objective.s2t.tau_p") != tau_p:
-            progress.tau_p = tau_p
+        if s2t.target_share is None or flatten(state["config"]).get("objective.s2t.tau_p") != s2t.tau_p:
+            progress.tau_p = s2t.tau_p
         return progress
-    except InputError:
-        raise
-    except Exception as error:  # files with intact checksums may still be wrong
-        raise InputError(f"{folder}: does not fit this run ({type(error).__name__}: {one_line(error)})") from None
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -153,12 +149,10 @@ def read_state(folder: Path) -> dict[str, Any]:
         InputError: it lacks a part.
     """
     state = read_object(folder / "state.json")
-    try:
+    with explained(f"{folder}: state.json is not that of a checkpoint", TypeError, ValueError):
         if not all(isinstance(state.get(part), dict) for part in ("progress", "config", "environment")):
             raise TypeError("a part is missing")
         Progress(**state["progress"])
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{folder}: state.json is not that of a checkpoint ({one_line(error)})") from None
     return state
 
 

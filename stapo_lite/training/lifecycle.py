@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 
 from stapo_lite import __version__
 from stapo_lite.config import Log
-from stapo_lite.errors import InputError, RunError, one_line
+from stapo_lite.errors import InputError, RunError, explained
 from stapo_lite.model.processes import check_launched, warn_of_unused_card
 from stapo_lite.rollout.vllm_options import vllm_version
 from stapo_lite.training.checkpoint import list_checkpoints
@@ -117,15 +117,10 @@ def lock(folder: Path) -> AbstractContextManager:
         return nullcontext()
 
 
-@contextmanager
-def full_disk_is_a_run_error(folder: Path) -> Iterator[None]:
+def full_disk_is_a_run_error(folder: Path) -> AbstractContextManager:
     """Raise a RunError where a file cannot be written; for start and end of a run, where nothing tries again."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise RunError(
-            f"{folder}: cannot be written ({one_line(error)}); make room, and continue with --resume"
-        ) from None
+    fix = "; make room, and continue with --resume"
+    return explained(f"{folder}: cannot be written", OSError, SafetensorError, fix=fix, kind=RunError)
 
 
 def end_on_sigterm() -> None:

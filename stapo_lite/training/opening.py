@@ -26,16 +26,8 @@ from stapo_lite.planning.choice import fit
 from stapo_lite.rewards.functions import RewardModel
 from stapo_lite.rollout import check_engine, make_engine, make_sampling, resolve_engine
 from stapo_lite.rollout.episodes import RolloutFunction, find_function, play
-from stapo_lite.training import checkpoint
+from stapo_lite.training import checkpoint, lifecycle
 from stapo_lite.training.checkpoint import Progress
-from stapo_lite.training.lifecycle import (
-    check_no_run,
-    environment,
-    full_disk_is_a_run_error,
-    lock,
-    make_accelerator,
-    undisturbed,
-)
 from stapo_lite.training.push import HubMirror
 from stapo_lite.training.run import Run, Sampler
 from stapo_lite.training.token_log import TokenLog
@@ -67,7 +59,7 @@ def open_run(config: Config, resume: bool = False, force: bool = False, given: G
         try:
             yield run
         except BaseException as interruption:
-            with undisturbed():
+            with lifecycle.undisturbed():
                 run.save_checkpoint()
             if isinstance(interruption, SystemExit | KeyboardInterrupt):  # an error says by itself how to go on
                 accelerator, saved = run.accelerator, run.snapshot.progress.step
@@ -80,7 +72,7 @@ def open_run(config: Config, resume: bool = False, force: bool = False, given: G
 def begin(config: Config, resume: bool, force: bool, given: Given, closing: ExitStack) -> Run:
     """Assemble a run: what is cheap and can fail first, weights last."""
     folder = Path(config.output_dir)
-    accelerator = make_accelerator(config.log, folder / "logs")
+    accelerator = lifecycle.make_accelerator(config.log, folder / "logs")
     processes = accelerator.num_processes
     check_processes(config, processes)
     engine_name = resolve_engine(config.rollout.engine)
@@ -89,7 +81,7 @@ def begin(config: Config, resume: bool, force: bool, given: Given, closing: Exit
         check_sharded(config, engine_name)
     check_engine(engine_name, config)
     if not resume:
-        check_no_run(folder)
+        lifecycle.check_no_run(folder)
     config = config.model_copy(update={"dtype": resolve_dtype(config.dtype)})
     config = fit(config, engine_name, folder if resume else None, processes, shard is not None)
     prompts, tokenizer, stop_tokens = load_prompts(config, given.rows, accelerator.print)
@@ -99,10 +91,10 @@ def begin(config: Config, resume: bool, force: bool, given: Given, closing: Exit
     exam = Exam(config, tokenizer, function) if config.evaluation.steps else None
     accelerator.print(batch_arithmetic(config, processes))
     if accelerator.is_main_process:
-        closing.enter_context(lock(folder))
+        closing.enter_context(lifecycle.lock(folder))
     accelerator.wait_for_everyone()
     newest = checkpoint.newest_checkpoint(folder) if resume else None
-    surroundings = environment(engine_name, processes, prompts.digest)
+    surroundings = lifecycle.environment(engine_name, processes, prompts.digest)
     if newest is not None:
         for note in checkpoint.check_resume(newest, config.model_dump(), surroundings, force):
             accelerator.print(note)
@@ -143,7 +135,7 @@ def make_learner(
     optimizer = make_optimizer(policy, config.train)
     progress = Progress(tau_p=config.objective.s2t.tau_p)
     if newest is not None:
-        progress = checkpoint.load_checkpoint(newest, policy, optimizer, config.objective.s2t.tau_p)
+        progress = checkpoint.load_checkpoint(newest, policy, optimizer, config.objective.s2t)
     in_step = (lambda count: max(gather_object([count]))) if policy.sharded else None
     budget = TokenBudget(config.train.max_tokens_per_microbatch, progress.halvings, in_step)
     if config.train.park_trainer:
@@ -154,7 +146,7 @@ def make_learner(
 def open_folder(config: Config, accelerator: Accelerator, surroundings: dict[str, str], step: int) -> RunLog:
     """Note in the run folder what begins, and drop what was written after the step that it continues from."""
     folder = Path(config.output_dir)
-    with full_disk_is_a_run_error(folder):
+    with lifecycle.full_disk_is_a_run_error(folder):
         log = RunLog(folder, config.train.max_steps, step, accelerator)
         if accelerator.is_main_process:
             write_text(folder / "config.yaml", to_yaml(config))
@@ -175,16 +167,16 @@ def load_prompts(
         rows: of the data set; None reads `data.source`.
     """
     d = config.data
-    answer_column = d.answer_column if "math" in config.reward.functions else None
+    columns = {"prompt_column": d.prompt_column}
+    if graded := "math" in config.reward.functions:
+        columns["answer_column"] = d.answer_column
     rows = load_rows(d) if rows is None else check_rows(rows, d.source)
-    for key, column in (("prompt_column", d.prompt_column), ("answer_column", answer_column)):
-        if column is not None and column not in rows[0]:
+    for key, column in columns.items():
+        if column not in rows[0]:
             raise InputError(f"data.{key}={column}: {d.source} has only the columns {', '.join(rows[0])}")
     contaminated = find_contaminated(rows, d, show) if d.drop_contaminated else set[int]()
     tokenizer, model_eos = load_tokenizer(config.model, config.max_sequence_length, config.lora.target_modules)
-    prompts = Prompts(
-        rows, tokenizer, d, d.source, d.prompt_column, answer_column, d.filter_overlong_prompts, contaminated
-    )
+    prompts = Prompts(rows, tokenizer, d, graded, contaminated)
     dropped = len(rows) - len(contaminated) - len(prompts)
     note = f"; {dropped} longer than {d.max_prompt_length} tokens left out" if dropped else ""
     show(f"{len(prompts)} prompts from {d.source}{note}")

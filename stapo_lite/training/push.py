@@ -11,7 +11,7 @@ from typing import Any
 from huggingface_hub import HfApi
 
 from stapo_lite import __version__
-from stapo_lite.errors import InputError, one_line
+from stapo_lite.errors import InputError, explained, one_line
 from stapo_lite.files import read_object, write_text
 from stapo_lite.training.card import FinishedRun, model_card, read_run
 
@@ -29,14 +29,11 @@ def prepare_repository(name: str, private: bool, asked: str = "--push-to-hub") -
         InputError: there is no token, it can only read, the repository is public and must not be, or the Hub refuses.
     """
     api = HfApi()
-    try:
+    fix = "; a token that can write comes from `hf auth login`, or HF_TOKEN"
+    with explained(f"{asked}={name}: cannot be written", fix=fix):
         repository = api.create_repo(name, private=private or None, exist_ok=True).repo_id
         api.auth_check(repository, write=True)
         public = private and not api.model_info(repository).private
-    except Exception as error:  # the Hub's client raises errors of many kinds
-        raise InputError(
-            f"{asked}={name}: {one_line(error)}; a token that can write comes from `hf auth login`, or HF_TOKEN"
-        ) from None
     if public:
         raise InputError(
             f"{asked}={name}: {repository} exists and is public; choose another name, or do not ask for a private one"
@@ -50,11 +47,9 @@ def push(folder: Path, repository: str) -> str:
     Raises:
         InputError: the Hub refuses, or the connection is lost for good.
     """
-    try:
+    again = f"; {folder} is complete; upload it with: hf upload {repository} {folder}"
+    with explained(f"--push-to-hub={repository}: not pushed", fix=again):
         return str(HfApi().upload_folder(repo_id=repository, folder_path=folder, commit_message=MESSAGE).repo_url)
-    except Exception as error:  # the Hub's client raises errors of many kinds
-        again = f"{folder} is complete; upload it with: hf upload {repository} {folder}"
-        raise InputError(f"--push-to-hub={repository}: {one_line(error)}; {again}") from None
 
 
 class HubMirror:
@@ -84,10 +79,14 @@ class HubMirror:
         if self._under_way is not None and not self._under_way.done() and not last:
             return
         try:
-            folder = Path(tempfile.mkdtemp(prefix="stapo_lite-hub-"))
             run = read_run(self._run_folder, None)
-            for path in run.adapter.glob("adapter_*"):  # now: a checkpoint goes when newer ones are saved
-                shutil.copy(path, folder)
+            folder = Path(tempfile.mkdtemp(prefix="stapo_lite-hub-"))
+            try:
+                for path in run.adapter.glob("adapter_*"):  # now: a checkpoint goes when newer ones are saved
+                    shutil.copy(path, folder)
+            except BaseException:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
         except Exception as error:  # a full disk, above all
             logger.warning("log.hub_model_id: not pushed this time (%s)", one_line(error))
             return

@@ -244,10 +244,7 @@ def accumulate_gradient(learner: Learner, batch: MiniBatch, masks: Masks, weight
         blank = torch.zeros_like(batch.rollout_logprobs)
         done = Gradient(blank_statistics(batch), blank, blank.new_zeros((), dtype=torch.float64))
         for rows in micro_batches:
-            if rows:
-                add_gradient(learner, batch, rows, masks, weights, done)
-            else:
-                dummy_pass(learner)
+            add_gradient(learner, batch, rows, masks, weights, done)
         return done
 
     done = learner.budget.fit(batch, with_gradient(batch.completions, learner.objective), run)
@@ -286,14 +283,6 @@ def add_gradient(
     done.loss.add_(loss.detach())
     put(done.statistics, tokens, now.statistics)
     learner.on_tokens(len(tokens))
-
-
-def dummy_pass(learner: Learner) -> None:
-    """Take part where other processes run a micro-batch and we have none left."""
-    if learner.objective.beta:
-        with torch.no_grad():
-            learner.policy.take_part()
-    learner.policy.take_part()
 
 
 def clip_and_step(learner: Learner, batch: MiniBatch, masks: Masks, gradient: Gradient) -> Update:
@@ -375,10 +364,7 @@ def measure(policy: Policy, batch: MiniBatch, rows: Sequence[int], budget: Token
 
     def run(micro_batches: list[list[int]]) -> None:
         for part in micro_batches:
-            if part:
-                put(statistics, batch.tokens(part), policy.statistics(batch.select(part)))
-            else:
-                policy.take_part()
+            put(statistics, batch.tokens(part), policy.statistics(batch.select(part)))
 
     budget.fit(batch, rows, run)
     return statistics

@@ -9,7 +9,7 @@ import pytest
 from helpers import command, shared_data
 from transformers import AutoTokenizer
 
-from stapo_lite.config import Data, Prompting
+from stapo_lite.config import Data
 from stapo_lite.data.benchmarks import Problem
 from stapo_lite.data.contamination import find_overlaps, load_problems
 from stapo_lite.data.prompts import Prompts, load_rows, stop_token_ids
@@ -27,11 +27,10 @@ def tokenizer(tiny_model):
     return AutoTokenizer.from_pretrained(tiny_model)
 
 
-def render(tokenizer, *prompts, answer_column="answer", filter_overlong=False, **prompting):
+def render(tokenizer, *prompts, graded=True, **data):
     """Prompts of rows with the answers 0, 1, ..."""
     rows = [{"prompt": prompt, "answer": str(i), "level": i} for i, prompt in enumerate(prompts)]
-    settings = Prompting(**{"max_prompt_length": 200} | prompting)
-    return Prompts(rows, tokenizer, settings, "a.jsonl", "prompt", answer_column, filter_overlong)
+    return Prompts(rows, tokenizer, Data(**{"source": "a.jsonl", "max_prompt_length": 200} | data), graded)
 
 
 @pytest.mark.parametrize(
@@ -54,13 +53,13 @@ def test_prompts_as_the_model_reads_them(tokenizer, prompt, prompting, text):
 def test_overlong_prompts_are_an_error_or_dropped_and_missing_answers_an_error_where_one_is_needed(tokenizer):
     with pytest.raises(InputError, match=r"a.jsonl, row 2: the prompt has \d+ tokens, data.max_prompt_length is 40"):
         render(tokenizer, "a", "b" * 60, max_prompt_length=40)
-    kept = render(tokenizer, "a", "b" * 60, "c", max_prompt_length=40, filter_overlong=True)
+    kept = render(tokenizer, "a", "b" * 60, "c", max_prompt_length=40, filter_overlong_prompts=True)
     assert [p.answer for p in kept] == ["0", "2"]
     with pytest.raises(InputError, match="every prompt is longer"):
-        render(tokenizer, "a" * 60, max_prompt_length=40, filter_overlong=True)
+        render(tokenizer, "a" * 60, max_prompt_length=40, filter_overlong_prompts=True)
     with pytest.raises(InputError, match="row 1: data.answer_column=gold is empty"):
         render(tokenizer, "p", "q", answer_column="gold")
-    assert [p.answer for p in render(tokenizer, "p", "q", answer_column=None)] == [None, None]
+    assert [p.answer for p in render(tokenizer, "p", "q", graded=False)] == [None, None]
 
 
 def test_chat_templates_that_are_missing_or_refuse(tokenizer):
@@ -102,18 +101,17 @@ def test_rows_on_the_disk_stay_there(tokenizer):
     """Of 2,000 rows of 5 kB nothing but numbers is kept, and each prompt is read when it is asked for."""
     rows = datasets.Dataset.from_list([{"prompt": f"{i}+2?", "answer": i, "more": "x" * 5000} for i in range(2000)])
     tracemalloc.start()
-    prompts = Prompts(rows, tokenizer, Prompting(), "a", "prompt", "answer", False, left_out={1, 3})
+    prompts = Prompts(rows, tokenizer, Data(source="a"), graded=True, left_out={1, 3})
     gc.collect()
     assert tracemalloc.get_traced_memory()[0] < 500_000
     tracemalloc.stop()
     assert len(prompts) == 1998
     assert (prompts[1].prompt, prompts[1].answer, prompts[-1].columns["more"]) == ("2+2?", 2, "x" * 5000)
     some = [rows[0], rows[2]]
-    digests = [Prompts(given, tokenizer, Prompting(), "b", "prompt", "answer", False).digest for given in (some, rows)]
+    digests = [Prompts(given, tokenizer, Data(source="b"), graded=True).digest for given in (some, rows)]
     assert digests[0] != digests[1]
-    assert [p.token_ids for p in Prompts(some, tokenizer, Prompting(), "b", "prompt", None, False)] == [
-        p.token_ids for p in (prompts[0], prompts[1])
-    ]
+    ungraded = Prompts(some, tokenizer, Data(source="b"), graded=False)
+    assert [p.token_ids for p in ungraded] == [p.token_ids for p in (prompts[0], prompts[1])]
 
 
 def test_order_is_a_permutation_of_each_epoch_and_resumes_anywhere():

@@ -20,7 +20,7 @@ from stapo_lite.evaluation.scores import (
 
 
 def samples(pattern, **changes):
-    """`a`, `b`, ...: wrong answers; `+`: right; `-`: none."""
+    """`a`, `b`, ...: wrong answers; `?`: one that was not read; `+`: right; `-`: none."""
     return [Sample(c == "+", None if c == "-" else c, tokens=10, truncated=c == "-", **changes) for c in pattern]
 
 
@@ -33,7 +33,18 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample():
 
 @pytest.mark.parametrize(
     ("pattern", "expected"),
-    [("++a", 1), ("+aa", 0), ("+a", 0.5), ("+ab", 1 / 3), ("aabb", 0), ("+---", 1), ("----", 0), ("++aab", 0.5)],
+    [
+        ("+??", 1),
+        ("?", 0),
+        ("++a", 1),
+        ("+aa", 0),
+        ("+a", 0.5),
+        ("+ab", 1 / 3),
+        ("aabb", 0),
+        ("+---", 1),
+        ("----", 0),
+        ("++aab", 0.5),
+    ],
 )
 def test_majority(pattern, expected):
     """Right answers count as one however they are written."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import SAMPLING, adapted_policy, fake_completions, learn
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, PhiConfig, PhiForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, OPTConfig, PhiConfig, PhiForCausalLM
 
 from stapo_lite.algorithm.microbatches import sequence_length
 from stapo_lite.config import PROJECTIONS, Lora
@@ -155,6 +155,21 @@ def test_bf16_stays_close(make_policy):
     assert (exact.logprobs - rounded.logprobs).abs().mean() < 0.1
 
 
+@pytest.mark.parametrize("family", [OPTConfig, PhiConfig])
+def test_a_base_that_was_trained_with_dropout_has_none_here(tmp_path, family):
+    """OPT keeps its rates as numbers, Phi as modules."""
+    rates = {"dropout": 0.5, "attention_dropout": 0.5, "layerdrop": 0.5, "resid_pdrop": 0.5, "embd_pdrop": 0.5}
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "word_embed_proj_dim": 32}
+    config = family(vocab_size=260, intermediate_size=48, ffn_dim=48, **shape, **rates)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    policy = adapted_policy(tmp_path, lora__target_modules=["q_proj", "v_proj"])
+    completions = fake_completions(0, [1.0] * 4)
+    first, second = (policy.statistics(completions) for _ in range(2))
+    assert torch.equal(first.logprobs, second.logprobs)
+    policy.model.eval()
+    assert torch.allclose(policy.statistics(completions).logprobs, first.logprobs, atol=1e-5)
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_4_bit_base_computes_with_its_dequantised_weights(make_policy, checkpointing):
     """Against a plain model whose weights are those that NF4 with double quantisation gives back."""
@@ -165,6 +180,7 @@ def test_a_4_bit_base_computes_with_its_dequantised_weights(make_policy, checkpo
         if isinstance(module, bitsandbytes.nn.Linear4bit):
             state = module.weight.quant_state
             assert (state.quant_type, state.nested, state.blocksize) == ("nf4", True, 64)
+            assert vars(module)["support_avx512bf16_for_cpu"] is False  # what it packs has no backward pass
             other.weight.data = bitsandbytes.functional.dequantize_4bit(module.weight.data, state)
             quantised += 1
     assert quantised == 2 * 7

@@ -158,6 +158,10 @@ def test_parking_sleeping_and_offloading_move_memory():
     assert "vLLM: weights" in plain.host
     assert "vLLM: weights" not in moved.host
     assert moved.host["trainer: base weights"] >= weights
+    parked = make_plan(config(quantization="nf4", train__park_trainer=True), model, cards)
+    scales = parked.rollout["trainer: scales of 4-bit weights"]  # which bitsandbytes keeps beside the parameters
+    assert scales == pytest.approx(28 * 50_331_648 * (1 / 64 + 4 / (64 * 256)), rel=1e-6)
+    assert "trainer: base weights" not in parked.rollout
 
 
 @pytest.fixture

@@ -174,6 +174,44 @@ def test_tools_run_side_by_side_and_what_one_raises_ends_all(make_policy, tokeni
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("episodes")]
 
 
+def test_a_coroutine_may_stop_waiting_for_the_model(make_policy, tokenizer):
+    """Before its round begins, and while it is sampled."""
+    others_may_ask: list[asyncio.Event] = []
+    asking: list[asyncio.Task] = []
+
+    class Interrupted(TransformersEngine):
+        def stream(self, *batch):
+            for task in asking:
+                task.get_loop().call_soon_threadsafe(task.cancel)
+            yield from super().stream(*batch)
+
+    async def ask_in_vain(episode):
+        asking.append(task := asyncio.ensure_future(episode.generate()))
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    async def impatient(episode):
+        others_may_ask[:] = others_may_ask or [asyncio.Event()]
+        if episode.prompt is PROMPTS[0]:
+            early = asyncio.ensure_future(episode.generate())
+            await asyncio.sleep(0)  # it has asked
+            early.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await early
+            others_may_ask[0].set()
+        await others_may_ask[0].wait()
+        await ask_in_vain(episode)
+        asking.clear()
+        await episode.generate(max_tokens=2)
+        await ask_in_vain(episode)  # all end while this round is sampled
+
+    engine = Interrupted(SAMPLING, max_num_seqs=64)
+    engine.publish(make_policy(), 1)
+    groups = play(engine, SAMPLING, tokenizer, impatient, PROMPTS, [1, 2, 3])
+    assert all(c.token_ids for group in groups for c in group)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("episodes")]
+
+
 async def until_a_letter(episode):
     text = await episode.generate(stop=["a", "e", "i"])
     assert episode.finished == (text[-1:] in ("a", "e", "i") or episode.token_ids[-1] in SAMPLING.stop_token_ids)

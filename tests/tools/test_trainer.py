@@ -2,6 +2,10 @@
 
 import json
 import re
+import shutil
+import tempfile
+from functools import partial
+from pathlib import Path
 
 import datasets
 import pytest
@@ -72,6 +76,10 @@ def test_an_evaluation_is_prompted_as_the_training(tree, tmp_path, monkeypatch):
     )
     assert (config.limit, config.rollout.max_completion_length, config.dtype) == (3, 8, "float32")
     assert config.adapter == str(tmp_path / "run" / "adapter")
+    served = {"rollout.quantization": "bitsandbytes", "rollout.vllm": {"block_size": 32}}
+    trainer = Trainer(tree, [f"{key}={json.dumps(value)}" for key, value in served.items()], train_dataset=ROWS)
+    rollout = trainer.evaluate().rollout
+    assert (rollout.quantization, rollout.vllm) == ("bitsandbytes", {"block_size": 32})
 
 
 def test_a_callable_never_takes_the_place_of_a_named_function(tree):
@@ -82,12 +90,18 @@ def test_a_callable_never_takes_the_place_of_a_named_function(tree):
     assert trainer.config.reward.functions == ["math#2", "math", "len#2", "len", "math#3"]
 
 
-def test_pushing(hub, tree):
+def test_pushing(hub, tree, tmp_path, monkeypatch):
     trainer = Trainer(tree, reward_funcs=lambda completions, **_: [1.0] * len(completions), train_dataset=ROWS)
     trainer.train()
     trainer.push_to_hub("mine", merge=True)
     assert "model.safetensors" in hub.files["me/mine"]
     assert b"datasets:" not in hub.files["me/mine"]["README.md"]  # there is none of that name on the Hub
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(push.HfApi, "upload_folder", lambda *_, **__: 1 / 0)
+    with pytest.raises(InputError, match="not pushed .*; (.*) is complete; upload it with: hf upload") as failed:
+        trainer.push_to_hub("mine", merge=True)
+    kept = Path(re.search("; (.*) is complete", str(failed.value))[1])
+    assert (kept / "model.safetensors").exists()
 
 
 def test_a_run_that_is_mirrored_on_the_hub(hub, write_config, tmp_path, caplog, monkeypatch):
@@ -119,6 +133,15 @@ def test_a_run_that_is_mirrored_on_the_hub(hub, write_config, tmp_path, caplog, 
         Trainer(write_config(output_dir=str(tmp_path / "b")), ["log.hub_model_id=other"]).train()
 
 
+def test_what_cannot_be_copied_for_the_hub_leaves_nothing(hub, write_config, tmp_path, caplog, monkeypatch):
+    (temporary := tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setattr(shutil, "copy", lambda *_: (_ for _ in ()).throw(OSError("No space left on device")))
+    Trainer(write_config(train__max_steps=1), ["log.hub_model_id=mine"]).train()
+    assert "log.hub_model_id: not pushed this time (No space left on device)" in caplog.text
+    assert not list(temporary.iterdir())
+
+
 async def spell(episode):
     await episode.generate(max_tokens=2)
     episode.add(episode.prompt.columns["wanted"])
@@ -136,6 +159,7 @@ def test_several_turns(tree, tmp_path, monkeypatch):
     changes = {"train_dataset": ROWS, "reward_funcs": even}
     trainer = Trainer(tree, [f"output_dir={tmp_path / 'own'}"], rollout_func=spell, **changes)
     assert trainer.config.rollout.function == "spell"
+    assert Trainer(tree, rollout_func=partial(spell), **changes).config.rollout.function == "partial"
     metrics = trainer.train()
     first = seen[:16]
     assert all(c.prompt.columns["wanted"] in c.text for c in seen)

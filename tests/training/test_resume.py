@@ -18,7 +18,7 @@ from helpers import checkpoints, command, run, without_times
 
 from stapo_lite.config import load_config
 from stapo_lite.errors import InputError
-from stapo_lite.training import opening
+from stapo_lite.training import lifecycle
 from stapo_lite.training.checkpoint import find_damage, list_checkpoints, newest_checkpoint, read_state
 from stapo_lite.training.tracking import read_metrics
 
@@ -197,8 +197,8 @@ def test_a_checkpoint_says_where_it_was_made(finished, write_config, tmp_path, m
     config = write_config(train__max_steps=5)
     lines = (tmp_path / "prompts.jsonl").read_text(encoding="utf-8")
     (tmp_path / "prompts.jsonl").write_text(lines.replace("three", "seven"), encoding="utf-8")
-    surroundings = opening.environment
-    monkeypatch.setattr(opening, "environment", lambda *which: surroundings(*which) | {"torch": "1.0"})
+    surroundings = lifecycle.environment
+    monkeypatch.setattr(lifecycle, "environment", lambda *which: surroundings(*which) | {"torch": "1.0"})
     assert command("train", config, "--resume") == 0
     line = r"^in another environment, so that rounding and draws may differ: prompts \w+ -> \w+, torch \S+ -> 1\.0$"
     assert re.search(line, capsys.readouterr().out, re.MULTILINE)

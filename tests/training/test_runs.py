@@ -22,6 +22,7 @@ from stapo_lite.rewards.functions import RewardModel
 from stapo_lite.tools.export import export
 from stapo_lite.training import opening
 from stapo_lite.training.lifecycle import make_accelerator
+from stapo_lite.training.loop import train
 from stapo_lite.training.metrics import Tally
 from stapo_lite.training.run import learning_rate
 from stapo_lite.training.tracking import read_metrics
@@ -398,6 +399,9 @@ def test_adaptive_tau_p_moves_and_is_logged(write_config):
         factor = math.exp(0.1 * max(-10, 1 - before["silenced_share"] / 1e-4))
         assert after["tau_p"] == pytest.approx(min(0.2, max(2e-3, before["tau_p"] * factor)))
     assert metrics[-1]["tau_p"] < 0.02
+    fixed = write_config(objective={"s2t": {"tau_p": 0.02}}, train__max_steps=5)
+    *_, last = train(load_config(fixed), resume=True, force=True)
+    assert last["tau_p"] == 0.02
 
 
 def test_dry_run_prints_the_config_and_stops(write_config, tmp_path, capsys):
