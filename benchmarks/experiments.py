@@ -92,7 +92,8 @@ def prepare(
 
 def render_held_out(rows: Sequence[dict[str, Any]], run: Run) -> Sequence[Prompt]:
     """The held-out prompts as the model reads them."""
-    return Prompts(rows, run.tokenizer, run.config.data, graded=False)
+    data = run.config.data.model_copy(update={"source": "held out", "filter_overlong_prompts": False})
+    return Prompts(rows, run.tokenizer, data, graded=False)
 
 
 def train_one(study: Study, method: str, seed: int, folder: Path, out: Path, overrides: Sequence[str]) -> None:

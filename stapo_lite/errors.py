@@ -33,7 +33,10 @@ def explained(
     except caught as error:
         if isinstance(error, InputError | RunError) and not kinds:
             raise
-        reason = getattr(error, "strerror", None) or one_line(error) or type(error).__name__
+        reason = one_line(error) if one_line(error) and not isinstance(error, KeyError) else repr(error)
+        if isinstance(error, OSError) and error.strerror:
+            named = error.filename is None or str(error.filename) in what
+            reason = error.strerror if named else f"{error.strerror}: {error.filename}"
         raise kind(f"{what} ({reason}){fix}") from error
 
 

@@ -66,11 +66,12 @@ class _Loader(yaml.SafeLoader):
 def _read_yaml(path: Path) -> dict[str, Any]:
     if path.parent == Path("configs") and not path.exists() and (CONFIGS / path.name).exists():
         path = CONFIGS / path.name
-    if not path.exists():
-        raise InputError(f"{path}: no such config file")
     kinds = (OSError, ValueError, RecursionError, yaml.YAMLError)  # a ValueError: bad UTF-8, huge numbers
     with explained(f"{path}: cannot be read as YAML", *kinds):
-        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        try:
+            tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        except FileNotFoundError:
+            raise InputError(f"{path}: no such config file") from None
     if not isinstance(tree, dict):
         raise InputError(f"{path}: must be a YAML mapping of keys, as in configs/quickstart.yaml")
     return tree

@@ -131,7 +131,7 @@ def open_folder(config: EvalConfig, engine: str, state: PartialState) -> Path:
     settings["rollout.engine"] = engine
     if config.adapter:
         names = ("adapter_config.json", "adapter_model.safetensors")
-        with explained(f"adapter={config.adapter}: {' or '.join(names)} cannot be read", OSError):
+        with explained(f"adapter={config.adapter}: cannot be read", OSError):
             contents = b"".join(Path(config.adapter, name).read_bytes() for name in names)
         settings["adapter (its files)"] = hashlib.sha256(contents).hexdigest()
     path = folder / "settings.json"

@@ -93,7 +93,9 @@ class Trainer:
         """
         config, folder = self.config, Path(self.config.output_dir)
         prompting = config.data.model_dump(include=set(Prompting.model_fields))
-        rollout = config.rollout.model_dump(include={"max_completion_length", "quantization", "vllm"})
+        rollout = config.rollout.model_dump(include={"max_completion_length"})
+        if config.rollout.engine != "server" and keys.get("rollout", {}).get("engine") != "transformers":
+            rollout |= config.rollout.model_dump(include={"quantization", "vllm"})
         tree = {
             "model": config.model,
             "adapter": str(folder / "adapter"),
@@ -117,7 +119,12 @@ class Trainer:
         """Export to a repository on the Hub, which is made if there is none; options as `export` has them. Where the
         upload fails, the error names the folder that was exported."""
         folder = Path(tempfile.mkdtemp(prefix="stapo_lite-export-"))
-        self.export(folder / "export", push_to_hub=repository, **options)
+        try:
+            self.export(folder / "export", push_to_hub=repository, **options)
+        except BaseException:
+            if not (folder / "export").exists():
+                shutil.rmtree(folder)
+            raise
         shutil.rmtree(folder)
 
 

@@ -145,3 +145,8 @@ def test_the_reference_is_generated_and_complete():
     rows = [line for line in reference().splitlines() if line.startswith("| `")]
     assert not [line for line in rows if line.endswith("|  |")], "a field without docstring"
     assert (ROOT / "docs" / "config.md").read_text(encoding="utf-8") == reference()
+
+
+def test_a_name_that_no_file_can_have():
+    with pytest.raises(InputError, match=r"cannot be read as YAML \(File name too long\)"):
+        load_config("a" * 300)

@@ -80,6 +80,8 @@ def test_an_evaluation_is_prompted_as_the_training(tree, tmp_path, monkeypatch):
     trainer = Trainer(tree, [f"{key}={json.dumps(value)}" for key, value in served.items()], train_dataset=ROWS)
     rollout = trainer.evaluate().rollout
     assert (rollout.quantization, rollout.vllm) == ("bitsandbytes", {"block_size": 32})
+    rollout = trainer.evaluate(rollout={"engine": "transformers"}).rollout
+    assert (rollout.quantization, rollout.vllm) == (None, {})
 
 
 def test_a_callable_never_takes_the_place_of_a_named_function(tree):
@@ -96,7 +98,11 @@ def test_pushing(hub, tree, tmp_path, monkeypatch):
     trainer.push_to_hub("mine", merge=True)
     assert "model.safetensors" in hub.files["me/mine"]
     assert b"datasets:" not in hub.files["me/mine"]["README.md"]  # there is none of that name on the Hub
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (temporary := tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    with pytest.raises(InputError, match="--merge, or --base-model"):
+        trainer.push_to_hub("mine")
+    assert not list(temporary.iterdir())
     monkeypatch.setattr(push.HfApi, "upload_folder", lambda *_, **__: 1 / 0)
     with pytest.raises(InputError, match="not pushed .*; (.*) is complete; upload it with: hf upload") as failed:
         trainer.push_to_hub("mine", merge=True)
