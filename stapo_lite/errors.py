@@ -33,10 +33,12 @@ def explained(
     except caught as error:
         if isinstance(error, InputError | RunError) and not kinds:
             raise
-        reason = one_line(error) if one_line(error) and not isinstance(error, KeyError) else repr(error)
+        reason = one_line(error)
         if isinstance(error, OSError) and error.strerror:
             named = error.filename is None or str(error.filename) in what
             reason = error.strerror if named else f"{error.strerror}: {error.filename}"
+        elif isinstance(error, KeyError) or not reason:
+            reason = repr(error)
         raise kind(f"{what} ({reason}){fix}") from error
 
 
