@@ -29,6 +29,7 @@ from common import commit
 
 from stapo_lite.config import Config, load_config
 from stapo_lite.data.prompts import Prompts
+from stapo_lite.evaluation.exam import score
 from stapo_lite.files import read_lines, write_lines
 from stapo_lite.rollout import Decoding
 from stapo_lite.training.lifecycle import end_on_sigterm
@@ -36,7 +37,7 @@ from stapo_lite.training.loop import assign_advantages, mini_batches, sample_gro
 from stapo_lite.training.opening import open_run
 from stapo_lite.training.run import Run
 from stapo_lite.training.update import update
-from stapo_lite.types import Prompt, derived_seed
+from stapo_lite.types import Completion, Prompt, derived_seed
 
 HERE = Path(__file__).parent
 CONFIG = HERE / "experiments.yaml"
@@ -49,10 +50,12 @@ METHODS = {
     "full": ["algorithm=stapo", "objective.s2t.preset=full"],
     "high-entropy": ["algorithm=stapo", "objective.s2t.preset=high-entropy"],
     "random": ["algorithm=stapo", "objective.s2t.preset=random"],
+    # With its q = 0.75, low and high entropy have two thirds of their tokens in common; these two have none.
+    "lower-half": ["algorithm=stapo", "objective.s2t.quantile=0.5"],
+    "upper-half": ["algorithm=stapo", "objective.s2t.preset=high-entropy", "objective.s2t.quantile=0.5"],
     # Its two thresholds, 0.002 and 0.75.
     "tau_p=0.0005": ["algorithm=stapo", "objective.s2t.tau_p=0.0005"],
     "tau_p=0.008": ["algorithm=stapo", "objective.s2t.tau_p=0.008"],
-    "q=0.5": ["algorithm=stapo", "objective.s2t.quantile=0.5"],
     "q=0.9": ["algorithm=stapo", "objective.s2t.quantile=0.9"],
 }
 """Overrides of each method."""
@@ -67,13 +70,15 @@ class Study(NamedTuple):
 
 
 STUDIES = {
-    "writing": Study(("stapo", "justrl", "grpo", "20-entropy", "full", "high-entropy", "random")),
+    "writing": Study(
+        ("stapo", "justrl", "grpo", "20-entropy", "full", "high-entropy", "random", "lower-half", "upper-half")
+    ),
     "slow": Study(("stapo", "justrl"), ["train.learning_rate=1.0e-4"]),
     "unstable": Study(("stapo", "justrl"), ["train.learning_rate=1.0e-3"]),
     "alliteration": Study(("stapo", "justrl", "random"), task=alliteration),
-    "sensitivity": Study(("tau_p=0.0005", "tau_p=0.008", "q=0.5", "q=0.9"), ["train.max_steps=30"]),
+    "sensitivity": Study(("tau_p=0.0005", "tau_p=0.008", "q=0.9"), ["train.max_steps=30"]),
 }
-"""The main one first; `sensitivity` is compared with the first steps of its `stapo`."""
+"""The main one first; `sensitivity` is compared with the first steps of its `stapo` and `lower-half`."""
 HELD_OUT_STEPS = 10
 """Steps between two looks at the held-out prompts."""
 
@@ -134,31 +139,36 @@ def keep(folder: Path, out: Path, version: str) -> None:
     (out / "environment.json").write_text(json.dumps(environment, indent=1) + "\n", encoding="utf-8")
 
 
-def judge(run: Run, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """One answer to each prompt from the engine: reward, the share with all of it, length, and per token what the
-    policy and the untrained base think of it, in nats: `nll`, `base_nll`, and `entropy` of the policy's whole
-    distribution."""
-    rollout = run.config.rollout
-    decoding = Decoding(rollout.max_completion_length, rollout.temperature, top_p=1.0)
-    seeds = [derived_seed("held out", number) for number in range(len(prompts))]  # the same for every run and step
+def answer(run: Run, prompts: Sequence[Prompt], temperature: float, salt: str = "held out") -> list[Completion]:
+    """One answer to each prompt from the engine, with its reward; the same draws for the same salt."""
+    decoding = Decoding(run.config.rollout.max_completion_length, temperature, top_p=1.0)
+    seeds = [derived_seed(salt, number) for number in range(len(prompts))]
     answers = dict(run.engine.stream(prompts, seeds, [decoding] * len(prompts)))
     completions = [answers[number] for number in range(len(prompts))]
-    texts = run.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
-    for completion, text in zip(completions, texts, strict=True):
-        completion.text = text
-    run.rewards.score(completions, seed=0, step=run.progress.step + 1)
+    score(completions, run.tokenizer, run.rewards, seed=0, step=run.progress.step + 1)
+    return completions
+
+
+def judge(run: Run, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """One answer to each prompt: reward, that of each, the share with all of it, length, and per token what the policy
+    and the untrained base think of it, in nats: `nll`, `base_nll`, and `entropy` of the policy's whole distribution.
+    `greedy_reward` is that of the likeliest tokens, which a policy that merely becomes surer leaves as they are."""
+    completions = answer(run, prompts, run.config.rollout.temperature)
+    greedy = answer(run, prompts, temperature=0.01)  # 0 in effect, which not every engine takes
     with torch.no_grad():
         parts = [completions[i : i + 20] for i in range(0, len(completions), 20)]
         now = [run.policy.statistics(part) for part in parts]
         base = torch.cat([run.policy.reference_logprobs(part) for part in parts])
     return {
         "reward": fmean(c.reward or 0.0 for c in completions),
+        "greedy_reward": fmean(c.reward or 0.0 for c in greedy),
         "right_share": fmean(c.reward == 1 for c in completions),
         "completion_length": fmean(len(c.token_ids) for c in completions),
         "truncated_share": fmean(c.truncated for c in completions),
         "nll": -torch.cat([s.logprobs for s in now]).mean().item(),
         "base_nll": -base.mean().item(),
         "entropy": torch.cat([s.entropy for s in now]).mean().item(),
+        "rewards": [round(c.reward or 0.0, 4) for c in completions],
         "samples": [[c.prompt.columns, c.text, c.reward] for c in completions[:4]],
     }
 

@@ -28,8 +28,13 @@ from stapo_lite.training.charts import COLOURS
 HERE = Path(__file__).parent
 WINDOW = 5
 """Steps over which curves and last values are means."""
-FIGURE = (("stapo", "justrl", "grpo", "20-entropy", "trl-dapo"), ("stapo", "full", "high-entropy", "random"))
+FIGURE = (
+    ("stapo", "justrl", "grpo", "20-entropy", "trl-dapo"),
+    ("stapo", "full", "high-entropy", "random", "lower-half", "upper-half"),
+)
 """Methods in each row of the figure."""
+COMPARED = ("held-out reward", "reward, all steps", "entropy (sampled nll)")
+"""Measures whose differences are tested: where a run ends, how fast it learns, what is left of its entropy."""
 Runs = dict[str, dict[int, dict[str, float]]]
 """Method -> seed -> measure -> value."""
 
@@ -101,17 +106,17 @@ def mean_difference(a: np.ndarray, b: np.ndarray, axis: int) -> Any:
 
 
 def differences(runs: Runs, base: str = "stapo") -> str:
-    """Paired differences of every method from one, and the permutation test's p."""
-    rows = [["less " + base, "pairs", "held-out reward", "p", "entropy (sampled nll)", "p"]]
+    """Paired differences of every method from one: mean, standard deviation, and the permutation test's p."""
+    rows = [["less " + base, "pairs", *(cell for name in COMPARED for cell in (name, "p"))]]
     for method, seeds in runs.items():
         common = sorted(seeds.keys() & runs.get(base, {}).keys())
         if method == base or len(common) < 2:
             continue
         cells = []
-        for name in ("held-out reward", "entropy (sampled nll)"):
+        for name in COMPARED:
             pairs = [np.array([side[seed][name] for seed in common]) for side in (seeds, runs[base])]
             test = permutation_test(pairs, mean_difference, vectorized=True, permutation_type="samples")
-            cells += [f"{test.statistic:+.2f}", f"{test.pvalue:.2f}"]
+            cells += [f"{test.statistic:+.2f} ± {stdev(pairs[0] - pairs[1]):.2f}", f"{test.pvalue:.2f}"]
         rows.append([method, str(len(common)), *cells])
     return markdown(rows)
 
@@ -122,8 +127,8 @@ def draw(found: dict[str, dict[int, tuple[list[dict], list[dict]]]], path: Path)
     rows = [present for row in FIGURE if (present := [method for method in row if method in found])]
     size = (10, 0.5 + 3.5 * len(rows))
     figure, panels = plt.subplots(len(rows), 2, figsize=size, layout="constrained", squeeze=False, sharey="col")
-    colours = dict(zip(dict.fromkeys(method for row in FIGURE for method in row), COLOURS, strict=False))
     for methods, line in zip(rows, panels, strict=True):
+        colours = dict(zip(methods, COLOURS, strict=False))
         for axes, (name, label) in zip(line, (("reward", "reward"), ("sampled_nll", "entropy [nats]")), strict=True):
             ends = {method: band(axes, found[method], name, colours[method]) for method in methods}
             axes.set(xlabel="step", ylabel=label)

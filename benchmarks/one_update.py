@@ -1,16 +1,18 @@
-"""The argument for the mask, measured directly: one update with it and one without it, from the same state.
+"""The argument for the mask, measured directly: one update with it, without it, and with others, from the same state.
 
     python benchmarks/one_update.py [--steps 30] [--every 3] [--out benchmarks/results/one_update.json]
 
-Trains the baseline without a mask (`justrl`) on the writing task. In every few steps its first mini-batch is used twice
-from the same weights and optimiser state: with S2T's mask and without. After each, on that mini-batch: how the entropy
-and the log-probabilities of the silenced tokens, of the other candidates and of all others have changed; and the reward
-on held-out prompts, with the same seeds. Before, by quadrant of the probability-entropy plane: the norm of a token's
-gradient with respect to its logits at an advantage of 1, and with its own; and the share of the squared gradient that
-the silenced tokens carry. Means and 95 % intervals (bootstrap over states).
+Trains the baseline without a mask (`justrl`) on the writing task. In every few steps its first mini-batch is used four
+times from the same weights and optimiser state: without a mask, with S2T's, and silencing the lower or the upper half
+of the candidates by entropy (rare tokens with A > 0). After each, on that mini-batch: how the entropy and the
+log-probabilities of the candidates and of all other tokens have changed; and the reward on held-out prompts, with the
+same seeds. Before, by quadrant of the probability-entropy plane: the norm of a token's gradient with respect to its
+logits at an advantage of 1, and with its own; and the share of the squared gradient that the silenced tokens carry.
+Means and 95 % intervals (bootstrap over states).
 """
 
 import argparse
+import itertools
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +25,7 @@ from experiments import STUDIES, judge, prepare, render_held_out
 
 from stapo_lite.algorithm.microbatches import MiniBatch
 from stapo_lite.algorithm.objective import logit_gradient_norm
+from stapo_lite.algorithm.s2t import candidate_mask, linear_quantile, spurious_mask
 from stapo_lite.evaluation.scores import average_scores
 from stapo_lite.training.checkpoint import take_snapshot
 from stapo_lite.training.loop import assign_advantages, mini_batches, sample_groups
@@ -31,6 +34,19 @@ from stapo_lite.training.run import Run
 from stapo_lite.training.token_log import QUADRANTS
 from stapo_lite.training.update import Masks, find_masks, measure, update
 from stapo_lite.types import TokenStatistics
+
+ARMS: dict[str, dict[str, Any]] = {
+    "without": {"enabled": False},
+    "with the mask": {"enabled": True},
+    "lower half": {"enabled": True, "quantile": 0.5},
+    "upper half": {"enabled": True, "quantile": 0.5, "silence": "high-entropy"},
+}
+"""What an update has in place of the config's S2T. The mask takes three quarters of the candidates, and those of lowest
+and of highest entropy have two thirds of their tokens in common; the halves have none."""
+PAIRS = (
+    ("with the mask", "without"), ("lower half", "without"), ("upper half", "without"), ("lower half", "upper half"),
+)  # fmt: skip
+"""Arms whose difference is reported."""
 
 
 @contextmanager
@@ -48,10 +64,10 @@ def same_state(run: Run) -> Iterator[None]:
     learner.begin_step(rate)  # also the objective of the config
 
 
-def switch(run: Run, enabled: bool) -> None:
-    """Have the next update silence tokens, or not."""
+def switch(run: Run, arm: str) -> None:
+    """Have the next update silence what an arm silences."""
     objective = run.learner.objective
-    run.learner.objective = objective.model_copy(update={"s2t": objective.s2t.model_copy(update={"enabled": enabled})})
+    run.learner.objective = objective.model_copy(update={"s2t": objective.s2t.model_copy(update=ARMS[arm])})
 
 
 def gradients(batch: MiniBatch, masks: Masks, statistics: TokenStatistics, tau_p: float) -> dict[str, float]:
@@ -74,31 +90,35 @@ def gradients(batch: MiniBatch, masks: Masks, statistics: TokenStatistics, tau_p
 
 
 def compare(run: Run, batch: MiniBatch, prompts: list[Any], version: int) -> dict[str, float] | None:
-    """One mini-batch with and without the mask; None where the mask takes nothing out."""
+    """One mini-batch in each arm; None where the mask takes no candidate out, or all."""
     learner, every = run.learner, list(range(len(batch.completions)))
     tau_p = learner.objective.s2t.tau_p
-    switch(run, enabled=True)
-    masks = find_masks(learner, batch)
-    masks.first = None  # its graph
+    with same_state(run):
+        switch(run, "with the mask")
+        masks = find_masks(learner, batch)
+        masks.first = None  # its graph
     before = measure(run.policy, batch, every, learner.budget)
-    candidates = batch.loss_mask & (batch.advantages > 0) & (before.logprobs.exp() < tau_p)
+    candidates = batch.loss_mask & candidate_mask(before.logprobs, batch.advantages, tau_p)
     if masks.tau_h is None or not masks.silenced.any() or not (candidates & ~masks.silenced).any():
         return None
     found = gradients(batch, masks, before, tau_p)
+    lower = spurious_mask(candidates, before.entropy, linear_quantile(before.entropy[candidates], 0.5))
     groups = {"silenced": masks.silenced, "other candidates": candidates & ~masks.silenced}
-    groups["all others"] = batch.loss_mask & ~candidates
-    for index, (name, enabled) in enumerate((("with the mask", True), ("without", False))):
+    groups |= {"lower half": lower, "upper half": candidates & ~lower, "all others": batch.loss_mask & ~candidates}
+    groups = {name: mask for name, mask in groups.items() if mask.any()}
+    for index, arm in enumerate(ARMS):
         with same_state(run):
-            switch(run, enabled)
+            switch(run, arm)
             update(learner, batch)
             after = measure(run.policy, batch, every, learner.budget)
-            found[f"{name}: entropy"] = (after.entropy - before.entropy)[batch.loss_mask].mean().item()
+            found[f"{arm}: entropy"] = (after.entropy - before.entropy)[batch.loss_mask].mean().item()
             for group, mask in groups.items():
-                found[f"{name}: log-probability, {group}"] = (after.logprobs - before.logprobs)[mask].mean().item()
+                found[f"{arm}: log-probability, {group}"] = (after.logprobs - before.logprobs)[mask].mean().item()
             run.engine.publish(run.policy, version=version + index)
-            found[f"{name}: held-out reward"] = judge(run, prompts)["reward"]
-    for measured in ("entropy", "log-probability, silenced", "log-probability, all others", "held-out reward"):
-        found[f"with less without: {measured}"] = found[f"with the mask: {measured}"] - found[f"without: {measured}"]
+            found[f"{arm}: held-out reward"] = judge(run, prompts)["reward"]
+    for (one, other), name in itertools.product(PAIRS, ("entropy", "held-out reward", *groups)):
+        measured = f"log-probability, {name}" if name in groups else name
+        found[f"{one} less {other}: {measured}"] = found[f"{one}: {measured}"] - found[f"{other}: {measured}"]
     return found
 
 
@@ -120,8 +140,8 @@ def main() -> None:
                 rollouts = sample_groups(run, step)
                 assign_advantages(run, rollouts.batch)
                 if step % given.every == 0:
-                    with same_state(run):  # whatever the comparison switches on
-                        found = compare(run, next(mini_batches(run, rollouts.batch)), prompts, 10**6 + 2 * step)
+                    version = 10**6 + len(ARMS) * step
+                    found = compare(run, next(mini_batches(run, rollouts.batch)), prompts, version)
                     states += [] if found is None else [{"step": step} | found]
                 updates = [update(run.learner, batch) for batch in mini_batches(run, rollouts.batch)]
                 run.record(step, rollouts, updates)

@@ -47,7 +47,7 @@ CHECKS = {
     "grading": lambda r: r["labelled_cases"]["ours"] == {"cases": 2, "agree": 2, "false_positives": 0},
     "lm_head": lambda r: r["hidden 32"]["largest error"]["ours"]["logprob"] < 1e-5,
     "mismatch": lambda r: 0 < r[WAY]["gap"]["mean |d|"] < r[WAY]["effect of the adapter"]["mean |d|"],
-    "one_update": lambda r: r["means"]["with less without: log-probability, silenced"]["avg"] < 0,
+    "one_update": lambda r: r["means"]["with the mask less without: log-probability, silenced"]["avg"] < 0,
     "overlap": lambda r: r["max_lag=0"]["lag_mean"] == 0 < r["max_lag=1"]["lag_mean"] <= 1,
     "preemption": lambda r: r["8 sequences, watermark 0.2"]["preempted"] < r["8 sequences, watermark 0"]["preempted"],
     "soak": lambda r: r["growth"]["checkpoints"] == {"second fifth": 2, "last fifth": 2},

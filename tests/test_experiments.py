@@ -95,7 +95,9 @@ def test_a_report_of_runs_by_hand(tmp_path):
     assert "0.25 ± 0.07" in cells["grpo"]
     assert "none" in cells["grpo"]
     difference = experiments_report.differences(runs).splitlines()[-1]
-    assert [cell.strip() for cell in difference.split("|")[1:-1]] == ["grpo", "2", "-0.65", "0.50", "+1.50", "0.50"]
+    # Reward: 0.2 and 0.3 less 0.9; 0.2 less the mean of 1/8 to 8/8 and four times 1; entropy: 3 less 1 and 2.
+    compared = ["-0.65 ± 0.07", "0.50", "-0.51 ± 0.00", "0.50", "+1.50 ± 0.71", "0.50"]
+    assert [cell.strip() for cell in difference.split("|")[1:-1]] == ["grpo", "2", *compared]
     experiments_report.draw(found, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
@@ -127,6 +129,8 @@ def test_a_finished_run_is_not_made_again(experiment, tmp_path):
         assert [look["step"] for look in looks] == [0, 2]
         # A new adapter changes nothing: policy and base are the same before the first step.
         assert looks[0]["nll"] == pytest.approx(looks[0]["base_nll"], abs=1e-5)
+        assert sum(looks[0]["rewards"]) == pytest.approx(100 * looks[0]["reward"], abs=1e-2)
+        assert 0 <= looks[0]["greedy_reward"] <= 1
         assert len(json.loads((left / "environment.json").read_text("utf-8"))["commit"]) == 40
         config = (left / "config.yaml").read_text("utf-8")
         assert f"output_dir: {tmp_path / 'work' / name}" in config
