@@ -5,8 +5,8 @@
 A study is a task, its methods and what it changes in `experiments.yaml`. Runs what has no result yet, the methods of a
 seed before those of the next, a few at once with one thread each. A run that is interrupted goes on from its checkpoint
 in `runs/STUDY`. A finished one leaves in FOLDER/METHOD-SEED: `metrics.jsonl`, `held_out.jsonl` (what the adapter does
-on prompts that it never trained on), `config.yaml`, and `environment.json` with the commit. Settings are fixed in
-`experiments.yaml` and below, before any run; none is chosen by its outcome.
+on prompts that it never trained on), `config.yaml`, and `environment.json` with the commit. `docs/results.md` says
+which settings were set down before the first run and which after some.
 """
 
 import argparse

@@ -2,50 +2,53 @@
 
     python benchmarks/one_update.py [--steps 30] [--every 3] [--out benchmarks/results/one_update.json]
 
-Trains the baseline without a mask (`justrl`) on the writing task. In every few steps its first mini-batch is used four
-times from the same weights and optimiser state: without a mask, with S2T's, and silencing the lower or the upper half
-of the candidates by entropy (rare tokens with A > 0). After each, on that mini-batch: how the entropy and the
-log-probabilities of the candidates and of all other tokens have changed; and the reward on held-out prompts, with the
-same seeds. Before, by quadrant of the probability-entropy plane: the norm of a token's gradient with respect to its
-logits at an advantage of 1, and with its own; and the share of the squared gradient that the silenced tokens carry.
-Means and 95 % intervals (bootstrap over states).
+Trains the baseline without a mask (`justrl`) on the writing task. In every few steps its first mini-batch is used
+several times from the same weights and optimiser state: without a mask, with S2T's, and silencing the lower or the
+upper half of the candidates by entropy (rare tokens with A > 0), or as many tokens with A > 0 as S2T, drawn at random.
+These updates have no momentum: nine tenths of it would come from updates without a mask. After each, on that
+mini-batch: how the entropy and the log-probabilities of the candidates and of all other tokens have changed; and the
+reward on held-out prompts, with the same draws for all updates of a state. Before, by quadrant of the
+probability-entropy plane: the norm of a token's gradient with respect to its logits at an advantage of 1, and with its
+own; and the share of the squared gradient that the silenced tokens carry. Means with 95 % intervals (Student's t over
+the states, which are of one run, and so not independent).
 """
 
 import argparse
 import itertools
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 from common import save
-from experiments import STUDIES, judge, prepare, render_held_out
+from experiments import STUDIES, answer, prepare, render_held_out
+from scipy.stats import ttest_1samp
 
 from stapo_lite.algorithm.microbatches import MiniBatch
 from stapo_lite.algorithm.objective import logit_gradient_norm
 from stapo_lite.algorithm.s2t import candidate_mask, linear_quantile, spurious_mask
-from stapo_lite.evaluation.scores import average_scores
 from stapo_lite.training.checkpoint import take_snapshot
 from stapo_lite.training.loop import assign_advantages, mini_batches, sample_groups
 from stapo_lite.training.opening import open_run
 from stapo_lite.training.run import Run
 from stapo_lite.training.token_log import QUADRANTS
 from stapo_lite.training.update import Masks, find_masks, measure, update
-from stapo_lite.types import TokenStatistics
+from stapo_lite.types import Prompt, TokenStatistics
 
 ARMS: dict[str, dict[str, Any]] = {
     "without": {"enabled": False},
     "with the mask": {"enabled": True},
     "lower half": {"enabled": True, "quantile": 0.5},
     "upper half": {"enabled": True, "quantile": 0.5, "silence": "high-entropy"},
+    "any rewarded": {"enabled": True, "tau_p": 1.0, "silence": "random"},  # and a quantile of their number
 }
 """What an update has in place of the config's S2T. The mask takes three quarters of the candidates, and those of lowest
 and of highest entropy have two thirds of their tokens in common; the halves have none."""
-PAIRS = (
-    ("with the mask", "without"), ("lower half", "without"), ("upper half", "without"), ("lower half", "upper half"),
-)  # fmt: skip
+PAIRS = [(arm, "without") for arm in ARMS if arm != "without"]
+PAIRS += [("lower half", "upper half"), ("with the mask", "any rewarded")]
 """Arms whose difference is reported."""
 
 
@@ -64,10 +67,12 @@ def same_state(run: Run) -> Iterator[None]:
     learner.begin_step(rate)  # also the objective of the config
 
 
-def switch(run: Run, arm: str) -> None:
-    """Have the next update silence what an arm silences."""
-    objective = run.learner.objective
-    run.learner.objective = objective.model_copy(update={"s2t": objective.s2t.model_copy(update=ARMS[arm])})
+def switch(run: Run, arm: str, **changes: Any) -> None:
+    """Have the next update silence what an arm silences, and take its own gradient alone."""
+    objective, changes = run.learner.objective, ARMS[arm] | changes
+    run.learner.objective = objective.model_copy(update={"s2t": objective.s2t.model_copy(update=changes)})
+    for group in run.learner.optimizer.param_groups:
+        group["betas"] = (0.0, group["betas"][1])
 
 
 def gradients(batch: MiniBatch, masks: Masks, statistics: TokenStatistics, tau_p: float) -> dict[str, float]:
@@ -89,8 +94,12 @@ def gradients(batch: MiniBatch, masks: Masks, statistics: TokenStatistics, tau_p
     return {name: float(value) for name, value in found.items()}
 
 
-def compare(run: Run, batch: MiniBatch, prompts: list[Any], version: int) -> dict[str, float] | None:
-    """One mini-batch in each arm; None where the mask takes no candidate out, or all."""
+def compare(run: Run, batch: MiniBatch, prompts: Sequence[Prompt], version: int) -> dict[str, float] | None:
+    """One mini-batch in each arm; None where the mask takes no candidate out, or all.
+
+    Args:
+        version: of the first arm's adapter; the others' follow.
+    """
     learner, every = run.learner, list(range(len(batch.completions)))
     tau_p = learner.objective.s2t.tau_p
     with same_state(run):
@@ -106,20 +115,31 @@ def compare(run: Run, batch: MiniBatch, prompts: list[Any], version: int) -> dic
     groups = {"silenced": masks.silenced, "other candidates": candidates & ~masks.silenced}
     groups |= {"lower half": lower, "upper half": candidates & ~lower, "all others": batch.loss_mask & ~candidates}
     groups = {name: mask for name, mask in groups.items() if mask.any()}
+    rewarded = batch.loss_mask & (batch.advantages > 0)
+    as_many = {"any rewarded": {"quantile": (masks.silenced.sum() / rewarded.sum()).item()}}
     for index, arm in enumerate(ARMS):
         with same_state(run):
-            switch(run, arm)
+            switch(run, arm, **as_many.get(arm, {}))
             update(learner, batch)
             after = measure(run.policy, batch, every, learner.budget)
             found[f"{arm}: entropy"] = (after.entropy - before.entropy)[batch.loss_mask].mean().item()
             for group, mask in groups.items():
                 found[f"{arm}: log-probability, {group}"] = (after.logprobs - before.logprobs)[mask].mean().item()
             run.engine.publish(run.policy, version=version + index)
-            found[f"{arm}: held-out reward"] = judge(run, prompts)["reward"]
-    for (one, other), name in itertools.product(PAIRS, ("entropy", "held-out reward", *groups)):
-        measured = f"log-probability, {name}" if name in groups else name
-        found[f"{one} less {other}: {measured}"] = found[f"{one}: {measured}"] - found[f"{other}: {measured}"]
+            drawn = answer(run, prompts, run.config.rollout.temperature, salt=f"state {version}")
+            found[f"{arm}: held-out reward"] = fmean(c.reward or 0.0 for c in drawn)
+    measured = ["entropy", "held-out reward", *(f"log-probability, {group}" for group in groups)]
+    for (one, other), name in itertools.product(PAIRS, measured):
+        found[f"{one} less {other}: {name}"] = found[f"{one}: {name}"] - found[f"{other}: {name}"]
     return found
+
+
+def interval(values: Sequence[float]) -> dict[str, float]:
+    """The mean, and its 95 % interval by Student's t."""
+    if len(values) < 2:
+        return {"avg": values[0]}
+    low, high = ttest_1samp(values, 0.0).confidence_interval()
+    return {"avg": fmean(values), "low": float(low), "high": float(high)}
 
 
 def main() -> None:
@@ -147,7 +167,7 @@ def main() -> None:
                 run.record(step, rollouts, updates)
     names = [name for name in dict.fromkeys(name for state in states for name in state) if name != "step"]
     values = {name: [state[name] for state in states if name in state] for name in names}
-    save({"means": {name: average_scores([values[name]]) for name in names}, "states": states}, given.out)
+    save({"means": {name: interval(values[name]) for name in names}, "states": states}, given.out)
 
 
 if __name__ == "__main__":

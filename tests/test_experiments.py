@@ -1,10 +1,12 @@
 """The experiments' task by hand, and one of their runs at toy size."""
 
+import itertools
 import json
 import math
 import os
 import subprocess
 import sys
+from statistics import fmean
 
 import alliteration
 import experiments_report
@@ -62,6 +64,17 @@ def test_held_out_prompts_are_never_trained_on():
         assert task.prompts() == (train, held_out)
 
 
+def test_what_an_answer_earns_that_ignores_the_numbers():
+    """The word in its place, and for all prompts the same numbers of words."""
+    asked = [{name: row[name] for name in ("word", "first", "second")} for row in writing.prompts()[1]]
+    earned = {}
+    for first, second in itertools.product(range(6, 15), repeat=2):
+        texts = [f"{'so ' * (first - 1)}on. {'so ' * (second - 1)}{one['word']}." for one in asked]
+        earned[first, second] = fmean(writing.score(text, **one) for text, one in zip(texts, asked, strict=True))
+    assert max(earned, key=earned.__getitem__) == (8, 11)
+    assert earned[8, 11] == pytest.approx(0.70, abs=0.005)
+
+
 def test_a_report_of_runs_by_hand(tmp_path):
     """Two methods, two seeds: rewards rise to 1 or stay at 0.2, entropies fall to 1 or stay at 3."""
     for method, rises in (("stapo", True), ("grpo", False)):
@@ -79,8 +92,8 @@ def test_a_report_of_runs_by_hand(tmp_path):
             ]  # fmt: skip
             write_lines(folder / "metrics.jsonl", lines)
             looks = [
-                {"step": 10, "reward": 0.9 if rises else 0.2 + seed / 10, "right_share": 0.5, "base_nll": 4.0},
-                {"step": 20, "reward": 0.0, "right_share": 0.0, "base_nll": 0.0},
+                {"step": 10, "reward": 0.9 if rises else 0.2 + seed / 10, "base_nll": 4.0, "nll": 1.5},
+                {"step": 20, "reward": 0.0, "base_nll": 0.0, "nll": 0.0},
             ]
             write_lines(folder / "held_out.jsonl", looks)
     found = experiments_report.load(tmp_path)
@@ -88,7 +101,9 @@ def test_a_report_of_runs_by_hand(tmp_path):
     stapo = runs["stapo"][0]
     assert stapo["steps to 0.5"] == 6  # the mean of 2/8 to 6/8
     assert stapo["held-out reward"] == 0.9
-    assert stapo["entropy (sampled nll)"] == 1.0
+    assert stapo["entropy at the end"] == stapo["entropy at reward 0.3"] == 1.0
+    assert stapo["KL from the base"] == 2.5
+    assert math.isnan(stapo["greedy"])
     assert stapo["silenced, %"] == pytest.approx(1.0)
     assert math.isnan(runs["grpo"][1]["steps to 0.5"])
     cells = {row.split("|")[1].strip(): row for row in experiments_report.table(runs).splitlines()}
@@ -96,7 +111,7 @@ def test_a_report_of_runs_by_hand(tmp_path):
     assert "none" in cells["grpo"]
     difference = experiments_report.differences(runs).splitlines()[-1]
     # Reward: 0.2 and 0.3 less 0.9; 0.2 less the mean of 1/8 to 8/8 and four times 1; entropy: 3 less 1 and 2.
-    compared = ["-0.65 ± 0.07", "0.50", "-0.51 ± 0.00", "0.50", "+1.50 ± 0.71", "0.50"]
+    compared = ["-0.65 ± 0.07", "0.50", "-0.51 ± 0.00", "0.50", "", "", "+1.50 ± 0.71", "0.50"]
     assert [cell.strip() for cell in difference.split("|")[1:-1]] == ["grpo", "2", *compared]
     experiments_report.draw(found, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
@@ -143,6 +158,7 @@ def test_trl_takes_the_same_task(experiment, tmp_path):
     experiment("experiments_trl.py", "--seed", "3")
     metrics, held_out = experiments_report.load(tmp_path / "out")["trl-dapo"][3]
     assert [line["step"] for line in metrics] == [1, 2]
+    assert [line["learning_rate"] for line in metrics] == pytest.approx([1e-4, 2e-4])  # the warm-up, a step at a time
     # Two steps change little: TRL's measure of entropy is ours.
     assert metrics[-1]["sampled_nll"] == pytest.approx(held_out[-1]["entropy"], rel=0.1)
     measured = experiments_report.measures(metrics, held_out)
