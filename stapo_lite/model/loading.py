@@ -2,7 +2,8 @@
 
 import json
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -119,7 +120,7 @@ def load_weights(
     device = torch.device(device)
     before_ampere = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
     too_large = explained(f"model={model} does not fit on {device}", torch.OutOfMemoryError, fix="; see `stapo plan`")
-    with explained(NO_MODEL.format(model)), too_large:
+    with explained(NO_MODEL.format(model)), too_large, default_stream(device):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             model,
             dtype=dtype,
@@ -139,6 +140,19 @@ def load_weights(
     # sampled log-probabilities. What stands in the padding is never read.
     base.generation_config = GenerationConfig(pad_token_id=0)
     return base
+
+
+@contextmanager
+def default_stream(device: torch.device) -> Iterator[None]:
+    """Have torch work in the card's default stream. bitsandbytes quantises there whatever torch's is, and vLLM leaves a
+    process in another, so that a base loaded after a vLLM was closed would be quantised from unfinished values."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.synchronize(device)
+    with torch.cuda.stream(torch.cuda.default_stream(device)):
+        yield
+    torch.cuda.synchronize(device)
 
 
 def use_repeated_keys() -> str:

@@ -14,6 +14,7 @@ import bisect
 import math
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ MOST_SEQUENCES = 512
 COMFORTABLE_TOKENS = 8192
 """Enough in a micro-batch to keep a card busy; beyond it, memory does more for activations that are kept."""
 MOST_TOKENS = 65_536
+CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def fit(config: Config, engine: str, going_on: Path | None, processes: int, sharded: bool) -> Config:
@@ -62,7 +64,7 @@ def fit(config: Config, engine: str, going_on: Path | None, processes: int, shar
         before = flatten(load_config(going_on / "config.yaml").model_dump())
         return apply(config, {key: before[key] for key in KEYS})
     here, total = memory_left()
-    host = psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    host = host_memory_left() / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     memory, host = map(min, zip(*gather_object([(here, host)]), strict=True))
     model, cards = load_model_config(config.model).get_text_config(), Cards(memory, host, processes, sharded)
     choice = choose(config, model, cards)
@@ -97,6 +99,20 @@ def memory_left(card: int | None = None) -> tuple[int, int]:
     """Bytes of a card (by default the one in use): those free for this process, CUDA context included; and in all."""
     free, total = torch.cuda.mem_get_info(card)
     return min(total, free + CUDA_CONTEXT), total
+
+
+def host_memory_left() -> int:
+    """Bytes that are free on the host, or in the container or job, whose limit the host's figures hide (Linux, cgroup
+    v2)."""
+    free = psutil.virtual_memory().available
+    with suppress(OSError):
+        own = CGROUPS / OWN_CGROUP.read_text("utf-8").partition("0::/")[2].strip()
+        for group in (own, *own.parents):
+            with suppress(OSError, ValueError):  # no cgroup, or one without a limit: "max"
+                limit, used = (int((group / f"memory.{name}").read_text("ascii")) for name in ("max", "current"))
+                statistics = dict(line.split() for line in (group / "memory.stat").read_text("ascii").splitlines())
+                free = min(free, limit - used + int(statistics["inactive_file"]))  # cached files make room
+    return free
 
 
 def of_whole_card(choice: Choice, memory: int, total: int) -> Choice:

@@ -1,13 +1,14 @@
 """Rollouts with vLLM in the trainer's process; each adapter version is loaded under a name of its own.
 
 vLLM keys its prefix cache by adapter name and path, and keeps the old weights of an id it knows, so
-every version gets a fresh name, id and folder, in memory. The base is loaded once and never touched.
+every version gets a fresh name, id and folder, in memory if there is room. The base is loaded once and never touched.
 """
 
 import functools
 import logging
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
@@ -27,6 +28,8 @@ from stapo_lite.types import Completion, Prompt
 logger = logging.getLogger(__name__)
 
 IN_MEMORY = Path("/dev/shm")
+ROOM = 2 << 30
+"""Bytes for two adapters, the new one and the one that it replaces; rank 128 of a 14B model takes half of it."""
 
 
 class VLLMEngine(RolloutEngine):
@@ -68,8 +71,7 @@ class VLLMEngine(RolloutEngine):
         self._sampling = sampling
         fixed: dict[str, Any] = {"stop_token_ids": list(sampling.stop_token_ids), "detokenize": False}
         self._parameters = functools.partial(SamplingParams, output_kind=RequestOutputKind.FINAL_ONLY, **fixed)
-        in_memory = IN_MEMORY if IN_MEMORY.is_dir() else None
-        self._folder = tempfile.TemporaryDirectory(prefix="stapo_lite-adapters-", dir=in_memory)
+        self._folder = tempfile.TemporaryDirectory(prefix="stapo_lite-adapters-", dir=place_for_adapters())
         self._request: Any = None
 
     def publish(self, policy: Publisher, version: int) -> None:
@@ -201,7 +203,21 @@ class VLLMEngine(RolloutEngine):
                 self._engine.engine_core.shutdown()
         self._asleep = False
         self._llm = None
+        forget_adapter_slots()
         clear_device_cache(garbage_collection=True)  # the engine is full of cycles
+
+
+def place_for_adapters() -> Path | None:
+    """The file system in memory; None, for the usual temporary folder, where it is small: a container's has 64 MiB."""
+    return IN_MEMORY if IN_MEMORY.is_dir() and shutil.disk_usage(IN_MEMORY).free >= ROOM else None
+
+
+def forget_adapter_slots() -> None:
+    """Drop the adapter slots that vLLM's CUDA kernels keep in tables for the life of the process
+    (vllm/lora/ops/triton_ops/utils.py). They lie in sleep mode's memory: while it holds any, no other engine starts."""
+    if kernels := sys.modules.get("vllm.lora.ops.triton_ops.utils"):
+        kernels._LORA_A_PTR_DICT.clear()
+        kernels._LORA_B_PTR_DICT.clear()
 
 
 def completions(prompt: Prompt, output: Any) -> list[Completion]:

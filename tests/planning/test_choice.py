@@ -1,5 +1,7 @@
 """`memory: auto` over models, cards and lengths, by the plan's own arithmetic."""
 
+from pathlib import Path
+
 import psutil
 import pytest
 import torch
@@ -102,6 +104,25 @@ def test_a_base_that_is_spread_stays_on_the_cards():
     assert found["train.park_trainer"] is False
 
 
+def test_a_container_has_less_than_its_host(monkeypatch, tmp_path):
+    """A job of 6 GiB in a container of 8 GiB: what each has left, cached files included."""
+    free = psutil.virtual_memory()._replace(available=100 * GIB)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+    monkeypatch.setattr(choice, "CGROUPS", tmp_path)
+    monkeypatch.setattr(choice, "OWN_CGROUP", tmp_path / "self")
+    assert choice.host_memory_left() == 100 * GIB  # no cgroups
+    (tmp_path / "self").write_text("0::/jobs/7\n", encoding="ascii")
+    for folder, limit, used, cached in (("", 8, 7, 3), ("jobs", "max", 2, 0), ("jobs/7", 6, 2, 1)):
+        group = tmp_path / folder
+        group.mkdir(exist_ok=True)
+        (group / "memory.max").write_text(f"{limit if limit == 'max' else limit * GIB}\n", encoding="ascii")
+        (group / "memory.current").write_text(f"{used * GIB}\n", encoding="ascii")
+        (group / "memory.stat").write_text(f"anon 5\ninactive_file {cached * GIB}\n", encoding="ascii")
+    assert choice.host_memory_left() == 4 * GIB  # the container's: 8 - 7 + 3
+    (tmp_path / "memory.max").write_text("max\n", encoding="ascii")
+    assert choice.host_memory_left() == 5 * GIB  # the job's
+
+
 @pytest.fixture
 def card(monkeypatch):
     """A card of 24 GiB, 2 of which another process has."""
@@ -110,6 +131,7 @@ def card(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda card: (22 * GIB - CUDA_CONTEXT, 24 * GIB))
     monkeypatch.setattr(choice, "load_model_config", lambda name: qwen3("1.7B"))
     monkeypatch.setattr(choice, "gather_object", lambda own: [*own, (30 * GIB, psutil.virtual_memory().total)])
+    monkeypatch.setattr(choice, "OWN_CGROUP", Path("nowhere"))
 
 
 def test_a_run_takes_what_others_leave_of_the_fullest_card_and_keeps_it(card, tmp_path, capsys, monkeypatch):

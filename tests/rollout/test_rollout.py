@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import threading
+import weakref
 from contextlib import closing, nullcontext
 from types import SimpleNamespace
 from unittest.mock import Mock, call
@@ -22,6 +23,7 @@ from stapo_lite.config import PROJECTIONS, Engine, load_config
 from stapo_lite.errors import InputError, RunError
 from stapo_lite.planning.plan import as_json, model_sizes
 from stapo_lite.rollout import MAX_RETRIES, Decoding, check_engine, resolve_engine
+from stapo_lite.rollout import vllm_engine as vllm_engine_module
 from stapo_lite.rollout.episodes import play
 from stapo_lite.rollout.transformers_engine import TransformersEngine
 from stapo_lite.rollout.vllm_options import BATCHED_TOKENS, WATERMARK, check_vllm, fp32_head, vllm_version
@@ -404,6 +406,30 @@ def test_waking_loads_no_adapter_and_the_next_request_finds_it(vllm_engine, make
     groups = generate(vllm_engine, LONG)
     assert {c.adapter_version for group in groups for c in group} == {now}
     assert gap(policy, groups).max() < 1e-4
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_adapters_lie_in_memory_where_there_is_room(room, monkeypatch, tmp_path):
+    """A container's /dev/shm has 64 MiB by default, which an adapter of rank 32 for a 2B model fills."""
+    monkeypatch.setattr(vllm_engine_module, "IN_MEMORY", tmp_path)
+    usage = SimpleNamespace(free=vllm_engine_module.ROOM if room else 64 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    assert vllm_engine_module.place_for_adapters() == (tmp_path if room else None)
+    monkeypatch.setattr(vllm_engine_module, "IN_MEMORY", tmp_path / "nowhere")
+    assert vllm_engine_module.place_for_adapters() is None
+
+
+def test_no_adapter_slot_outlives_its_engine():
+    """vLLM's tables of slots, filled by its own functions; both are private."""
+    kernels = pytest.importorskip("vllm.lora.ops.triton_ops.utils", reason="vLLM is not installed")
+    slots = [torch.zeros(1, 4, 8), torch.zeros(1, 8, 4)]
+    kernels._get_lora_a_ptr(slots[:1], slots[0].device)
+    kernels._get_lora_b_ptr(slots[1:], 0, slots[1].device)
+    left = [weakref.ref(slot) for slot in slots]
+    del slots
+    assert all(slot() is not None for slot in left)
+    vllm_engine_module.forget_adapter_slots()
+    assert all(slot() is None for slot in left)
 
 
 def test_a_model_that_vllm_cannot_serve_is_one_line(tiny_model, tmp_path):
