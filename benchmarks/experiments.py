@@ -150,8 +150,9 @@ def answer(run: Run, prompts: Sequence[Prompt], temperature: float, salt: str = 
 
 
 def judge(run: Run, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """One answer to each prompt: reward, that of each, the share with all of it, length, and per token what the policy
-    and the untrained base think of it, in nats: `nll`, `base_nll`, and `entropy` of the policy's whole distribution.
+    """One answer to each prompt: mean reward, each answer's (for errors over prompts), the share of full rewards,
+    length, and per token what the policy and the untrained base think of it, in nats: `nll`, `base_nll`, and `entropy`
+    of the policy's whole distribution.
     `greedy_reward` is that of the likeliest tokens, which a policy that merely becomes surer leaves as they are."""
     completions = answer(run, prompts, run.config.rollout.temperature)
     greedy = answer(run, prompts, temperature=0.01)  # 0 in effect, which not every engine takes

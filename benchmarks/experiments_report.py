@@ -2,10 +2,10 @@
 
     python benchmarks/experiments_report.py [--results FOLDER] [--figure docs/experiments.png]
 
-Everything is a number per run first; methods are compared seed by seed. Rewards and entropies are means of five steps,
-entropy is the sampled negative log-probability in nats, and "first steps" are five. The test of a difference is the
-exact paired permutation test (the sign of each seed's difference is flipped), whose smallest p with n seeds is 2 / 2^n:
-with three seeds nothing can be significant, and the table says so by its p.
+Everything is a number per run first; methods are compared seed by seed. The training's rewards and entropies at a step
+are means of five, entropy is the sampled negative log-probability in nats, and "first steps" are five. The test of a
+difference is the exact paired permutation test (the sign of each seed's difference is flipped), whose smallest p with n
+seeds is 2 / 2^n: with three seeds nothing can be significant, and the table says so by its p.
 """
 
 import argparse
@@ -36,7 +36,7 @@ FIGURE = (
 )
 """Methods in each row of the figure."""
 COMPARED = ("held-out reward", "reward, all steps", "entropy at reward 0.3", "entropy at the end")
-"""Measures whose differences are tested: where a run ends, how fast it learns, and the entropy on the way and then."""
+"""Measures whose differences are tested: where a run ends, how fast it learns, entropy on the way and at the end."""
 Runs = dict[str, dict[int, dict[str, float]]]
 """Method -> seed -> measure -> value."""
 
@@ -77,10 +77,10 @@ def measures(metrics: list[dict[str, Any]], held_out: list[dict[str, Any]]) -> d
         """Mean over the steps that have it."""
         return 100 * fmean([m[name] for m in metrics[:steps] if m.get(name) is not None] or [math.nan])
 
-    learned = reaches(0.3)
+    learned, halfway = reaches(0.3), next((look for look in held_out if look["step"] == 20), {})
     return {
         "held-out reward": last["reward"],
-        "greedy": last.get("greedy_reward", math.nan),
+        "greedy, step 20": halfway.get("greedy_reward", math.nan),
         "reward, all steps": fmean(m["reward"] for m in metrics),
         "steps to 0.5": reaches(0.5) or math.nan,
         "entropy at reward 0.3": entropy[learned - 1] if learned else math.nan,
@@ -113,7 +113,8 @@ def mean_difference(a: np.ndarray, b: np.ndarray, axis: int) -> Any:
 
 
 def differences(runs: Runs, base: str = "stapo") -> str:
-    """Paired differences of every method from one: mean, standard deviation, and the permutation test's p."""
+    """Paired differences of every method from one: mean, standard deviation, and the permutation test's p; none where a
+    seed lacks the measure."""
     rows = [["less " + base, "pairs", *(cell for name in COMPARED for cell in (name, "p"))]]
     for method, seeds in runs.items():
         common = sorted(seeds.keys() & runs.get(base, {}).keys())

@@ -5,9 +5,10 @@
 TRL's `loss_type="dapo"` is `justrl`: token mean, clip 0.2 and 0.28, no KL, no mask. Model, adapter, batches, optimiser
 and learning rates are those of the experiments. What differs: TRL generates with transformers, the engine that it has
 on a CPU, and does not correct for it; it shuffles completions before it cuts mini-batches, where ours keep groups; it
-draws prompts in another order, so that seeds are not pairs; and its entropy is exact, and taken during the updates.
-The trained adapter answers the held-out prompts through our engine, as those of all runs do. Leaves `trl-dapo-SEED`
-beside the results of `experiments.py`; begins anew where it was interrupted.
+draws prompts in another order, so that seeds are not pairs; it divides an update's loss by half of the step's tokens,
+ours by the update's own; and its entropy is exact, and taken during the updates. The trained adapter answers the
+held-out prompts through our engine, as those of all runs do. Leaves `trl-dapo-SEED` beside the results of
+`experiments.py`; begins anew where it was interrupted.
 """
 
 import argparse
@@ -48,8 +49,8 @@ def train(config: Config) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
     trainer = GRPOTrainer(reward_funcs=writing.reward, train_dataset=dataset, **arguments)
     trainer.remove_callback(PrinterCallback)
     trainer.create_optimizer()
-    factors = [learning_rate(train, step) / train.learning_rate for step in range(train.max_steps + 1)]
-    trainer.lr_scheduler = LambdaLR(trainer.optimizer, lambda update: factors[update // updates])
+    rates = [learning_rate(train, step) / train.learning_rate for step in range(train.max_steps)]
+    trainer.lr_scheduler = LambdaLR(trainer.optimizer, lambda update: rates[min(update // updates, len(rates) - 1)])
     trainer.train()
     logged = [line for line in trainer.state.log_history if "reward" in line]
     metrics = [

@@ -4,13 +4,14 @@
 
 Trains the baseline without a mask (`justrl`) on the writing task. In every few steps its first mini-batch is used
 several times from the same weights and optimiser state: without a mask, with S2T's, and silencing the lower or the
-upper half of the candidates by entropy (rare tokens with A > 0), or as many tokens with A > 0 as S2T, drawn at random.
-These updates have no momentum: nine tenths of it would come from updates without a mask. After each, on that
-mini-batch: how the entropy and the log-probabilities of the candidates and of all other tokens have changed; and the
-reward on held-out prompts, with the same draws for all updates of a state. Before, by quadrant of the
-probability-entropy plane: the norm of a token's gradient with respect to its logits at an advantage of 1, and with its
-own; and the share of the squared gradient that the silenced tokens carry. Means with 95 % intervals (Student's t over
-the states, which are of one run, and so not independent).
+upper half of the candidates (rare tokens with A > 0) by entropy, or as many tokens with A > 0 as S2T silences, drawn at
+random. These updates have no momentum, nine tenths of which would come from updates without a mask; so they are larger
+than those of the training, by up to four times. After each, on that mini-batch: how the entropy and the
+log-probabilities of the candidates and of all other tokens have changed; and the reward on held-out prompts, with the
+same draws for all updates of a state. Before, by quadrant of the probability-entropy plane: the norm of a token's
+gradient with respect to its logits at an advantage of 1, and with its own; and the share of the squared gradient that
+the silenced tokens carry. Means with 95 % intervals (Student's t over the states, which are of one run, and so not
+independent).
 """
 
 import argparse
@@ -43,7 +44,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "with the mask": {"enabled": True},
     "lower half": {"enabled": True, "quantile": 0.5},
     "upper half": {"enabled": True, "quantile": 0.5, "silence": "high-entropy"},
-    "any rewarded": {"enabled": True, "tau_p": 1.0, "silence": "random"},  # and a quantile of their number
+    "any rewarded": {"enabled": True, "tau_p": 1.0, "silence": "random"},  # and as quantile the share that S2T takes
 }
 """What an update has in place of the config's S2T. The mask takes three quarters of the candidates, and those of lowest
 and of highest entropy have two thirds of their tokens in common; the halves have none."""
@@ -67,9 +68,9 @@ def same_state(run: Run) -> Iterator[None]:
     learner.begin_step(rate)  # also the objective of the config
 
 
-def switch(run: Run, arm: str, **changes: Any) -> None:
+def switch(run: Run, changes: dict[str, Any]) -> None:
     """Have the next update silence what an arm silences, and take its own gradient alone."""
-    objective, changes = run.learner.objective, ARMS[arm] | changes
+    objective = run.learner.objective
     run.learner.objective = objective.model_copy(update={"s2t": objective.s2t.model_copy(update=changes)})
     for group in run.learner.optimizer.param_groups:
         group["betas"] = (0.0, group["betas"][1])
@@ -103,7 +104,7 @@ def compare(run: Run, batch: MiniBatch, prompts: Sequence[Prompt], version: int)
     learner, every = run.learner, list(range(len(batch.completions)))
     tau_p = learner.objective.s2t.tau_p
     with same_state(run):
-        switch(run, "with the mask")
+        switch(run, ARMS["with the mask"])
         masks = find_masks(learner, batch)
         masks.first = None  # its graph
     before = measure(run.policy, batch, every, learner.budget)
@@ -111,15 +112,17 @@ def compare(run: Run, batch: MiniBatch, prompts: Sequence[Prompt], version: int)
     if masks.tau_h is None or not masks.silenced.any() or not (candidates & ~masks.silenced).any():
         return None
     found = gradients(batch, masks, before, tau_p)
-    lower = spurious_mask(candidates, before.entropy, linear_quantile(before.entropy[candidates], 0.5))
     groups = {"silenced": masks.silenced, "other candidates": candidates & ~masks.silenced}
-    groups |= {"lower half": lower, "upper half": candidates & ~lower, "all others": batch.loss_mask & ~candidates}
-    groups = {name: mask for name, mask in groups.items() if mask.any()}
-    rewarded = batch.loss_mask & (batch.advantages > 0)
-    as_many = {"any rewarded": {"quantile": (masks.silenced.sum() / rewarded.sum()).item()}}
-    for index, arm in enumerate(ARMS):
+    for half, score in (("lower half", before.entropy), ("upper half", -before.entropy)):
+        groups[half] = spurious_mask(candidates, score, linear_quantile(score[candidates], 0.5))
+    groups["all others"] = batch.loss_mask & ~candidates
+    groups = {name: mask for name, mask in groups.items() if mask.any()}  # halves of equal entropies are empty
+    rewarded = batch.loss_mask & candidate_mask(before.logprobs, batch.advantages, 1.0)
+    share = (masks.silenced.sum() / rewarded.sum()).item()
+    arms = ARMS | {"any rewarded": ARMS["any rewarded"] | {"quantile": share}}
+    for index, (arm, changes) in enumerate(arms.items()):
         with same_state(run):
-            switch(run, arm, **as_many.get(arm, {}))
+            switch(run, changes)
             update(learner, batch)
             after = measure(run.policy, batch, every, learner.budget)
             found[f"{arm}: entropy"] = (after.entropy - before.entropy)[batch.loss_mask].mean().item()

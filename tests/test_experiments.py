@@ -103,7 +103,7 @@ def test_a_report_of_runs_by_hand(tmp_path):
     assert stapo["held-out reward"] == 0.9
     assert stapo["entropy at the end"] == stapo["entropy at reward 0.3"] == 1.0
     assert stapo["KL from the base"] == 2.5
-    assert math.isnan(stapo["greedy"])
+    assert math.isnan(stapo["greedy, step 20"])
     assert stapo["silenced, %"] == pytest.approx(1.0)
     assert math.isnan(runs["grpo"][1]["steps to 0.5"])
     cells = {row.split("|")[1].strip(): row for row in experiments_report.table(runs).splitlines()}
