@@ -76,7 +76,7 @@ def test_what_an_answer_earns_that_ignores_the_numbers():
 
 
 def test_a_report_of_runs_by_hand(tmp_path):
-    """Two methods, two seeds: rewards rise to 1 or stay at 0.2, entropies fall to 1 or stay at 3."""
+    """Two methods, two seeds: rewards rise to 1 or stay at 0.2, entropies fall to 0 or 1 or stay at 3."""
     for method, rises in (("stapo", True), ("grpo", False)):
         for seed in (0, 1):
             folder = tmp_path / f"{method}-{seed}"
@@ -85,8 +85,8 @@ def test_a_report_of_runs_by_hand(tmp_path):
             lines = [
                 {
                     "step": step, "reward": min(1.0, step / 8) if rises else 0.2,
-                    "sampled_nll": 1.0 + seed if rises else 3.0, "silenced_share": 0.01 if rises else 0.0,
-                    "spurious_share": 0.01, "spurious_gradient_share": None,
+                    "sampled_nll": seed + max(0, 8 - step) if rises else 3.0, "silenced_share": 0.01 if rises else 0.0,
+                    "spurious_share": 0.02 if step <= 5 else 0.01, "spurious_gradient_share": None,
                 }
                 for step in range(1, 21 if seed else 13)  # the longer ones are cut
             ]  # fmt: skip
@@ -101,7 +101,9 @@ def test_a_report_of_runs_by_hand(tmp_path):
     stapo = runs["stapo"][0]
     assert stapo["steps to 0.5"] == 6  # the mean of 2/8 to 6/8
     assert stapo["held-out reward"] == 0.9
-    assert stapo["entropy at the end"] == stapo["entropy at reward 0.3"] == 1.0
+    assert stapo["entropy at the end"] == 0
+    assert stapo["entropy at reward 0.3"] == 5  # at step 5, the mean of 7 to 3
+    assert stapo["spurious, %, first steps"] == 2
     assert stapo["KL from the base"] == 2.5
     assert math.isnan(stapo["greedy, step 20"])
     assert stapo["silenced, %"] == pytest.approx(1.0)
@@ -110,8 +112,8 @@ def test_a_report_of_runs_by_hand(tmp_path):
     assert "0.25 ± 0.07" in cells["grpo"]
     assert "none" in cells["grpo"]
     difference = experiments_report.differences(runs).splitlines()[-1]
-    # Reward: 0.2 and 0.3 less 0.9; 0.2 less the mean of 1/8 to 8/8 and four times 1; entropy: 3 less 1 and 2.
-    compared = ["-0.65 ± 0.07", "0.50", "-0.51 ± 0.00", "0.50", "", "", "+1.50 ± 0.71", "0.50"]
+    # Reward: 0.2 and 0.3 less 0.9; 0.2 less the mean of 1/8 to 8/8 and four times 1; entropy: 3 less 0 and 1.
+    compared = ["-0.65 ± 0.07", "0.50", "-0.51 ± 0.00", "0.50", "", "", "+2.50 ± 0.71", "0.50"]
     assert [cell.strip() for cell in difference.split("|")[1:-1]] == ["grpo", "2", *compared]
     experiments_report.draw(found, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")

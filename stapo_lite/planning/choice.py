@@ -102,13 +102,12 @@ def memory_left(card: int | None = None) -> tuple[int, int]:
 
 
 def host_memory_left() -> int:
-    """Bytes that are free on the host, or in the container or job, whose limit the host's figures hide (Linux, cgroup
-    v2)."""
+    """Bytes of host memory that are free; in a container or job with a limit, what is left of it (Linux, cgroup v2)."""
     free = psutil.virtual_memory().available
     with suppress(OSError):
         own = CGROUPS / OWN_CGROUP.read_text("utf-8").partition("0::/")[2].strip()
         for group in (own, *own.parents):
-            with suppress(OSError, ValueError):  # no cgroup, or one without a limit: "max"
+            with suppress(OSError, ValueError, KeyError):  # no cgroup, or one without a limit: "max"
                 limit, used = (int((group / f"memory.{name}").read_text("ascii")) for name in ("max", "current"))
                 statistics = dict(line.split() for line in (group / "memory.stat").read_text("ascii").splitlines())
                 free = min(free, limit - used + int(statistics["inactive_file"]))  # cached files make room

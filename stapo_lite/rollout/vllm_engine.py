@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 
 IN_MEMORY = Path("/dev/shm")
 ROOM = 2 << 30
-"""Bytes for two adapters, the new one and the one that it replaces; rank 128 of a 14B model takes half of it."""
+"""Bytes for the adapters of a process, the new one and the one that it replaces. One of rank 128 for a 14B model takes
+half of it."""
 
 
 class VLLMEngine(RolloutEngine):
@@ -209,7 +210,8 @@ class VLLMEngine(RolloutEngine):
 
 def place_for_adapters() -> Path | None:
     """The file system in memory; None, for the usual temporary folder, where it is small: a container's has 64 MiB."""
-    return IN_MEMORY if IN_MEMORY.is_dir() and shutil.disk_usage(IN_MEMORY).free >= ROOM else None
+    room = ROOM * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return IN_MEMORY if IN_MEMORY.is_dir() and shutil.disk_usage(IN_MEMORY).free >= room else None
 
 
 def forget_adapter_slots() -> None:

@@ -414,7 +414,10 @@ def test_adapters_lie_in_memory_where_there_is_room(room, monkeypatch, tmp_path)
     monkeypatch.setattr(vllm_engine_module, "IN_MEMORY", tmp_path)
     usage = SimpleNamespace(free=vllm_engine_module.ROOM if room else 64 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     assert vllm_engine_module.place_for_adapters() == (tmp_path if room else None)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # both would take it
+    assert vllm_engine_module.place_for_adapters() is None
     monkeypatch.setattr(vllm_engine_module, "IN_MEMORY", tmp_path / "nowhere")
     assert vllm_engine_module.place_for_adapters() is None
 
@@ -428,7 +431,9 @@ def test_no_adapter_slot_outlives_its_engine():
     left = [weakref.ref(slot) for slot in slots]
     del slots
     assert all(slot() is not None for slot in left)
-    vllm_engine_module.forget_adapter_slots()
+    engine = object.__new__(vllm_engine_module.VLLMEngine)
+    engine._llm = None
+    engine._shut_down()
     assert all(slot() is None for slot in left)
 
 
