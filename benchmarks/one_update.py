@@ -27,6 +27,7 @@ import torch
 from common import save
 from experiments import STUDIES, answer, prepare, render_held_out
 from scipy.stats import ttest_1samp
+from torch import Tensor
 
 from stapo_lite.algorithm.microbatches import MiniBatch
 from stapo_lite.algorithm.objective import logit_gradient_norm
@@ -36,7 +37,7 @@ from stapo_lite.training.loop import assign_advantages, mini_batches, sample_gro
 from stapo_lite.training.opening import open_run
 from stapo_lite.training.run import Run
 from stapo_lite.training.token_log import QUADRANTS
-from stapo_lite.training.update import Masks, find_masks, measure, update
+from stapo_lite.training.update import measure, update
 from stapo_lite.types import Prompt, TokenStatistics
 
 ARMS: dict[str, dict[str, Any]] = {
@@ -76,17 +77,18 @@ def switch(run: Run, changes: dict[str, Any]) -> None:
         group["betas"] = (0.0, group["betas"][1])
 
 
-def gradients(batch: MiniBatch, masks: Masks, statistics: TokenStatistics, tau_p: float) -> dict[str, float]:
-    """Norms of tokens' gradients by quadrant, and the silenced ones' share of their squares; A > 0 only."""
-    assert masks.tau_h is not None
+def gradients(
+    batch: MiniBatch, silenced: Tensor, statistics: TokenStatistics, tau_p: float, tau_h: float
+) -> dict[str, float]:
+    """Norms of tokens' gradients by quadrant, A > 0 only, and the silenced ones' share of the squares of all."""
     logprobs, entropy, collision = statistics
     positive = batch.loss_mask & (batch.advantages > 0)
     at_one = logit_gradient_norm(torch.ones_like(logprobs), logprobs, collision)
     own = at_one * batch.advantages.abs()
-    quadrant = 2 * (logprobs.exp() >= tau_p) + (entropy >= masks.tau_h)
+    quadrant = 2 * (logprobs.exp() >= tau_p) + (entropy >= tau_h)
     active = batch.loss_mask & (batch.advantages != 0)
-    found = {"silenced: share of the squared gradient": (own[masks.silenced] ** 2).sum() / (own[active] ** 2).sum()}
-    found["silenced: share of the tokens"] = masks.silenced.sum() / active.sum()
+    found = {"silenced: share of the squared gradient": (own[silenced] ** 2).sum() / (own[active] ** 2).sum()}
+    found["silenced: share of the tokens"] = silenced.sum() / active.sum()
     for number, name in enumerate(QUADRANTS):
         there = positive & (quadrant == number)
         if there.any():
@@ -96,29 +98,27 @@ def gradients(batch: MiniBatch, masks: Masks, statistics: TokenStatistics, tau_p
 
 
 def compare(run: Run, batch: MiniBatch, prompts: Sequence[Prompt], version: int) -> dict[str, float] | None:
-    """One mini-batch in each arm; None where the mask takes no candidate out, or all.
+    """One mini-batch in each arm; None where the mask takes no candidate out.
 
     Args:
         version: of the first arm's adapter; the others' follow.
     """
     learner, every = run.learner, list(range(len(batch.completions)))
     tau_p = learner.objective.s2t.tau_p
-    with same_state(run):
-        switch(run, ARMS["with the mask"])
-        masks = find_masks(learner, batch)
-        masks.first = None  # its graph
     before = measure(run.policy, batch, every, learner.budget)
     candidates = batch.loss_mask & candidate_mask(before.logprobs, batch.advantages, tau_p)
-    if masks.tau_h is None or not masks.silenced.any() or not (candidates & ~masks.silenced).any():
+    tau_h = linear_quantile(before.entropy[candidates], learner.objective.s2t.quantile)
+    silenced = spurious_mask(candidates, before.entropy, tau_h)
+    if tau_h is None or not silenced.any():
         return None
-    found = gradients(batch, masks, before, tau_p)
-    groups = {"silenced": masks.silenced, "other candidates": candidates & ~masks.silenced}
+    found = gradients(batch, silenced, before, tau_p, tau_h)
+    groups = {"silenced": silenced, "other candidates": candidates & ~silenced}
     for half, score in (("lower half", before.entropy), ("upper half", -before.entropy)):
         groups[half] = spurious_mask(candidates, score, linear_quantile(score[candidates], 0.5))
     groups["all others"] = batch.loss_mask & ~candidates
     groups = {name: mask for name, mask in groups.items() if mask.any()}  # halves of equal entropies are empty
     rewarded = batch.loss_mask & candidate_mask(before.logprobs, batch.advantages, 1.0)
-    share = (masks.silenced.sum() / rewarded.sum()).item()
+    share = (silenced.sum() / rewarded.sum()).item()
     arms = ARMS | {"any rewarded": ARMS["any rewarded"] | {"quantile": share}}
     for index, (arm, changes) in enumerate(arms.items()):
         with same_state(run):
