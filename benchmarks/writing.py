@@ -7,8 +7,8 @@ An answer that is not exactly two sentences earns 0. One that is earns a quarter
 second sentence and not in the first, and for each sentence a quarter over one more than the words that it has too many
 or too few. The untrained SmolLM2-135M-Instruct writes two sentences in 16 % of its answers, a quarter of them with the
 word where it belongs. Numbers of words, 6 to 14, are drawn for each prompt, so that no one phrase earns all: an easier
-task, which asked for equal numbers and a question, ended after 45 steps in "What is a bridge? What is a heavy?" with
-every method that was tried (results/pilot). An answer with the word in its place still earns 0.70 on the held-out
+task, which asked for equal numbers and a question, ended in questions such as "What is a bridge? What is a heavy?" with
+both methods that were tried (results/pilot). An answer with the word in its place still earns 0.70 on the held-out
 prompts if it ignores the numbers and has 8 and 11 words. An empty system message replaces the 16 tokens of the chat
 template's own.
 """

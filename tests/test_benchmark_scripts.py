@@ -28,7 +28,6 @@ SMOKE = {
     "dtype=float32 rollout.engine=transformers objective.s2t.tau_p=0.2 reward.functions=[parity:even]",
     "overlap": "CONFIG --pairs 1 --steps 3",
     "preemption": "--cache 2048 --sequences 8 --watermarks 0 0.2 --completions 16",
-    "presets": "CONFIG train.max_steps=2 objective.s2t.tau_p=0.1 --algorithms stapo dapo",
     "s2t_statistics": "CONFIG train.max_steps=2 objective.s2t.tau_p=0.1",
     "safety": "CONFIG --steps 2",
     "soak": "--steps 50",

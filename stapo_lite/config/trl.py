@@ -13,7 +13,7 @@ TRL_NAMES = {
     "metric_for_best_model": "evaluation.best",
     "reward_funcs": "reward.functions; in Python Trainer(reward_funcs=...)",
     "reward_weights": "reward.weights",
-    "mask_truncated_completions": "reward.truncated_is_incorrect: they count as wrong",
+    "mask_truncated_completions": "none; with the reward `math`, reward.truncated_is_incorrect counts them as wrong",
     "load_in_4bit": "quantization: nf4",
     "bf16": "dtype: bfloat16",
     "fp16": "dtype: float16",
