@@ -71,12 +71,6 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 KV_CACHE = {"rollout.vllm.kv_cache_memory_bytes": 10 << 20}
-OLD_NAMES: dict[str, dict[str, Any]] = {
-    "log.audit_tokens": {"audit.enabled": True, "audit.tokens_per_step": 5},
-    "objective.s2t.target_share": {"objective.s2t.adaptive": True},
-    "rollout.vllm.kv_cache_memory_bytes": {"rollout.kv_cache_gb": 10 / 1024},
-}
-"""Keys of commits in which the package had no rooms."""
 
 
 def config(folder: Path) -> dict[str, Any]:
@@ -112,8 +106,6 @@ def run_cases(tree: Path, folder: Path, names: list[str], out: Path) -> None:
         runs = []
         for part in [first, {}] if first else [{}]:
             keys = {"output_dir": str(out / name)} | changes | part | KV_CACHE
-            if not (tree / "stapo_lite" / "cli.py").exists():
-                keys = {key: value for new in keys for key, value in OLD_NAMES.get(new, {new: keys[new]}).items()}
             runs.append([[f"{key}={json.dumps(value)}" for key, value in keys.items()], len(runs) > 0])
         if processes == 1:
             together += runs

@@ -86,13 +86,11 @@ def ballast(leave: int) -> Iterator[None]:
 
 def run_config(name: str, gpu_memory: int, scratch: Path) -> dict[str, Any]:
     """Three steps of a shipped config; see above."""
-    import importlib
-
-    train_module = importlib.import_module("stapo_lite.training.loop")
     from stapo_lite.config import load_config
     from stapo_lite.planning.choice import apply, choose
     from stapo_lite.planning.plan import GIB, Cards, make_plan
     from stapo_lite.rollout.vllm_engine import VLLMEngine
+    from stapo_lite.training.loop import train
 
     model = qwen3(RUNS[name])
     build(scratch / "model", model, torch.bfloat16, "cuda")
@@ -123,7 +121,7 @@ def run_config(name: str, gpu_memory: int, scratch: Path) -> dict[str, Any]:
     with ballast(gpu_memory - used_by_others) if gpu_memory < total else nullcontext():
         free, total = torch.cuda.mem_get_info()
         watch.base = total - free - used_by_others  # the ballast is no part of the run
-        metrics = list(train_module.train(config))
+        metrics = list(train(config))
         watch.phase = None
     prediction = make_plan(planned, model, Cards(gpu_memory))
     tokens = planned.train.batch_size * planned.rollout.num_generations * planned.rollout.max_completion_length

@@ -8,7 +8,6 @@ summary; FILE gets it as JSON.
 """
 
 import argparse
-import importlib
 import tempfile
 from collections import defaultdict
 from pathlib import Path
@@ -18,11 +17,10 @@ from common import now, save
 from stapo_lite.algorithm.microbatches import MiniBatch, sequence_length, split_by_tokens
 from stapo_lite.config import load_config
 from stapo_lite.errors import one_line_errors
+from stapo_lite.training import loop as train_module
 from stapo_lite.training import update as update_module
 from stapo_lite.training.report import mean
 from stapo_lite.training.update import Learner
-
-train_module = importlib.import_module("stapo_lite.training.loop")  # the package's attribute is the function
 
 CURRENT = "objective.s2t.statistics=current"
 

@@ -28,7 +28,7 @@ from stapo_lite.types import Completion, Prompt, TokenStatistics
 
 ROOT = Path(__file__).parent.parent
 SAMPLING = Sampling(
-    num_generations=4, max_prompt_length=388, max_completion_length=12, temperature=0.8, stop_token_ids=(1, 2)
+    num_generations=4, max_model_len=400, max_completion_length=12, temperature=0.8, stop_token_ids=(1, 2)
 )
 TIMES = {"tokens_per_second", "seconds_rollout", "seconds_reward", "seconds_update", "seconds_step"}
 ADVANTAGES = [1.2, -0.4, 0.0, 0.7, -1.1, 0.0, 0.3, 2.0]

@@ -17,11 +17,8 @@ def group_advantages(rewards: Tensor, scale: bool = True, eps: float = 1e-6) -> 
         [groups, G], the same dtype. The standard deviation is the sample one (G - 1), as in verl and
         TRL. Exactly 0 for every member of a group whose rewards are all equal.
     """
-    known = ~rewards.isnan()
-    count = known.sum(-1, keepdim=True)
-    filled = rewards.nan_to_num(0.0)
-    mean = filled.sum(-1, keepdim=True) / count.clamp(min=1)
-    deviation = (filled - mean) * known
+    count = (~rewards.isnan()).sum(-1, keepdim=True)
+    deviation = (rewards - rewards.nanmean(-1, keepdim=True)).nan_to_num(0.0)
     std = (deviation.square().sum(-1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
     lowest = rewards.nan_to_num(torch.inf).amin(-1, keepdim=True)
     highest = rewards.nan_to_num(-torch.inf).amax(-1, keepdim=True)

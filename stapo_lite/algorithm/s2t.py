@@ -51,13 +51,9 @@ def linear_quantiles(values: Tensor, quantiles: Sequence[float]) -> list[float |
     if values.numel() == 0:
         return [None] * len(quantiles)
     ordered = values.double().sort().values
-    result: list[float | None] = []
-    for quantile in quantiles:
-        position = quantile * (len(ordered) - 1)
-        low = ordered[math.floor(position)].item()
-        high = ordered[math.ceil(position)].item()
-        result.append(low + (high - low) * (position - math.floor(position)))
-    return result
+    places = torch.tensor(quantiles, dtype=torch.float64, device=values.device) * (len(ordered) - 1)
+    low, high = ordered[places.floor().long()], ordered[places.ceil().long()]
+    return (low + (high - low) * places.frac()).tolist()
 
 
 def spurious_mask(candidates: Tensor, score: Tensor, threshold: float | None) -> Tensor:

@@ -26,7 +26,7 @@ from stapo_lite.evaluation.scores import Sample
 from stapo_lite.evaluation.verifier import Verifier
 from stapo_lite.files import Journal, read_lines, read_object, write_lines, write_text
 from stapo_lite.model.loading import load_model_config, load_tokenizer, load_weights, read_adapter
-from stapo_lite.model.processes import check_launched, resolve_dtype, warn_of_unused_card
+from stapo_lite.model.processes import check_launch, resolve_dtype
 from stapo_lite.rewards.grading import MathGrader
 from stapo_lite.rollout import Decoding, RolloutEngine, Sampling, resolve_engine
 from stapo_lite.rollout.vllm_options import check_vllm, vllm_version
@@ -48,9 +48,7 @@ def evaluate(config: EvalConfig) -> dict[str, Any] | None:
     """
     # Processes may finish sampling hours apart.
     state = PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=7))
-    check_launched(state.num_processes)
-    if state.is_main_process:
-        warn_of_unused_card()
+    check_launch(state)
     config = config.model_copy(update={"dtype": resolve_dtype(config.dtype)})
     r, v = config.rollout, config.verifier
     engine_name = resolve_engine(r.engine)
@@ -73,8 +71,8 @@ def evaluate(config: EvalConfig) -> dict[str, Any] | None:
         engine = make_engine(engine_name, config, adapter, stop_tokens, state.device)
         draw_missing(config, engine, left, len(tasks), tokenizer, state)
         engine.sleep()  # leaves its memory to the verifier
-        state.wait_for_everyone()  # before vLLM may end the process group
         engine.close()
+        state.wait_for_everyone()  # all samples are written
         del engine
     if not state.is_main_process:
         return None
@@ -165,8 +163,8 @@ def make_engine(
     Raises:
         InputError: the engine does not start, or the adapter has values for other layers, or none for some.
     """
-    r = config.rollout
-    sampling = Sampling(1, config.data.max_prompt_length, r.max_completion_length, r.temperature, stop_tokens)
+    r, longest = config.rollout, config.data.max_prompt_length + config.rollout.max_completion_length
+    sampling = Sampling(1, longest, r.max_completion_length, r.temperature, stop_tokens)
     if name == "vllm":
         from stapo_lite.rollout.vllm_engine import VLLMEngine
 

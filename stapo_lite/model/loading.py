@@ -228,7 +228,7 @@ def find_start(lora: Lora) -> Path | None:
 
 
 def add_adapter(base: Any, lora: Lora, gradient_checkpointing: bool | int) -> Any:
-    """Freeze the base and give it a LoRA adapter (PEFT), whose first output is zero; ready to train.
+    """Freeze the base and give it a LoRA adapter (PEFT, in fp32), whose first output is zero; ready to train.
 
     Of PEFT's `prepare_model_for_kbit_training` a frozen base and non-reentrant checkpointing remain: fp32 copies of
     what is not quantised would cost 2.5 GB in an 8B model and agree less with the engine.
@@ -252,9 +252,6 @@ def add_adapter(base: Any, lora: Lora, gradient_checkpointing: bool | int) -> An
             task_type="CAUSAL_LM",
         ),
     )
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
     if base.dtype != torch.float32:  # autocast casts; PEFT would make an fp32 copy of every input
         module: Any
         for module in model.modules():

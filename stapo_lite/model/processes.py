@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from stapo_lite.errors import InputError
 
@@ -65,11 +66,27 @@ def _is_launched() -> bool:
     return "WORLD_SIZE" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
 
 
-def check_launched(num_processes: int) -> None:
-    """Raises InputError where accelerate runs fewer processes than were launched, which it does without a warning."""
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if num_processes != launched:
-        raise InputError(f"{launched} processes were launched, but accelerate runs {num_processes}: use --processes")
+def check_launch(state: Any) -> None:
+    """Look at the processes and the device of a launch. An NVIDIA card that torch cannot use is worth a warning: an 8B
+    model on the CPU is no error.
+
+    Args:
+        state: accelerate's `PartialState` or `Accelerator`.
+
+    Raises:
+        InputError: accelerate runs fewer processes than were launched, which it does without a warning.
+    """
+    import torch
+
+    launched, runs = int(os.environ.get("WORLD_SIZE", "1")), state.num_processes
+    if runs != launched:
+        raise InputError(f"{launched} processes were launched, but accelerate runs {runs}: use --processes")
+    if state.is_main_process and not torch.accelerator.is_available() and NVIDIA_DRIVER.exists():
+        cuda = f"is made for CUDA {torch.version.cuda}" if torch.version.cuda else "is a build for the CPU"
+        logger.warning(
+            "running on the CPU although there is an NVIDIA card: torch %s %s; update the driver, or install a torch "
+            "that fits it (nvidia-smi shows the CUDA version that the driver supports)", torch.__version__, cuda,
+        )  # fmt: skip
 
 
 def resolve_dtype(dtype: str) -> str:
@@ -83,15 +100,3 @@ def resolve_dtype(dtype: str) -> str:
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
     features = torch.cpu.get_capabilities()
     return "bfloat16" if any(features.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16")) else "float32"
-
-
-def warn_of_unused_card() -> None:
-    """Say so where the machine has an NVIDIA card that torch cannot use: an 8B model on the CPU is no error."""
-    import torch
-
-    if not torch.accelerator.is_available() and NVIDIA_DRIVER.exists():
-        cuda = f"is made for CUDA {torch.version.cuda}" if torch.version.cuda else "is a build for the CPU"
-        logger.warning(
-            "running on the CPU although there is an NVIDIA card: torch %s %s; update the driver, or install a torch "
-            "that fits it (nvidia-smi shows the CUDA version that the driver supports)", torch.__version__, cuda,
-        )  # fmt: skip

@@ -28,15 +28,11 @@ class Sampling:
     """Sampling of a training run: from the full distribution at `temperature`, without top-p or top-k."""
 
     num_generations: int
-    max_prompt_length: int
+    max_model_len: int
+    """Tokens of the longest prompt and completion."""
     max_completion_length: int
     temperature: float
     stop_token_ids: tuple[int, ...]
-
-    @property
-    def max_model_len(self) -> int:
-        """Tokens of the longest prompt and completion."""
-        return self.max_prompt_length + self.max_completion_length
 
 
 @dataclass(frozen=True)
@@ -137,23 +133,19 @@ def check_engine(name: str, config: Config) -> None:
 
         prepare_vllm()
         check_vllm(config.rollout, config.rollout.sleep_level)
-    if name != "transformers":
-        return
     for key, value in {
         "rollout.model": config.rollout.model,
         "rollout.quantization": config.rollout.quantization,
         "train.park_trainer": config.train.park_trainer,
     }.items():
-        if value:
+        if value and name == "transformers":
             raise InputError(f"{key}={value} needs vLLM; the transformers engine samples from the trainer's own model")
 
 
 def make_sampling(config: Config, stop_tokens: tuple[int, ...]) -> Sampling:
     """The sampling settings of a training run."""
     r = config.rollout
-    return Sampling(
-        r.num_generations, config.data.max_prompt_length, r.max_completion_length, r.temperature, stop_tokens
-    )
+    return Sampling(r.num_generations, config.max_sequence_length, r.max_completion_length, r.temperature, stop_tokens)
 
 
 def make_engine(name: str, config: Config, stop_tokens: tuple[int, ...], accelerator: Accelerator) -> RolloutEngine:

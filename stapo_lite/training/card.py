@@ -65,9 +65,8 @@ def model_card(name: str, run: FinishedRun, base: str, merged: bool, stops: tupl
         library_name="transformers" if merged else "peft",
         pipeline_tag="text-generation",
         tags=["stapo_lite", config.algorithm, "reinforcement-learning", "lora"],
+        **find_license(base),
     )
-    for key, value in find_license(base).items():
-        metadata[key] = value
     card = ModelCard.from_template(
         metadata,
         template_path=str(files("stapo_lite") / "templates" / "model_card.md"),
@@ -85,7 +84,7 @@ def model_card(name: str, run: FinishedRun, base: str, merged: bool, stops: tupl
     return str(card)
 
 
-def find_license(base: str) -> dict[str, str]:
+def find_license(base: str) -> dict[str, Any]:
     """The licence in the base's own card; nothing where it has none, or the Hub cannot be reached."""
     try:
         metadata = ModelCard.load(Path(base, "README.md") if Path(base).exists() else base).data

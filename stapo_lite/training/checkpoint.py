@@ -12,7 +12,6 @@ continue. What is saved is a `Snapshot`, taken at the end of each step, so that 
 (SIGTERM, an error, a device that fails) still has the step before to save.
 """
 
-import copy
 import hashlib
 import json
 import logging
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from accelerate.utils import send_to_device
+from accelerate.utils import recursively_apply
 from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
@@ -76,9 +75,9 @@ class Snapshot(NamedTuple):
 
 def take_snapshot(progress: Progress, policy: Policy, optimizer: torch.optim.Optimizer) -> Snapshot:
     """Copy what a checkpoint holds to host memory."""
-    adapter = {name: p.detach().to("cpu", copy=True) for name, p in policy.parameters.items()}
-    state = copy.deepcopy(send_to_device(optimizer.state_dict(), "cpu"))
-    return Snapshot(replace(progress), adapter, state)
+    adapter = {name: p.detach() for name, p in policy.parameters.items()}
+    copies = recursively_apply(lambda tensor: tensor.to("cpu", copy=True), [adapter, optimizer.state_dict()])
+    return Snapshot(replace(progress), *copies)
 
 
 def save_checkpoint(

@@ -3,13 +3,12 @@ it."""
 
 import ctypes
 import importlib.util
-import logging
 import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -24,12 +23,10 @@ from safetensors import SafetensorError
 from stapo_lite import __version__
 from stapo_lite.config import Log
 from stapo_lite.errors import InputError, RunError, explained
-from stapo_lite.model.processes import check_launched, warn_of_unused_card
+from stapo_lite.model.processes import check_launch
 from stapo_lite.rollout.vllm_options import vllm_version
 from stapo_lite.training.checkpoint import list_checkpoints
 from stapo_lite.training.tracking import read_metrics
-
-logger = logging.getLogger(__name__)
 
 
 def make_accelerator(log: Log, folder: Path) -> Accelerator:
@@ -58,9 +55,7 @@ def make_accelerator(log: Log, folder: Path) -> Accelerator:
     cores = os.cpu_count() or 1
     if on_cpu and accelerator.num_processes == 1 and torch.get_num_threads() == 1 < cores:
         print(f"running on 1 of {cores} cores: accelerate launch --num_cpu_threads_per_process {cores} uses all")
-    check_launched(accelerator.num_processes)
-    if accelerator.is_main_process:
-        warn_of_unused_card()
+    check_launch(accelerator)
     return accelerator
 
 
@@ -112,9 +107,6 @@ def lock(folder: Path) -> AbstractContextManager:
         raise InputError(f"output_dir={folder}: another run writes to it now; choose another folder") from None
     except OSError as error:
         raise InputError(f"output_dir={folder}: cannot be written ({error.strerror})") from None
-    except NotImplementedError as error:  # a file system without locks
-        logger.warning("output_dir=%s: not locked against other runs (%s)", folder, error)
-        return nullcontext()
 
 
 def full_disk_is_a_run_error(folder: Path) -> AbstractContextManager:

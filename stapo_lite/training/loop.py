@@ -69,10 +69,8 @@ def sample_groups(run: Run, step: int) -> Rollouts:
         steps = min(1 + rollout.max_lag, train.max_steps - run.progress.step)
         ahead = run.share(steps * train.batch_size)
         run.engine.prefetch(ahead.prompts, ahead.seeds)
-    rollouts = Rollouts()
-    while len(rollouts.batch) < train.batch_size:
-        if rollouts.rounds == (rollout.max_sampling_rounds if rollout.dynamic_sampling else 1):
-            break
+    rollouts, most = Rollouts(), rollout.max_sampling_rounds if rollout.dynamic_sampling else 1
+    while len(rollouts.batch) < train.batch_size and rollouts.rounds < most:
         wanted = prompts_wanted(len(rollouts.batch), train.batch_size, rollouts.drawn)
         groups = sample_round(run, step, wanted, rollouts)
         rollouts.batch += [group for group in groups if not rollout.dynamic_sampling or has_variance(group)]
@@ -86,9 +84,7 @@ def sample_groups(run: Run, step: int) -> Rollouts:
 def sample_round(run: Run, step: int, wanted: int, rollouts: Rollouts) -> list[list[Completion]]:
     """Sample and score our share of the next prompts; return the groups of all processes, in the prompts' order."""
     share, seed = run.share(wanted), derived_seed(run.config.seed, run.progress.prompts_drawn)
-    groups: list[list[Completion]] = []
-    if share.prompts:
-        groups = run.sample(share.prompts, share.seeds)
+    groups = run.sample(share.prompts, share.seeds) if share.prompts else []
     completions = list(itertools.chain(*groups))
     lags = [step - completion.adapter_version for completion in completions]
     assert all(0 <= lag <= run.config.rollout.max_lag for lag in lags), "the engine lost the adapter"
@@ -149,7 +145,7 @@ def mini_batches(run: Run, groups: Sequence[Sequence[Completion]]) -> Iterator[M
 def evaluate(run: Run) -> None:
     """Evaluate the adapter as it is now, where that is due and not yet done; the step's seconds leave it out."""
     step = run.progress.step
-    if run.exam is None or run.log.has_evaluation(step):
+    if run.exam is None or step in run.log.evaluated:
         return
     if run.ended:
         run.engine.wake()

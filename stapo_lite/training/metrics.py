@@ -119,7 +119,7 @@ def step_metrics(
         return numerator / denominator if denominator else None
 
     thresholds = [u.tau_h for u in updates if u.tau_h is not None]
-    p10, p50, p90 = linear_quantiles(t["entropies"], (0.1, 0.5, 0.9))
+    quantiles = zip(("p10", "p50", "p90"), linear_quantiles(t["entropies"], (0.1, 0.5, 0.9)), strict=True)
     kinds = ("spurious", "negative_rare", "negative_sure")
     total_seconds = sum(seconds.values())
     return {
@@ -135,9 +135,7 @@ def step_metrics(
         "lag_max": t["lag_max"],
         "sampled_nll": ratio(t["sampled_nll"], t["written"]),
         "entropy": ratio(t["entropy"], t["active_tokens"]),
-        "entropy_p10": p10,
-        "entropy_p50": p50,
-        "entropy_p90": p90,
+        **{f"entropy_{name}": value for name, value in quantiles},
         "collision": ratio(t["collision"], t["active_tokens"]),
         "tau_h": ratio(sum(thresholds), len(thresholds)),
         **{f"{name}_share": ratio(t[name], t["batch_tokens"]) for name in ("kept", "silenced", "candidate", *kinds)},

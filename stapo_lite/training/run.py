@@ -198,17 +198,18 @@ class Run:
         return metrics
 
     def _log(self, step: int, metrics: dict[str, Any], rollouts: Rollouts) -> None:
-        config = self.config
-        self.log.step(metrics)
+        config, is_main = self.config, self.accelerator.is_main_process
         groups = rollouts.batch or rollouts.sampled  # dynamic sampling may have dropped all
-        self.log.completions(step, list(itertools.chain(*groups))[: config.log.completions])
+        if is_main:
+            self.log.step(metrics)
+            self.log.completions(step, list(itertools.chain(*groups))[: config.log.completions])
+            if config.log.log_completions_steps and (step - 1) % config.log.log_completions_steps == 0:
+                self.log.samples(step, groups[0])
         if self.learner.token_log is not None:
             self.learner.token_log.write(step, self.learner.objective.s2t.tau_p)
-        if config.log.log_completions_steps and (step - 1) % config.log.log_completions_steps == 0:
-            self.log.samples(step, groups[0])
         self.history.append(metrics)
         symptoms = new_symptoms(self.history)
-        for symptom in symptoms if self.accelerator.is_main_process else []:
+        for symptom in symptoms if is_main else []:
             logger.warning("step %d, %s: %s", step, symptom, RULES[symptom].cause)
         self.symptom = next((symptom for symptom in symptoms if symptom in config.stop_on), None)
 

@@ -26,16 +26,11 @@ QUADRANTS_FILE = "quadrants.jsonl"
 
 
 TRL_METRICS = {
-    "loss": "loss",
-    "grad_norm": "grad_norm",
-    "learning_rate": "learning_rate",
-    "reward": "reward",
-    "reward_std": "reward_std",
+    name: name for name in ("loss", "grad_norm", "learning_rate", "reward", "reward_std", "entropy", "kl")
+} | {
     "zero_variance_groups": "frac_reward_zero_std",
     "completion_length": "completions/mean_length",
     "truncated_share": "completions/clipped_ratio",
-    "entropy": "entropy",
-    "kl": "kl",
     "clip_low_share": "clip_ratio/low_mean",
     "clip_high_share": "clip_ratio/high_mean",
     "sampler_gap_mean": "sampling/sampling_logp_difference/mean",
@@ -57,13 +52,14 @@ def trl_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
 
 
 class RunLog:
-    """Writes a run's metrics, on the main process only.
+    """Writes a run's metrics; its files and the terminal are the main process's.
 
     Args:
         start_step: the last step before a run is resumed; later lines of its files are dropped. 0 for a new run.
 
     Attributes:
         journals: the files that it adds lines to.
+        evaluated: steps after which there was an evaluation.
     """
 
     def __init__(self, folder: Path, max_steps: int, start_step: int, accelerator: Accelerator):
@@ -78,7 +74,7 @@ class RunLog:
         accelerator.wait_for_everyone()
         self.journals = [Journal(folder / name) for name in (METRICS_FILE, EVALUATIONS_FILE, COMPLETIONS_FILE)]
         self._steps, self._evaluations, self._completions = self.journals
-        self._evaluated = {line["step"] for line in read_lines(folder / EVALUATIONS_FILE)}
+        self.evaluated = {line["step"] for line in read_lines(folder / EVALUATIONS_FILE)}
 
     def start_trackers(self, project: str, config: dict[str, str]) -> None:
         """Start accelerate's trackers."""
@@ -107,20 +103,14 @@ class RunLog:
 
     def step(self, metrics: dict[str, float | int | None]) -> None:
         """Append one line to the file, print the compact one, and tell the trackers."""
-        if not self._accelerator.is_main_process:
-            return
         self._steps.add([metrics])
         tqdm.write(step_line(metrics, self._max_steps))
         known = {name: value for name, value in metrics.items() if value is not None and name != "step"}
         self._track(known | trl_metrics(known), int(metrics["step"] or 0))
 
-    def has_evaluation(self, step: int) -> bool:
-        """Whether there was one after this step."""
-        return step in self._evaluated
-
     def evaluation(self, step: int, results: dict[str, Any] | None) -> None:
         """Note an evaluation after a step: in a file of its own, on the terminal, and for the trackers."""
-        self._evaluated.add(step)
+        self.evaluated.add(step)
         if results is None:  # not the main process
             return
         self._evaluations.add([{"step": step} | results])
@@ -135,7 +125,7 @@ class RunLog:
 
     def completions(self, step: int, completions: Sequence[Completion]) -> None:
         """Keep completions in a file of their own, and as a table with the trackers that have tables or texts."""
-        if not self._accelerator.is_main_process or not completions:
+        if not completions:
             return
         lines = [completion_line(step, completion) for completion in completions]
         self._completions.add(lines)
@@ -150,8 +140,6 @@ class RunLog:
 
     def samples(self, step: int, group: Sequence[Completion]) -> None:
         """Print the best and the worst completion of a prompt."""
-        if not self._accelerator.is_main_process:
-            return
         group = sorted(group, key=lambda c: -math.inf if c.reward is None else c.reward)
         lines = [f"  samples of step {step} | prompt: {_shorten(_text(group[0].prompt.prompt))}"]
         for completion in (group[-1], group[0]):

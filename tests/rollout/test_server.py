@@ -147,7 +147,7 @@ def test_the_key_is_made_once_and_readable_by_its_user_only(tmp_path, monkeypatc
 
 def test_servers_that_cannot_serve_the_run(engine, server, tmp_path, monkeypatch):
     with pytest.raises(InputError, match="serves sequences of 400 tokens, but .* = 500"):
-        connected(tmp_path, server, sampling=replace(SAMPLING, max_prompt_length=488))
+        connected(tmp_path, server, sampling=replace(SAMPLING, max_model_len=500))
     monkeypatch.setattr(server_engine, "START_TIMEOUT", 0.2)
     with pytest.raises(InputError, match=r"http://127.0.0.1:9 did not come up in 0.2 s: start it"):
         connected(tmp_path, server, "http://127.0.0.1:9")
