@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 import torch
 from accelerate.utils import gather_object
+from accelerate.utils.memory import clear_device_cache
 
 from stapo_lite.config import Config, flatten, load_config
 from stapo_lite.errors import InputError
@@ -53,7 +54,7 @@ def fit(config: Config, engine: str, going_on: Path | None, processes: int, shar
 
     Args:
         engine: from `resolve_engine`.
-        going_on: folder of the run that is resumed, which keeps what was chosen.
+        going_on: folder of the run that is resumed from a checkpoint, which keeps what was chosen.
 
     Raises:
         InputError: nothing fits.
@@ -63,6 +64,8 @@ def fit(config: Config, engine: str, going_on: Path | None, processes: int, shar
     if going_on is not None and (going_on / "config.yaml").exists():
         before = flatten(load_config(going_on / "config.yaml").model_dump())
         return apply(config, {key: before[key] for key in KEYS})
+    clear_device_cache(garbage_collection=True)  # what a run before this one, in a notebook, has left in caches
+    torch.accelerator.empty_host_cache()
     here, total = memory_left()
     host = host_memory_left() / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     memory, host = map(min, zip(*gather_object([(here, host)]), strict=True))

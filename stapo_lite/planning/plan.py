@@ -255,12 +255,18 @@ def served_bytes(config: Config, width: int) -> float:
     rollout = config.rollout
     if rollout.quantization in SERVED_BYTES:
         return SERVED_BYTES[rollout.quantization]
-    checkpoint = getattr(load_model_config(rollout.model), "quantization_config", {}) if rollout.model else {}
+    checkpoint = served_quantization(rollout.model) if rollout.model else {}
     if "bits" in checkpoint:  # AWQ, GPTQ: a scale and a zero point per group
         return checkpoint["bits"] / 8 + 2.5 / checkpoint.get("group_size", 128)
     if checkpoint.get("quant_method") == "fp8":
         return SERVED_BYTES["fp8"]
     return width  # or less, in a format that is not known here
+
+
+@cache  # a choice makes dozens of plans, and a name on the Hub is asked for over the network
+def served_quantization(model: str) -> dict[str, Any]:
+    """How a checkpoint is quantised, as its config has it; nothing where it is not."""
+    return getattr(load_model_config(model), "quantization_config", {})
 
 
 def pinned(sizes: Sequence[int]) -> int:

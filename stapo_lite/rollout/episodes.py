@@ -25,7 +25,8 @@ class Episode:
     Attributes:
         prompt: with the columns of its row.
         token_ids: so far.
-        finished: whether the model ended its last turn itself, by a stop token or a stop string.
+        finished: whether the model ended its last turn itself, by a stop token or a stop string, and what was added
+            since has left room.
     """
 
     def __init__(self, prompt: Prompt, seed: int, sampling: Sampling, tokenizer: Any, ask: Callable[..., Awaitable]):
@@ -58,11 +59,14 @@ class Episode:
         self._turns += 1
         self._version, self.finished = turn.adapter_version, not turn.truncated
         self._extend(turn.token_ids, turn.rollout_logprobs, own=True)
-        return self._tokenizer.decode(turn.token_ids, skip_special_tokens=True)
+        before, text = self._tokenizer.batch_decode([turn.token_ids[:-1], turn.token_ids], skip_special_tokens=True)
+        return until_stop(text, len(before), options.get("stop", []))
 
     def add(self, text: str) -> None:
         """Add text that the model reads but did not write: a tool's result. What has no room is cut off."""
-        token_ids = self._tokenizer(text, add_special_tokens=False).input_ids[: self.room]
+        token_ids = self._tokenizer(text, add_special_tokens=False).input_ids
+        self.finished = self.finished and len(token_ids) < self.room
+        token_ids = token_ids[: self.room]
         self._extend(token_ids, [0.0] * len(token_ids), own=False)
 
     def _extend(self, token_ids: list[int], logprobs: list[float], own: bool) -> None:
@@ -80,6 +84,18 @@ class Episode:
             raise RunError("rollout.function: an episode ended without a turn of the model's: call generate() in it")
         mask = None if all(self._mask) else self._mask
         return Completion(self.prompt, self.token_ids, self._logprobs, not self.finished, self._version, loss_mask=mask)
+
+
+def until_stop(text: str, before: int, stop: str | Sequence[str]) -> str:
+    """The text without what its last token has behind a stop string (Qwen3's ">" and newline are one token).
+
+    Args:
+        before: characters before the last token.
+        stop: one string, or several; the text may end without any.
+    """
+    stops = [stop] if isinstance(stop, str) else stop
+    begins = [(text.find(string, max(0, before - len(string) + 1)), string) for string in stops]
+    return text[: min((at + len(string) for at, string in begins if at >= 0), default=None)]
 
 
 RolloutFunction = Callable[[Episode], Awaitable[None]]

@@ -9,8 +9,10 @@ import asyncio
 import itertools
 import logging
 import os
+import resource
 import secrets
 import shutil
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, as_completed
@@ -39,6 +41,9 @@ HEALTH_TIMEOUT = 20.0
 """Seconds that a server may take to answer a check; after two late answers in a row it is lost."""
 LOST_TIMEOUT = 5.0
 """Seconds for which a publication waits for the answer of a server that was lost."""
+KEEPALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 15, socket.TCP_KEEPCNT: 4}
+"""A request may be silent for hours, and routers forget such connections: seconds until the peer is asked whether it is
+there, seconds between two such questions, and how many may stay without an answer."""
 KEY_FILE = Path("~/.cache/stapo_lite/api_key")
 
 
@@ -53,6 +58,15 @@ def api_key() -> str:
             path.touch(mode=0o600)
             path.write_text(secrets.token_urlsafe(32), encoding="utf-8")
         return path.read_text(encoding="utf-8")
+
+
+def keep_alive(address: Any) -> socket.socket:
+    """A socket for an address of `getaddrinfo`, which stays open while it is silent, and fails where it is dead."""
+    opened = socket.socket(*address[:3])
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in KEEPALIVE.items():
+        opened.setsockopt(socket.IPPROTO_TCP, option, value)
+    return opened
 
 
 class ServerFault(Exception):
@@ -98,6 +112,8 @@ class ServerEngine(RolloutEngine):
         self._why_lost, self._key = "", api_key()
         at_once = max(1, rollout.max_num_seqs // accelerator.num_processes)
         self._slots = asyncio.Semaphore(at_once * len(self._servers))
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each request has a connection; 1024 is a usual limit
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True).start()
         try:
@@ -113,7 +129,8 @@ class ServerEngine(RolloutEngine):
         """Wait until the servers are up, and check that they can serve this run."""
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {self._key}"},
-            connector=aiohttp.TCPConnector(limit=0, force_close=True),  # a kept connection may be half closed
+            # A connection that is used again may be half closed.
+            connector=aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=keep_alive),
         )
         needed, deadline = self._sampling.max_model_len, self._loop.time() + START_TIMEOUT
         for server in self._servers:

@@ -11,7 +11,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +151,7 @@ class VLLMEngine(RolloutEngine):
             except Exception as error:  # whatever ends vLLM
                 failures += 1
                 reason = f"vLLM failed while it sampled ({type(error).__name__}: {one_line(error)})"
-                if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # where it ends, the process group has ended, too
+                if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # to start anew, it needs the other processes
                     raise RunError(f"{reason}: continue with --resume") from error
                 if failures > MAX_RETRIES:
                     raise RunError(f"{reason}, after {failures - 1} restarts") from error
@@ -200,7 +200,7 @@ class VLLMEngine(RolloutEngine):
                 torch.cuda.empty_cache()
                 with suppress(Exception):
                     self._llm.wake_up()
-            with suppress(Exception):  # it may be what failed
+            with suppress(Exception), kept_process_group():  # it may be what failed
                 self._engine.engine_core.shutdown()
         self._asleep = False
         self._llm = None
@@ -212,6 +212,22 @@ def place_for_adapters() -> Path | None:
     """The file system in memory; None, for the usual temporary folder, where it is small: a container's has 64 MiB."""
     room = ROOM * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return IN_MEMORY if IN_MEMORY.is_dir() and shutil.disk_usage(IN_MEMORY).free >= room else None
+
+
+@contextmanager
+def kept_process_group() -> Iterator[None]:
+    """Keep the process group of all processes, which is accelerate's: vLLM ends it together with its own groups."""
+    destroy, several = torch.distributed.destroy_process_group, int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+    def destroy_own(group: Any = None) -> None:
+        if group is not None or not several:
+            destroy(group)
+
+    torch.distributed.destroy_process_group = destroy_own  # no option of vLLM's leaves it out
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group = destroy
 
 
 def forget_adapter_slots() -> None:

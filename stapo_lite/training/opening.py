@@ -79,13 +79,14 @@ def begin(config: Config, resume: bool, force: bool, given: Given, closing: Exit
     shard = make_sharding(accelerator.device)
     if shard is not None:
         check_sharded(config, engine_name)
-    check_engine(engine_name, config)
     if not resume:
         lifecycle.check_no_run(folder)
+    resumed = resume and checkpoint.list_checkpoints(folder)
     config = config.model_copy(update={"dtype": resolve_dtype(config.dtype)})
-    config = fit(config, engine_name, folder if resume else None, processes, shard is not None)
+    config = fit(config, engine_name, folder if resumed else None, processes, shard is not None)
+    check_engine(engine_name, config)  # with what was chosen for this card
     prompts, tokenizer, stop_tokens = load_prompts(config, given.rows, accelerator.print)
-    resumed = resume and checkpoint.list_checkpoints(folder)  # the start is then read as a reference only
+    # In a resumed run the start is read as a reference only.
     start = find_start(config.lora) if config.objective.beta or not resumed else None
     function = given.rollout_func or (find_function(config.rollout.function) if config.rollout.function else None)
     exam = Exam(config, tokenizer, function) if config.evaluation.steps else None

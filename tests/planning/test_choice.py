@@ -1,6 +1,7 @@
 """`memory: auto` over models, cards and lengths, by the plan's own arithmetic."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -125,10 +126,17 @@ def test_a_container_has_less_than_its_host(monkeypatch, tmp_path):
 
 @pytest.fixture
 def card(monkeypatch):
-    """A card of 24 GiB, 2 of which another process has."""
+    """A card of 24 GiB, 2 of which another process has, and 9 torch's caches."""
+    cached = dict.fromkeys(["card", "host"], 9 * GIB)
+    monkeypatch.setattr(choice, "clear_device_cache", lambda garbage_collection: cached.update(card=0))
+    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: cached.update(host=0))
+    available = psutil.virtual_memory().available
+    monkeypatch.setattr(
+        psutil, "virtual_memory", lambda: SimpleNamespace(available=available - cached["host"], total=64 * GIB)
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda card: (22 * GIB - CUDA_CONTEXT, 24 * GIB))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda card: (22 * GIB - CUDA_CONTEXT - cached["card"], 24 * GIB))
     monkeypatch.setattr(choice, "load_model_config", lambda name: qwen3("1.7B"))
     monkeypatch.setattr(choice, "gather_object", lambda own: [*own, (30 * GIB, psutil.virtual_memory().total)])
     monkeypatch.setattr(choice, "OWN_CGROUP", Path("nowhere"))
@@ -171,3 +179,28 @@ def test_seconds_of_a_step_by_hand():
     decoding = 512 / 64 * 1024 * reads / (0.6 * 3.35e12)
     training = 512 * context * 2 * linears * 3 / (0.35 * 990e12)
     assert step_seconds(given, model, plan, KNOWN_CARDS["H100"]) == pytest.approx(decoding + training, rel=1e-6)
+
+
+def test_the_tables_of_cards_in_the_docs_are_the_planners():
+    sizes = {"qwen1.7b_lora": "1.7B", "qwen8b_lora": "8B", "qwen8b_qlora": "8B", "qwen14b_qlora": "14B"}
+    guide, readme = (Path(name).read_text("utf-8") for name in ("docs/cards.md", "README.md"))
+    days = []
+    for name, size in sizes.items():
+        given, model, cells, hosts = load_config(Path(f"configs/{name}.yaml")), qwen3(size), [], []
+        for card in map(KNOWN_CARDS.get, ("T4", "RTX 4090", "L40S", "A100")):
+            cards = Cards(card.memory)
+            if (found := find(given, model, cards)) is None:
+                cells.append(["does not fit"])
+                continue
+            chosen = choice.apply_all(given, found, model, cards)
+            plan = make_plan(chosen, model, cards)
+            layers = checkpointed_layers(chosen.train.gradient_checkpointing, model.num_hidden_layers)
+            minutes = step_seconds(chosen, model, plan, card) / 60
+            cells.append([str(chosen.rollout.max_num_seqs), str(layers), f"{minutes:.0f}"])
+            hosts.append(sum(plan.host.values()) / GIB)
+            days.append(minutes * chosen.train.max_steps / 60 / 24)
+        row = " | ".join(", ".join(cell) + " min" * (len(cell) == 3) for cell in cells)
+        assert f"| `{name}` | {row} | {max(hosts):.0f} GiB |" in guide
+        row = next(line for line in readme.splitlines() if line.startswith(f"| `{name}`"))
+        assert [cell.strip() for cell in row.split("|")[2:-1]] == [cell[-1] for cell in cells]
+    assert f"from {min(days):.0f} days (1.7B on 80 GB) to {max(days):.0f} (14B on 16 GB)" in guide

@@ -11,7 +11,9 @@ from transformers import PhiConfig
 
 from stapo_lite.config import PROJECTIONS, Train, load_config
 from stapo_lite.errors import InputError
+from stapo_lite.model.loading import load_model_config
 from stapo_lite.model.policy import make_optimizer
+from stapo_lite.planning import plan
 from stapo_lite.planning.choice import apply, choose
 from stapo_lite.planning.plan import GIB, Cards, as_json, count_activations, make_plan, model_sizes
 
@@ -213,12 +215,16 @@ def test_some_runs_cannot_be_planned(planned):
         make_plan(config(), other, Cards(GIB))
 
 
-def test_a_quantised_checkpoint_next_to_the_trainer(tmp_path):
+def test_a_quantised_checkpoint_next_to_the_trainer(tmp_path, monkeypatch):
     """AWQ of group size 128: half a byte, a 16-bit scale and a 4-bit zero point per group."""
     served = qwen3("1.7B")
     served.quantization_config = {"quant_method": "awq", "bits": 4, "group_size": 128}
     served.save_pretrained(tmp_path)
-    found = make_plan(config(rollout__model=str(tmp_path)), qwen3("1.7B"), Cards(24 * GIB))
+    given, reads = config(rollout__model=str(tmp_path)), []
+    monkeypatch.setattr(plan, "load_model_config", lambda name: [reads.append(name), load_model_config(name)][1])
+    choose(given, qwen3("1.7B"), Cards(24 * GIB))
+    found = make_plan(given, qwen3("1.7B"), Cards(24 * GIB))
+    assert len(reads) == 1, "each may be a request to the Hub"
     linears = PARAMETERS["1.7B"] - 151_936 * 2048  # the norms hardly count
     assert found.rollout["vLLM: weights"] == pytest.approx(linears * (0.5 + 2.5 / 128) + 2 * 151_936 * 2048, rel=1e-3)
     assert found.rollout["trainer: base weights"] == 2 * PARAMETERS["1.7B"]

@@ -24,7 +24,7 @@ from stapo_lite.errors import InputError, RunError
 from stapo_lite.planning.plan import as_json, model_sizes
 from stapo_lite.rollout import MAX_RETRIES, Decoding, check_engine, resolve_engine
 from stapo_lite.rollout import vllm_engine as vllm_engine_module
-from stapo_lite.rollout.episodes import play
+from stapo_lite.rollout.episodes import play, until_stop
 from stapo_lite.rollout.transformers_engine import TransformersEngine
 from stapo_lite.rollout.vllm_options import BATCHED_TOKENS, WATERMARK, check_vllm, fp32_head, vllm_version
 from stapo_lite.types import Prompt
@@ -156,6 +156,13 @@ def test_tools_run_side_by_side_and_what_one_raises_ends_all(make_policy, tokeni
     async def nothing(episode):
         episode.add("only a tool")
 
+    async def cut_off(episode):
+        await episode.generate(max_tokens=1)
+        episode.finished = True  # as after a stop string
+        episode.add("a" * 5)
+        assert episode.finished
+        episode.add("a" * 100)
+
     async def full(episode):
         episode.add("a" * 100)
         assert episode.room == 0
@@ -164,6 +171,8 @@ def test_tools_run_side_by_side_and_what_one_raises_ends_all(make_policy, tokeni
 
     groups = play(engine, SAMPLING, tokenizer, meet, PROMPTS, [1, 2, 3])
     assert {len(c.token_ids) for group in groups for c in group} == {2}
+    groups = play(engine, SAMPLING, tokenizer, cut_off, PROMPTS, [1, 2, 3])
+    assert all(c.truncated and len(c.token_ids) == 12 for group in groups for c in group)
     for function, error, message in (
         (fail, LookupError, "no such tool"),
         (nothing, RunError, "an episode ended without a turn of the model's"),
@@ -212,6 +221,20 @@ def test_a_coroutine_may_stop_waiting_for_the_model(make_policy, tokenizer):
     groups = play(engine, SAMPLING, tokenizer, impatient, PROMPTS, [1, 2, 3])
     assert all(c.token_ids for group in groups for c in group)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("episodes")]
+
+
+@pytest.mark.parametrize(
+    ("text", "before", "stop", "expected"),
+    [
+        ("see </tool>\n", 10, ["</tool>"], "see </tool>"),  # the last token is ">" and a newline
+        ("see </tool>\n", 10, "</tool>", "see </tool>"),
+        ("a = b =\n", 5, ["=", "\n"], "a = b ="),  # what stopped it is in the last token
+        ("a = b", 5, ["="], "a = b"),  # a stop token ended it
+        ("a = b", 5, [], "a = b"),
+    ],
+)
+def test_a_turn_ends_with_its_stop_string(text, before, stop, expected):
+    assert until_stop(text, before, stop) == expected
 
 
 async def until_a_letter(episode):

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -143,6 +144,23 @@ def test_the_key_is_made_once_and_readable_by_its_user_only(tmp_path, monkeypatc
     for given, used in {"given": "given", "": key}.items():
         monkeypatch.setenv("VLLM_API_KEY", given)
         assert server_engine.api_key() == used
+
+
+def test_connections_are_as_many_as_requests_and_outlive_silence(server, tmp_path, monkeypatch):
+    """1024 open files, a usual limit, are fewer than the requests of two servers; routers forget silent connections."""
+    most, opened, open_socket = resource.getrlimit(resource.RLIMIT_NOFILE)[1], [], server_engine.keep_alive
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, most), most))
+
+    def options(address):
+        connection = open_socket(address)
+        asks = connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        opened.append((asks, connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)))
+        return connection
+
+    monkeypatch.setattr(server_engine, "keep_alive", options)
+    with connected(tmp_path, server):
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == most
+    assert set(opened) == {(1, 60)}
 
 
 def test_servers_that_cannot_serve_the_run(engine, server, tmp_path, monkeypatch):

@@ -3,6 +3,8 @@
 import itertools
 import re
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -100,3 +102,14 @@ def test_two_processes_go_on_from_the_checkpoint_of_one(one, tmp_path):
     metrics, write = one
     in_two_processes(write("one to two", after="one"), tmp_path, "--resume")
     same_metrics(read_metrics(tmp_path / "one to two"), metrics)
+
+
+@pytest.mark.slow
+def test_two_processes_with_vllm_export_evaluate_and_train_again(tiny_model, tmp_path):
+    """vLLM ends a process group that is not its own; exports and evaluations wait for all processes."""
+    write_lines(tmp_path / "sums.jsonl", [{"problem": "1+1?", "answer": "2"}, {"problem": "1+2?", "answer": "3"}])
+    script = [ROOT / "tests" / "two_trainers.py", tiny_model, tmp_path / "sums.jsonl", tmp_path]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*launch, *map(str, script)], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("on 2 process(es)") == 2

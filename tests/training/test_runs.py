@@ -6,11 +6,13 @@ import json
 import math
 import os
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from helpers import RARELY_RIGHT, ROOT, command, run, without_times
+from packaging.version import Version
 
 from stapo_lite.algorithm.microbatches import cut_evenly
 from stapo_lite.config import Log, Train, load_config, load_eval_config
@@ -19,6 +21,7 @@ from stapo_lite.evaluation import exam
 from stapo_lite.evaluation.evaluate import evaluate
 from stapo_lite.files import read_lines, write_lines
 from stapo_lite.rewards.functions import RewardModel
+from stapo_lite.rollout import vllm_options
 from stapo_lite.tools.export import export
 from stapo_lite.training import opening
 from stapo_lite.training.lifecycle import make_accelerator
@@ -435,6 +438,34 @@ def test_bad_input_is_found_before_the_model_loads(write_config, monkeypatch, ca
         monkeypatch.setenv("FSDP_VERSION", fsdp)
     assert command("train", write_config(), override) == 2
     assert message in capsys.readouterr().err
+
+
+def test_what_is_chosen_for_the_card_is_checked_and_kept_from_a_checkpoint_on(write_config, monkeypatch, capsys):
+    """An attempt that died without a checkpoint, on another card perhaps, leaves no choice behind."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    config, asked = write_config(train__max_steps=1), []
+
+    def choose(given, engine, going_on, *_):
+        asked.append(going_on and going_on.name)
+        return given
+
+    monkeypatch.setattr(opening, "fit", choose)
+    folder = Path(load_config(config).output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text("rollout: {max_num_seqs: 3}", encoding="utf-8")
+    for _ in range(2):
+        run(config, resume=True)
+    assert asked == [None, folder.name]
+
+    def choose_level_2(given, *_):
+        rollout = given.rollout.model_copy(update={"sleep_level": 2})
+        return given.model_copy(update={"rollout": rollout})
+
+    monkeypatch.setattr(opening, "fit", choose_level_2)
+    monkeypatch.setattr(vllm_options, "vllm_version", lambda: Version("0.27.1"))
+    monkeypatch.setattr(opening, "load_policy", lambda *_, **__: pytest.fail("the model was loaded"))
+    assert command("train", config, "--force", "--resume", "rollout.engine=vllm") == 2
+    assert "set rollout.sleep_level=1" in capsys.readouterr().err
 
 
 @pytest.mark.slow
