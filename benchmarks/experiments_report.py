@@ -1,6 +1,6 @@
 """What the experiments found: a table, paired differences and a figure, from the results of `experiments.py`.
 
-    python benchmarks/experiments_report.py [--results FOLDER] [--figure docs/experiments.png]
+    python benchmarks/experiments_report.py [--results FOLDER] [--less METHOD] [--figure docs/experiments.png]
 
 Everything is a number per run first; methods are compared seed by seed. The training's rewards and entropies at a step
 are means of five, entropy is the sampled negative log-probability in nats, and "first steps" are five. The test of a
@@ -112,7 +112,7 @@ def mean_difference(a: np.ndarray, b: np.ndarray, axis: int) -> Any:
     return (a - b).mean(axis)
 
 
-def differences(runs: Runs, base: str = "stapo") -> str:
+def differences(runs: Runs, base: str) -> str:
     """Paired differences of every method from one: mean, standard deviation, and the permutation test's p; none where a
     seed lacks the measure."""
     rows = [["less " + base, "pairs", *(cell for name in COMPARED for cell in (name, "p"))]]
@@ -178,13 +178,16 @@ def place_names(axes: Axes, ends: dict[str, tuple[int, float]], colours: dict[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=HERE / "results/writing")
+    parser.add_argument("--less", default="stapo", metavar="METHOD", help="which the others are compared with")
     parser.add_argument("--figure", type=Path)
     given = parser.parse_args()
     found = load(given.results)
     if not found:
         raise SystemExit(f"{given.results}: no finished run")
     runs = {method: {seed: measures(*lines) for seed, lines in seeds.items()} for method, seeds in found.items()}
-    print(f"{table(runs)}\n\n{differences(runs)}")
+    if given.less not in runs:
+        parser.error(f"--less {given.less}: choose from {', '.join(runs)}")
+    print(f"{table(runs)}\n\n{differences(runs, given.less)}")
     if given.figure:
         draw(found, given.figure)
 

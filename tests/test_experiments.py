@@ -111,7 +111,7 @@ def test_a_report_of_runs_by_hand(tmp_path):
     cells = {row.split("|")[1].strip(): row for row in experiments_report.table(runs).splitlines()}
     assert "0.25 ± 0.07" in cells["grpo"]
     assert "none" in cells["grpo"]
-    difference = experiments_report.differences(runs).splitlines()[-1]
+    difference = experiments_report.differences(runs, "stapo").splitlines()[-1]
     # Reward: 0.2 and 0.3 less 0.9; 0.2 less the mean of 1/8 to 8/8 and four times 1; entropy: 3 less 0 and 1.
     compared = ["-0.65 ± 0.07", "0.50", "-0.51 ± 0.00", "0.50", "", "", "+2.50 ± 0.71", "0.50"]
     assert [cell.strip() for cell in difference.split("|")[1:-1]] == ["grpo", "2", *compared]

@@ -6,6 +6,8 @@ from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: two processes with two threads each fight for two cores
 
+from accelerate import PartialState
+
 from stapo_lite import Trainer
 
 
@@ -30,3 +32,4 @@ for name in ("one", "another"):
     assert (exported / "adapter_model.safetensors").exists()
 results = trainer.evaluate(benchmarks=[str(questions)], rollout={"num_samples": 2})
 assert (results is not None) == (os.environ["RANK"] == "0")
+PartialState().destroy_process_group()  # its threads, still running at exit, may abort a process

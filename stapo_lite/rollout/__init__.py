@@ -133,12 +133,13 @@ def check_engine(name: str, config: Config) -> None:
 
         prepare_vllm()
         check_vllm(config.rollout, config.rollout.sleep_level)
-    for key, value in {
+    needs_vllm = {
         "rollout.model": config.rollout.model,
         "rollout.quantization": config.rollout.quantization,
         "train.park_trainer": config.train.park_trainer,
-    }.items():
-        if value and name == "transformers":
+    }
+    for key, value in needs_vllm.items() if name == "transformers" else ():
+        if value:
             raise InputError(f"{key}={value} needs vLLM; the transformers engine samples from the trainer's own model")
 
 

@@ -60,12 +60,14 @@ class Episode:
         self._version, self.finished = turn.adapter_version, not turn.truncated
         self._extend(turn.token_ids, turn.rollout_logprobs, own=True)
         before, text = self._tokenizer.batch_decode([turn.token_ids[:-1], turn.token_ids], skip_special_tokens=True)
-        return until_stop(text, len(before), options.get("stop", []))
+        before = before.rstrip("\ufffd")  # a character that the last token completes
+        return until_stop(text, len(before), options.get("stop") or [])
 
     def add(self, text: str) -> None:
         """Add text that the model reads but did not write: a tool's result. What has no room is cut off."""
         token_ids = self._tokenizer(text, add_special_tokens=False).input_ids
-        self.finished = self.finished and len(token_ids) < self.room
+        if len(token_ids) >= max(1, self.room):
+            self.finished = False
         token_ids = token_ids[: self.room]
         self._extend(token_ids, [0.0] * len(token_ids), own=False)
 

@@ -44,6 +44,7 @@ LOST_TIMEOUT = 5.0
 KEEPALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 15, socket.TCP_KEEPCNT: 4}
 """A request may be silent for hours, and routers forget such connections: seconds until the peer is asked whether it is
 there, seconds between two such questions, and how many may stay without an answer."""
+MOST_FILES = 65_535
 KEY_FILE = Path("~/.cache/stapo_lite/api_key")
 
 
@@ -58,6 +59,15 @@ def api_key() -> str:
             path.touch(mode=0o600)
             path.write_text(secrets.token_urlsafe(32), encoding="utf-8")
         return path.read_text(encoding="utf-8")
+
+
+def allow_connections() -> None:
+    """Raise this process's limit of open files, usually 1024, where it may: each request has a connection."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if 0 <= soft < most:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def keep_alive(address: Any) -> socket.socket:
@@ -112,8 +122,7 @@ class ServerEngine(RolloutEngine):
         self._why_lost, self._key = "", api_key()
         at_once = max(1, rollout.max_num_seqs // accelerator.num_processes)
         self._slots = asyncio.Semaphore(at_once * len(self._servers))
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each request has a connection; 1024 is a usual limit
+        allow_connections()
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True).start()
         try:

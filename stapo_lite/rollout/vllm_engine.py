@@ -50,6 +50,7 @@ class VLLMEngine(RolloutEngine):
         self, model: str, dtype: str, sampling: Sampling, options: Engine, lora: Lora | None, sleep_level: int
     ):
         prepare_vllm()
+        self._joined = torch.distributed.is_initialized()
         from vllm import LLM, SamplingParams
         from vllm.platforms import current_platform
         from vllm.sampling_params import RequestOutputKind
@@ -200,7 +201,7 @@ class VLLMEngine(RolloutEngine):
                 torch.cuda.empty_cache()
                 with suppress(Exception):
                     self._llm.wake_up()
-            with suppress(Exception), kept_process_group():  # it may be what failed
+            with suppress(Exception), kept_process_group(self._joined):  # it may be what failed
                 self._engine.engine_core.shutdown()
         self._asleep = False
         self._llm = None
@@ -215,12 +216,16 @@ def place_for_adapters() -> Path | None:
 
 
 @contextmanager
-def kept_process_group() -> Iterator[None]:
-    """Keep the process group of all processes, which is accelerate's: vLLM ends it together with its own groups."""
-    destroy, several = torch.distributed.destroy_process_group, int(os.environ.get("WORLD_SIZE", "1")) > 1
+def kept_process_group(keep: bool) -> Iterator[None]:
+    """Keep the process group of all processes where it is accelerate's: vLLM ends it together with its own groups.
+
+    Args:
+        keep: whether it was there before vLLM.
+    """
+    destroy = torch.distributed.destroy_process_group
 
     def destroy_own(group: Any = None) -> None:
-        if group is not None or not several:
+        if group is not None or not keep:
             destroy(group)
 
     torch.distributed.destroy_process_group = destroy_own  # no option of vLLM's leaves it out

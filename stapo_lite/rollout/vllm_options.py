@@ -121,7 +121,8 @@ def check_vllm(options: Engine, sleep_level: int = 0) -> None:
         raise InputError(f"rollout.quantization=bitsandbytes: vLLM {installed} cannot load it as installed; {fix}")
     if sleep_level == 2 and not separate:
         raise InputError(
-            f"rollout.sleep_level=2: vLLM {installed} cannot read a base with LoRA again; set rollout.sleep_level=1"
+            f"rollout.sleep_level=2: vLLM {installed} cannot read a base with LoRA again; set rollout.sleep_level=1, "
+            "or 0 where the host has no room for its weights"
         )
     for name in options.vllm:
         if name in OURS:

@@ -95,7 +95,8 @@ def check_no_run(folder: Path) -> None:
 
 
 def lock(folder: Path) -> AbstractContextManager:
-    """Make the run folder and keep other runs out of it; a lock ends with its process, whatever ends that.
+    """Make the run folder and keep other runs out of it; a lock ends with its process, whatever ends that. On a file
+    system without locks it is a mark, which a process that was killed on another machine leaves behind.
 
     Raises:
         InputError: another run is there, or the folder cannot be written.
@@ -104,7 +105,9 @@ def lock(folder: Path) -> AbstractContextManager:
         folder.mkdir(parents=True, exist_ok=True)
         return FileLock(folder / ".lock").acquire(blocking=False)
     except Timeout:
-        raise InputError(f"output_dir={folder}: another run writes to it now; choose another folder") from None
+        raise InputError(
+            f"output_dir={folder}: another run writes to it now; choose another folder, or delete .lock if none does"
+        ) from None
     except OSError as error:
         raise InputError(f"output_dir={folder}: cannot be written ({error.strerror})") from None
 

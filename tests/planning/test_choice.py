@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from helpers import MINIMAL, changed
+from helpers import MINIMAL, ROOT, changed
 from random_model import qwen3
 
 from stapo_lite.config import flatten, load_config, to_yaml
@@ -140,11 +140,13 @@ def card(monkeypatch):
     monkeypatch.setattr(choice, "load_model_config", lambda name: qwen3("1.7B"))
     monkeypatch.setattr(choice, "gather_object", lambda own: [*own, (30 * GIB, psutil.virtual_memory().total)])
     monkeypatch.setattr(choice, "OWN_CGROUP", Path("nowhere"))
+    return cached
 
 
 def test_a_run_takes_what_others_leave_of_the_fullest_card_and_keeps_it(card, tmp_path, capsys, monkeypatch):
     given = config()
     run = fit(given, "vllm", None, 1, False)
+    assert set(card.values()) == {0}
     assert "memory for a card of 22.0 GiB" in capsys.readouterr().out
     host = psutil.virtual_memory().available
     expected = apply(given, choose(given, qwen3("1.7B"), Cards(22 * GIB, host)))
@@ -183,10 +185,10 @@ def test_seconds_of_a_step_by_hand():
 
 def test_the_tables_of_cards_in_the_docs_are_the_planners():
     sizes = {"qwen1.7b_lora": "1.7B", "qwen8b_lora": "8B", "qwen8b_qlora": "8B", "qwen14b_qlora": "14B"}
-    guide, readme = (Path(name).read_text("utf-8") for name in ("docs/cards.md", "README.md"))
+    guide, readme = ((ROOT / name).read_text("utf-8") for name in ("docs/cards.md", "README.md"))
     days = []
     for name, size in sizes.items():
-        given, model, cells, hosts = load_config(Path(f"configs/{name}.yaml")), qwen3(size), [], []
+        given, model, cells, hosts = load_config(ROOT / f"configs/{name}.yaml"), qwen3(size), [], []
         for card in map(KNOWN_CARDS.get, ("T4", "RTX 4090", "L40S", "A100")):
             cards = Cards(card.memory)
             if (found := find(given, model, cards)) is None:

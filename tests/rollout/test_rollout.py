@@ -162,6 +162,11 @@ def test_tools_run_side_by_side_and_what_one_raises_ends_all(make_policy, tokeni
         episode.add("a" * 5)
         assert episode.finished
         episode.add("a" * 100)
+        assert not episode.finished
+        episode.finished = True
+        episode.add("")
+        assert episode.finished
+        episode.add("a")
 
     async def full(episode):
         episode.add("a" * 100)
@@ -231,6 +236,7 @@ def test_a_coroutine_may_stop_waiting_for_the_model(make_policy, tokenizer):
         ("a = b =\n", 5, ["=", "\n"], "a = b ="),  # what stopped it is in the last token
         ("a = b", 5, ["="], "a = b"),  # a stop token ended it
         ("a = b", 5, [], "a = b"),
+        ("a\U0001f527b", 1, ["\U0001f527"], "a\U0001f527"),  # the last token completes a character
     ],
 )
 def test_a_turn_ends_with_its_stop_string(text, before, stop, expected):
@@ -458,6 +464,18 @@ def test_no_adapter_slot_outlives_its_engine():
     engine._llm = None
     engine._shut_down()
     assert all(slot() is None for slot in left)
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_the_process_group_of_all_is_kept_where_it_is_not_vllms(monkeypatch, joined):
+    """In test_parallel.py two processes train, export and evaluate with it."""
+    ended = []
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda group=None: ended.append(group))
+    with vllm_engine_module.kept_process_group(joined):
+        for group in ("vLLM's own", None):
+            torch.distributed.destroy_process_group(group)
+    torch.distributed.destroy_process_group("later")
+    assert ended == ["vLLM's own", *([] if joined else [None]), "later"]
 
 
 def test_a_model_that_vllm_cannot_serve_is_one_line(tiny_model, tmp_path):

@@ -107,6 +107,7 @@ def test_two_processes_go_on_from_the_checkpoint_of_one(one, tmp_path):
 @pytest.mark.slow
 def test_two_processes_with_vllm_export_evaluate_and_train_again(tiny_model, tmp_path):
     """vLLM ends a process group that is not its own; exports and evaluations wait for all processes."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
     write_lines(tmp_path / "sums.jsonl", [{"problem": "1+1?", "answer": "2"}, {"problem": "1+2?", "answer": "3"}])
     script = [ROOT / "tests" / "two_trainers.py", tiny_model, tmp_path / "sums.jsonl", tmp_path]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
