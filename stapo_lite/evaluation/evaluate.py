@@ -68,7 +68,8 @@ def evaluate(config: EvalConfig) -> dict[str, Any] | None:
     state.wait_for_everyone()  # before anyone appends
     if left:  # the same for every process: vLLM starts in all
         stop_tokens = stop_token_ids(tokenizer, model_eos, config.data.apply_chat_template)
-        engine = make_engine(engine_name, config, adapter, stop_tokens, state.device)
+        sampling = Sampling(1, longest, r.max_completion_length, r.temperature, stop_tokens)
+        engine = make_engine(engine_name, config, adapter, sampling, state.device)
         draw_missing(config, engine, left, len(tasks), tokenizer, state)
         engine.sleep()  # leaves its memory to the verifier
         engine.close()
@@ -156,28 +157,26 @@ def read_samples(folder: Path) -> dict[tuple[str, str, int, str], dict[str, Any]
 
 
 def make_engine(
-    name: str, config: EvalConfig, adapter: dict[str, Any] | None, stop_tokens: tuple[int, ...], device: torch.device
+    name: str, config: EvalConfig, adapter: dict[str, Any] | None, sampling: Sampling, device: torch.device
 ) -> RolloutEngine:
     """An engine that serves the model, with the adapter if there is one.
 
     Raises:
         InputError: the engine does not start, or the adapter has values for other layers, or none for some.
     """
-    r, longest = config.rollout, config.data.max_prompt_length + config.rollout.max_completion_length
-    sampling = Sampling(1, longest, r.max_completion_length, r.temperature, stop_tokens)
     if name == "vllm":
         from stapo_lite.rollout.vllm_engine import VLLMEngine
 
         # Unchecked: it may have layers that training here does not offer.
         lora = Lora.model_construct(r=adapter["r"], target_modules=adapter["target_modules"]) if adapter else None
         sleep_level = 2 if config.verifier.model else 0  # never woken
-        vllm = VLLMEngine(config.model, config.dtype, sampling, r, lora, sleep_level)
+        vllm = VLLMEngine(config.model, config.dtype, sampling, config.rollout, lora, sleep_level)
         if config.adapter:
             vllm.load_adapter(Path(config.adapter), version=0)
         return vllm
     from stapo_lite.rollout.transformers_engine import TransformersEngine
 
-    engine = TransformersEngine(sampling, r.max_num_seqs)
+    engine = TransformersEngine(sampling, config.rollout.max_num_seqs)
     model = load_weights(config.model, config.dtype, device)
     if config.adapter:
         from peft import LoraConfig, get_peft_model

@@ -59,9 +59,11 @@ class Episode:
         self._turns += 1
         self._version, self.finished = turn.adapter_version, not turn.truncated
         self._extend(turn.token_ids, turn.rollout_logprobs, own=True)
-        before, text = self._tokenizer.batch_decode([turn.token_ids[:-1], turn.token_ids], skip_special_tokens=True)
-        before = before.rstrip("\ufffd")  # a character that the last token completes
-        return until_stop(text, len(before), options.get("stop") or [])
+        text = self._tokenizer.decode(turn.token_ids, skip_special_tokens=True)
+        if not (stop := options.get("stop")):
+            return text
+        before = self._tokenizer.decode(turn.token_ids[:-1], skip_special_tokens=True)
+        return until_stop(text, len(before.rstrip("\ufffd")), stop)  # the last token may complete a character
 
     def add(self, text: str) -> None:
         """Add text that the model reads but did not write: a tool's result. What has no room is cut off."""
