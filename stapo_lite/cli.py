@@ -5,7 +5,8 @@ Commands import what is slow to import once their arguments are read.
 
 import os
 import sys
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable
 from io import TextIOWrapper
 from pathlib import Path
 
@@ -58,9 +59,9 @@ def serve(parser: ArgumentParser, arguments: list[str]) -> None:
 
 def plan(parser: ArgumentParser, arguments: list[str]) -> None:
     """Predict a run's memory; the exit status is not 0 where it does not fit."""
-    parser.add_argument("--gpu-memory", type=float, required=True, metavar="GIB", help="memory of each card")
-    parser.add_argument("--host-memory", type=float, metavar="GIB", help="host memory for each card")
-    parser.add_argument("--processes", type=int, default=1, metavar="N", help="how many processes train")
+    parser.add_argument("--gpu-memory", type=positive(float), required=True, metavar="GIB", help="memory of each card")
+    parser.add_argument("--host-memory", type=positive(float), metavar="GIB", help="host memory for each card")
+    parser.add_argument("--processes", type=positive(int), default=1, metavar="N", help="how many processes train")
     parser.add_argument("--sharded", action="store_true", help="FSDP2 spreads the base model over these processes")
     given = _with_config(parser, arguments)
     from stapo_lite.config import load_config
@@ -123,7 +124,7 @@ def report(parser: ArgumentParser, arguments: list[str]) -> None:
 def completions(parser: ArgumentParser, arguments: list[str]) -> None:
     """Show the completions that a run has kept (log.completions), the lowest rewards first."""
     parser.add_argument("run_folder", type=Path)
-    parser.add_argument("--worst", type=int, default=10, metavar="N", help="how many; 10 by default")
+    parser.add_argument("--worst", type=positive(int), default=10, metavar="N", help="how many; 10 by default")
     parser.add_argument("--step", type=int, help="show completions of this step only")
     given = parser.parse_args(arguments)
     from stapo_lite.training.tracking import show_completions
@@ -175,8 +176,8 @@ def grade(parser: ArgumentParser, arguments: list[str]) -> None:
 
     parser.add_argument("cases", type=Path, help="JSON lines of gold, pred and optionally form, answer_type, tolerance")
     parser.add_argument("--out", type=Path, required=True, help="the same lines with `correct`")
-    parser.add_argument("--timeout", type=float, default=TIMEOUT, help="seconds per answer")
-    parser.add_argument("--num-workers", type=int, default=NUM_WORKERS, help="how many processes grade")
+    parser.add_argument("--timeout", type=positive(float), default=TIMEOUT, help="seconds per answer")
+    parser.add_argument("--num-workers", type=positive(int), default=NUM_WORKERS, help="how many processes grade")
     print(grade_file(**vars(parser.parse_args(arguments))))
 
 
@@ -202,6 +203,19 @@ def quickstart(parser: ArgumentParser, arguments: list[str]) -> None:
     from stapo_lite.tools.quickstart import fetch_model
 
     print(f"model: {fetch_model()}")
+
+
+def positive(number: type[int] | type[float]) -> Callable[[str], float]:
+    """The reader of an argument that is such a number, finite and greater than 0."""
+
+    def read(text: str) -> float:
+        value = number(text)
+        if not 0 < value < float("inf"):
+            raise ArgumentTypeError(f"must be greater than 0, got {text}")
+        return value
+
+    read.__name__ = number.__name__  # for argparse's message where it is no number
+    return read
 
 
 def _with_config(parser: ArgumentParser, arguments: list[str]) -> Namespace:

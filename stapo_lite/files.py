@@ -3,7 +3,7 @@
 import json
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,30 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     Raises:
         InputError: one is not a JSON object.
     """
-    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    return [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
+    return list(stream_lines(path)) if path.exists() else []
+
+
+def stream_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The same of a file that may be larger than memory, one by one."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.endswith(b"\n"):
+                yield _parse(line, f"{path}, line {number}")
+
+
+def size_until(path: Path, step: int) -> int:
+    """Bytes of a JSON lines file up to the first line that is of a later step, or not complete.
+
+    Raises:
+        InputError: a line before that is not a JSON object.
+    """
+    size = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n") or _parse(line, f"{path}, line {number}")["step"] > step:
+                break
+            size += len(line)
+    return size
 
 
 def read_object(path: Path) -> dict[str, Any]:

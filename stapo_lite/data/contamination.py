@@ -1,5 +1,6 @@
 """Rows of a training set that hold a benchmark's problem, or most of it."""
 
+import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -85,6 +86,7 @@ def check_dataset(data: Data, column: str | None, benchmarks: Sequence[str], out
     dropped = {overlap.row for overlap in overlaps}
     lines.append(f"{len(dropped)} of {len(rows)} rows overlap a benchmark")
     if out:
-        write_lines(out, (row for number, row in enumerate(rows) if number not in dropped))
+        clean = (row for number, row in enumerate(rows) if number not in dropped)
+        write_lines(out, (json.loads(json.dumps(row, default=str)) for row in clean))  # dates become text
         lines.append(f"{len(rows) - len(dropped)} rows: {out}")
     return "\n".join(lines)

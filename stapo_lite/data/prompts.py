@@ -14,44 +14,47 @@ from stapo_lite.files import read_jsonl
 from stapo_lite.types import Prompt
 
 
-def load_rows(data: Data) -> Sequence[dict[str, Any]]:
+def load_rows(data: Data, key: str = "data.source") -> Sequence[dict[str, Any]]:
     """Rows of the data set; one of the Hub stays on the disk, where each row is read when it is asked for.
+
+    Args:
+        key: that named the source, for messages.
 
     Raises:
         InputError: no such file or Hub dataset, no rows, or an id twice.
     """
-    source, suffix = data.source, Path(data.source).suffix.lower()
+    source, suffix, where = data.source, Path(data.source).suffix.lower(), f"{key}={data.source}"
     is_file = suffix in (".jsonl", ".parquet")
     if is_file and not Path(source).is_file():
-        raise InputError(f"data.source={source}: no such file")
+        raise InputError(f"{where}: no such file")
     try:
         rows = read_jsonl(Path(source)) if suffix == ".jsonl" else _read_dataset(data)
-        check_rows(rows, source)
+        check_rows(rows, where)
     except InputError:
         raise
     except Exception as error:  # the readers and the Hub raise a dozen kinds
         reason = one_line(error.__cause__ or error) or type(error).__name__
         raise InputError(
-            f"data.source={source}: neither a readable .jsonl or .parquet file, nor a dataset on the Hub, nor a "
+            f"{where}: neither a readable .jsonl or .parquet file, nor a dataset on the Hub, nor a "
             f"package.module:function that returns rows ({reason})"
         ) from None
     ids = Counter(str(row["id"]) for row in (rows if is_file else ()) if "id" in row)
     twice = [name for name, count in ids.items() if count > 1]
     if twice:
-        raise InputError(f"data.source={source}: {len(twice)} ids occur more than once, as {twice[0][:80]}; drop rows")
+        raise InputError(f"{where}: {len(twice)} ids occur more than once, as {twice[0][:80]}; drop rows")
     return rows
 
 
-def check_rows(rows: Sequence[Any], source: str) -> Sequence[dict[str, Any]]:
+def check_rows(rows: Sequence[Any], where: str) -> Sequence[dict[str, Any]]:
     """The rows themselves.
 
     Raises:
         InputError: there are none, or one is no dictionary.
     """
     if not len(rows):
-        raise InputError(f"data.source={source}: no rows")
+        raise InputError(f"{where}: no rows")
     if not all(isinstance(row, dict) for row in rows):
-        raise InputError(f"data.source={source}: rows must be dictionaries")
+        raise InputError(f"{where}: rows must be dictionaries")
     return rows
 
 
@@ -84,6 +87,7 @@ class Prompts(Sequence[Prompt]):
         tokenizer: a transformers tokenizer.
         graded: whether each row must have an answer.
         left_out: numbers of the rows, from 0, to leave out.
+        key: that named the source, for messages.
 
     Attributes:
         digest: SHA-256 of token ids and answers.
@@ -94,7 +98,16 @@ class Prompts(Sequence[Prompt]):
             the tokenizer has no chat template.
     """
 
-    def __init__(self, rows: Sequence[Any], tokenizer: Any, data: Data, graded: bool, left_out: Collection[int] = ()):
+    def __init__(
+        self,
+        rows: Sequence[Any],
+        tokenizer: Any,
+        data: Data,
+        graded: bool,
+        left_out: Collection[int] = (),
+        key: str = "data.source",
+    ):
+        self._source = f"{key}={data.source}"
         self._rows, self._tokenizer, self._data, self._graded = rows, tokenizer, data, graded
         if data.apply_chat_template and not tokenizer.chat_template:
             raise InputError(
@@ -117,10 +130,10 @@ class Prompts(Sequence[Prompt]):
                 more = " or more" if len(_render(prompt.prompt, tokenizer, data, where)) > self._enough else ""
                 raise InputError(
                     f"{where}: the prompt has {count} tokens{more}, data.max_prompt_length is {longest}; "
-                    "raise it, or drop such rows (in training: data.filter_overlong_prompts=true)"
+                    "raise it, or drop such rows (data.filter_overlong_prompts=true does so for training data)"
                 )
         if not self._kept:
-            raise InputError(f"data.source={data.source}: every prompt is longer than data.max_prompt_length={longest}")
+            raise InputError(f"{self._source}: every prompt is longer than data.max_prompt_length={longest}")
         self.digest = digest.hexdigest()
 
     def __len__(self) -> int:
@@ -133,7 +146,7 @@ class Prompts(Sequence[Prompt]):
         return self._prompt(number, self._rows[number])
 
     def _where(self, number: int) -> str:
-        return f"data.source={self._data.source}, row {number + 1}"
+        return f"{self._source}, row {number + 1}"
 
     def _prompt(self, number: int, row: dict[str, Any]) -> Prompt:
         """The prompt of a row; of one that is much too long the tokens of its beginning."""

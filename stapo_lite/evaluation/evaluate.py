@@ -34,7 +34,8 @@ from stapo_lite.rollout.vllm_options import check_vllm, vllm_version
 # These decide which samples are drawn, or where, but not what is in one.
 FREE_KEYS = (
     "output_dir", "adapter", "benchmarks", "limit", "decoding", "verifier.", "rollout.num_samples",
-    "rollout.max_num_seqs", "rollout.gpu_memory_utilization", "rollout.vllm",
+    "rollout.max_num_seqs", "rollout.gpu_memory_utilization", "rollout.vllm.kv_cache_memory_bytes",
+    "rollout.vllm.max_num_batched_tokens", "rollout.vllm.watermark",
 )  # fmt: skip
 
 

@@ -65,7 +65,8 @@ def make_tasks(
             raise InputError(f"benchmarks: {short} is given twice: leave one out")
         rows = [{"problem": problem.text} for problem in problems]
         rendered = {key: getattr(prompting, key) for key in Prompting.model_fields}
-        prompts = Prompts(rows, tokenizer, Data(source=name, prompt_column="problem", **rendered), graded=False)
+        data = Data(source=name, prompt_column="problem", **rendered)
+        prompts = Prompts(rows, tokenizer, data, graded=False, key="benchmarks")
         for problem, prompt in zip(problems, prompts, strict=True):
             tasks += [Task(problem, number, prompt) for number in range(num_samples or usual)]
     return tasks
@@ -145,8 +146,9 @@ class Exam:
         if e.source:
             subset = d.subset if e.subset is None and e.source == d.source else e.subset
             held_out = d.model_copy(update={"source": e.source, "subset": subset, "split": e.split})
-            rows = list(itertools.islice(load_rows(held_out), e.limit))
-            prompts = Prompts(rows, tokenizer, held_out, "math" in config.reward.functions)
+            rows = list(itertools.islice(load_rows(held_out, key="evaluation.source"), e.limit))
+            graded = "math" in config.reward.functions
+            prompts = Prompts(rows, tokenizer, held_out, graded, key="evaluation.source")
             self._prompts = [prompt for prompt in prompts for _ in range(e.num_samples or 1)]
         known = ["reward"] if self._prompts else []
         known += [*dict.fromkeys(task.problem.benchmark for task in self._tasks), "average"] if self._tasks else []

@@ -88,7 +88,8 @@ def average_scores(per_problem: Sequence[Sequence[float]]) -> dict[str, float]:
         return sum(sample.mean(axis) for sample in samples) / len(samples)
 
     data = [[*values] * (2 if len(values) == 1 else 1) for values in per_problem]  # scipy refuses a single observation
-    found = bootstrap(data, statistic, n_resamples=RESAMPLES, method="percentile", rng=0).confidence_interval
+    options: Any = {"n_resamples": RESAMPLES, "batch": 100, "method": "percentile", "rng": 0}  # a batch is in memory
+    found = bootstrap(data, statistic, **options).confidence_interval
     return {"avg": fmean(map(fmean, per_problem)), "low": float(found.low), "high": float(found.high)}
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stapo_lite.errors import InputError
+from stapo_lite.machine import cores
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ def launch(module: str, processes: int, arguments: Sequence[str]) -> bool:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what failed has said why
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // processes)))
     try:
         run.main(["--standalone", "--nproc-per-node", str(processes), "-m", module, *arguments])
     except ChildFailedError as error:

@@ -14,17 +14,16 @@ import bisect
 import math
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from accelerate.utils import gather_object
 from accelerate.utils.memory import clear_device_cache
 
 from stapo_lite.config import Config, flatten, load_config
 from stapo_lite.errors import InputError
+from stapo_lite.machine import host_memory_left
 from stapo_lite.model.loading import load_model_config
 from stapo_lite.planning.plan import CUDA_CONTEXT, GIB, Cards, Plan, checkpointed_layers, make_plan
 from stapo_lite.planning.speed import KNOWN_CARDS, MEAN_LENGTH, step_seconds
@@ -45,7 +44,6 @@ MOST_SEQUENCES = 512
 COMFORTABLE_TOKENS = 8192
 """Enough in a micro-batch to keep a card busy; beyond it, memory does more for activations that are kept."""
 MOST_TOKENS = 65_536
-CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def fit(config: Config, engine: str, going_on: Path | None, processes: int, sharded: bool) -> Config:
@@ -102,19 +100,6 @@ def memory_left(card: int | None = None) -> tuple[int, int]:
     """Bytes of a card (by default the one in use): those free for this process, CUDA context included; and in all."""
     free, total = torch.cuda.mem_get_info(card)
     return min(total, free + CUDA_CONTEXT), total
-
-
-def host_memory_left() -> int:
-    """Bytes of host memory that are free; in a container or job with a limit, what is left of it (Linux, cgroup v2)."""
-    free = psutil.virtual_memory().available
-    with suppress(OSError):
-        own = CGROUPS / OWN_CGROUP.read_text("utf-8").partition("0::/")[2].strip()
-        for group in (own, *own.parents):
-            with suppress(OSError, ValueError, KeyError):  # no cgroup, or one without a limit: "max"
-                limit, used = (int((group / f"memory.{name}").read_text("ascii")) for name in ("max", "current"))
-                statistics = dict(line.split() for line in (group / "memory.stat").read_text("ascii").splitlines())
-                free = min(free, limit - used + int(statistics["inactive_file"]))  # cached files make room
-    return free
 
 
 def of_whole_card(choice: Choice, memory: int, total: int) -> Choice:

@@ -188,7 +188,8 @@ def plan_engine(config: Config, model: Any, weights: Weights, sizes: Sizes, card
         + rollout.max_num_seqs * model.vocab_size * 4 * 4,
         "vLLM: CUDA graphs": CUDA_GRAPHS,
     }
-    cache = max(0, int(rollout.gpu_memory_utilization * cards.gpu_memory) - sum(engine.values()))
+    left = max(0, int(rollout.gpu_memory_utilization * cards.gpu_memory) - sum(engine.values()))
+    cache = rollout.vllm.get("kv_cache_memory_bytes") or left
     return engine | {"vLLM: KV cache": cache}, cache * shards // (sizes.kv_per_token * width)
 
 
@@ -257,7 +258,8 @@ def served_bytes(config: Config, width: int) -> float:
         return SERVED_BYTES[rollout.quantization]
     checkpoint = served_quantization(rollout.model) if rollout.model else {}
     if "bits" in checkpoint:  # AWQ, GPTQ: a scale and a zero point per group
-        return checkpoint["bits"] / 8 + 2.5 / checkpoint.get("group_size", 128)
+        group = checkpoint.get("group_size", 128)
+        return checkpoint["bits"] / 8 + (2.5 / group if group > 0 else 0)  # -1: a column is a group
     if checkpoint.get("quant_method") == "fp8":
         return SERVED_BYTES["fp8"]
     return width  # or less, in a format that is not known here

@@ -9,10 +9,9 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
-
 from stapo_lite.config import Reward
 from stapo_lite.errors import InputError, RunError
+from stapo_lite.machine import host_memory_left
 from stapo_lite.rewards.grading import MathGrader, Question
 from stapo_lite.rewards.sandbox import Sandbox, SandboxError, as_json
 from stapo_lite.types import Completion
@@ -178,7 +177,7 @@ class UserFunction:
 
     Args:
         timeout: seconds of one call, and of the module's import.
-        memory_bytes: resident memory of the process; by default half of the machine's.
+        memory_bytes: resident memory of the process; by default half of what is free.
 
     Raises:
         InputError: the path is not of that form, or nothing callable is there.
@@ -189,7 +188,7 @@ class UserFunction:
         module_name, _, attribute = path.partition(":")
         if not module_name or not attribute:
             raise InputError(f"reward.functions={path}: use math or package.module:function")
-        self.sandbox = Sandbox(path, timeout, memory_bytes or psutil.virtual_memory().total // 2)
+        self.sandbox = Sandbox(path, timeout, memory_bytes or host_memory_left() // 2)
         try:
             self.sandbox.start()
         except SandboxError as error:

@@ -3,7 +3,6 @@
 Answers such as `9^{9^{9^{9}}}` hang sympy in C code, where no signal is handled: only killing the process ends them.
 """
 
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -15,13 +14,14 @@ from tqdm.auto import tqdm
 
 from stapo_lite.errors import InputError, RunError, explained
 from stapo_lite.files import check_writable, read_jsonl, write_lines
+from stapo_lite.machine import cores
 from stapo_lite.rewards.sandbox import Sandbox, SandboxError
 
 UNREADABLE = "?"
 """Stands for the answer where grading it took too long or too much memory, or raised an error."""
 TIMEOUT = 5.0
 """Seconds of wall-clock time after which a worker is killed and its answer is wrong."""
-NUM_WORKERS = min(8, os.cpu_count() or 1)
+NUM_WORKERS = min(8, cores())
 WORKER_MEMORY_BYTES = 4 << 30
 START_SECONDS = 120.0
 """Seconds in which a new process must import sympy and the parser and grade a first answer."""

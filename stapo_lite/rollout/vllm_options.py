@@ -79,9 +79,12 @@ def engine_arguments(
         ours |= {"enforce_eager": True, "enable_chunked_prefill": False}
         ours["worker_extension_cls"] = "stapo_lite.rollout.vllm_cpu_lora.WorkerExtension"
     else:
-        defaults |= {"max_num_batched_tokens": BATCHED_TOKENS, "hf_overrides": fp32_head(model, options)}
+        defaults["max_num_batched_tokens"] = BATCHED_TOKENS
         ours["gpu_memory_utilization"] = options.gpu_memory_utilization
-    return ours | defaults | options.vllm
+    arguments = ours | defaults | options.vllm
+    if not on_cpu:
+        arguments["hf_overrides"] = fp32_head(model, options) | options.vllm.get("hf_overrides", {})
+    return arguments
 
 
 def fp32_head(model: str, options: Engine) -> dict[str, str]:

@@ -17,6 +17,7 @@ from stapo_lite import __version__
 from stapo_lite.config import S2T, Config, flatten, load_config
 from stapo_lite.errors import InputError, explained
 from stapo_lite.files import read_lines, write_text
+from stapo_lite.planning.choice import KEYS
 from stapo_lite.training.charts import QUADRANT_COLOURS, Curve, bars, lines, plane, png
 from stapo_lite.training.report import mean
 from stapo_lite.training.token_log import QUADRANTS, thin
@@ -94,8 +95,8 @@ def find_spurious(metrics: Metrics, s2t: S2T) -> str:
 
 
 def compare(run_folders: Sequence[str | Path], out: str | Path) -> Path:
-    """Write a page that compares runs; those that differ in seed and length alone are one curve, their mean, in a band
-    of one standard deviation to either side. Returns the page.
+    """Write a page that compares runs; those with the same `run_labels` are one curve, their mean, in a band of one
+    standard deviation to either side. Returns the page.
 
     Raises:
         InputError: there are fewer than two folders, or one holds no run; `out` cannot be written.
@@ -121,10 +122,14 @@ def compare(run_folders: Sequence[str | Path], out: str | Path) -> Path:
 
 
 def run_labels(configs: Sequence[Config]) -> list[str]:
-    """The algorithm of each run, with the fields that differ where runs of one algorithm differ in more than seed and
-    length."""
-    free: Any = {"seed": True, "output_dir": True, "log": True, "evaluation": True, "train": {"max_steps"}}
-    fields, labels = [flatten(config.model_dump(exclude=free)) for config in configs], []
+    """The algorithm of each run, with the fields that differ where runs of one algorithm differ in more than seed,
+    length and what `memory: auto` chose."""
+    whole: Any = dict.fromkeys(("seed", "output_dir", "log", "evaluation", "memory"), True)
+    free, labels = ("train.max_steps", *KEYS), []
+    fields = [
+        {key: value for key, value in flatten(config.model_dump(exclude=whole)).items() if key not in free}
+        for config in configs
+    ]
     for mine in fields:
         others = [other for other in fields if other["algorithm"] == mine["algorithm"]]
         keys = dict.fromkeys(key for other in others for key in other)

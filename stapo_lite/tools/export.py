@@ -62,7 +62,7 @@ def export(
         InputError: the folder holds no adapter; the base is missing or quantised; `out` exists or cannot be written;
             the token cannot write; the exported model gives other log-probabilities.
     """
-    run, final = read_run(Path(run_folder), evaluation), Path(out)
+    run, final = read_run(Path(run_folder), evaluation), Path(out).resolve()
     partial = final.with_name(f".{final.name}.partial")
     base = base_model or run.config.model
     if getattr(load_model_config(base), "quantization_config", None) is not None:

@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from stapo_lite import __version__
 from stapo_lite.config import Log
 from stapo_lite.errors import InputError, RunError, explained
+from stapo_lite.machine import cores
 from stapo_lite.model.processes import check_launch
 from stapo_lite.rollout.vllm_options import vllm_version
 from stapo_lite.training.checkpoint import list_checkpoints
@@ -52,9 +53,9 @@ def make_accelerator(log: Log, folder: Path) -> Accelerator:
     accelerator = Accelerator(
         cpu=on_cpu, log_with=list(log.report_to) or None, project_dir=folder, kwargs_handlers=[patience]
     )
-    cores = os.cpu_count() or 1
-    if on_cpu and accelerator.num_processes == 1 and torch.get_num_threads() == 1 < cores:
-        print(f"running on 1 of {cores} cores: accelerate launch --num_cpu_threads_per_process {cores} uses all")
+    count = cores()
+    if on_cpu and accelerator.num_processes == 1 and torch.get_num_threads() == 1 < count:
+        print(f"running on 1 of {count} cores: accelerate launch --num_cpu_threads_per_process {count} uses all")
     check_launch(accelerator)
     return accelerator
 

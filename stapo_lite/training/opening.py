@@ -171,7 +171,7 @@ def load_prompts(
     columns = {"prompt_column": d.prompt_column}
     if graded := "math" in config.reward.functions:
         columns["answer_column"] = d.answer_column
-    rows = load_rows(d) if rows is None else check_rows(rows, d.source)
+    rows = load_rows(d) if rows is None else check_rows(rows, f"data.source={d.source}")
     for key, column in columns.items():
         if column not in rows[0]:
             raise InputError(f"data.{key}={column}: {d.source} has only the columns {', '.join(rows[0])}")

@@ -1,7 +1,9 @@
 """Output of a run that a person reads: the metrics file, one line per step, samples, accelerate's trackers."""
 
+import heapq
 import logging
 import math
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +14,7 @@ from tqdm.auto import tqdm
 
 from stapo_lite.errors import InputError, one_line
 from stapo_lite.evaluation.results import markdown, results_table
-from stapo_lite.files import Journal, read_lines, write_lines
+from stapo_lite.files import Journal, read_lines, size_until, stream_lines
 from stapo_lite.types import Completion
 
 logger = logging.getLogger(__name__)
@@ -68,9 +70,10 @@ class RunLog:
         if accelerator.is_main_process:
             # Drop what the steps to come will write again; of the token log, too, even where it is off by now.
             names = (METRICS_FILE, EVALUATIONS_FILE, COMPLETIONS_FILE, TOKENS_FILE, QUADRANTS_FILE)
-            before = {folder / name: read_lines(folder / name) for name in names if (folder / name).exists()}
-            for path, lines in before.items():
-                write_lines(path, [line for line in lines if line["step"] <= start_step and start_step])
+            last = start_step or -1  # an evaluation may have come before the first step
+            sizes = {path: size_until(path, last) for name in names if (path := folder / name).exists()}
+            for path, size in sizes.items():
+                os.truncate(path, size)
         accelerator.wait_for_everyone()
         self.journals = [Journal(folder / name) for name in (METRICS_FILE, EVALUATIONS_FILE, COMPLETIONS_FILE)]
         self._steps, self._evaluations, self._completions = self.journals
@@ -172,13 +175,14 @@ def show_completions(folder: Path, worst: int, step: int | None) -> str:
     """
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder")
-    lines = [line for line in read_lines(folder / COMPLETIONS_FILE) if step in (None, line["step"])]
+    path = folder / COMPLETIONS_FILE
+    kept = (line for line in (stream_lines(path) if path.exists() else ()) if step in (None, line["step"]))
+    lines = heapq.nsmallest(worst, kept, key=lambda line: -math.inf if line["reward"] is None else line["reward"])
     if not lines:
         of_step = "" if step is None else f" of step {step}"
         raise InputError(f"{folder}: no completions{of_step} were kept; see log.completions")
-    lines.sort(key=lambda line: -math.inf if line["reward"] is None else line["reward"])
     parts = []
-    for line in lines[:worst]:
+    for line in lines:
         scores = "".join(f", {name} {score:.3f}" for name, score in line["scores"].items() if len(line["scores"]) > 1)
         cut = ", cut off" if line["truncated"] else ""
         parts.append(

@@ -1,3 +1,4 @@
+import datetime
 import gc
 import subprocess
 import sys
@@ -167,6 +168,10 @@ def test_the_contamination_report(tmp_path, capsys):
         f"1 rows: {tmp_path / 'clean.jsonl'}",
     ]
     assert read_lines(tmp_path / "clean.jsonl") == rows[:1]
+    dated = [{"prompt": "new", "on": datetime.date(2026, 1, 2)}, {"prompt": words, "on": None}]
+    datasets.Dataset.from_list(dated).to_parquet(tmp_path / "train.parquet")
+    assert command("contamination", tmp_path / "train.parquet", *arguments[2:]) == 0
+    assert read_lines(tmp_path / "clean.jsonl") == [{"prompt": "new", "on": "2026-01-02"}]
     write_lines(tmp_path / "train.jsonl", [{"text": words}])
     assert command(*arguments) == 2
     assert "--prompt-column:" in capsys.readouterr().err

@@ -150,8 +150,10 @@ def test_going_on_after_an_interruption(run, finished, tmp_path, monkeypatch):
     [
         ({"seed": 1}, "holds samples drawn with seed=0, not 1"),
         ({"decoding": "training-aligned"}, "holds samples drawn with rollout.temperature=0.7, not 1.0"),
+        ({"rollout__vllm": {"kv_cache_dtype": "fp8"}}, "drawn with rollout.vllm.kv_cache_dtype=None, not fp8"),
         ({"adapter": "adapter"}, r"drawn with adapter \(its files\)=None, not"),
         ({"adapter": "nowhere"}, "adapter=.*nowhere: no adapter in PEFT's format"),
+        ({"data__max_prompt_length": 3}, "benchmarks=.*aime24.jsonl, row 1: the prompt has .* tokens"),
         ({"benchmarks": ["aime24.jsonl", "aime24.jsonl"]}, "benchmarks: aime24 is given twice"),
         ({"rollout__quantization": "fp8"}, "rollout.quantization=fp8 needs vLLM"),
         ({"verifier__model": "nowhere"}, "model=nowhere: not a causal language model"),

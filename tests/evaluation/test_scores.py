@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import tracemalloc
 
 import pytest
 from helpers import command
@@ -90,6 +91,15 @@ def test_intervals_against_the_normal_approximation_and_paired():
     # Two runs that differ by the same on every problem: no uncertainty, however hard the problems differ.
     a, b = [[0.0, 0.25, 0.5, 0.75]], [[0.25, 0.5, 0.75, 1.0]]
     assert paired_difference(a, b) == {"avg": 0.25, "low": 0.25, "high": 0.25}
+
+
+def test_the_resamples_of_many_problems_are_not_held_at_once():
+    tracemalloc.start()
+    scores = average_scores([[0.0, 1.0] * 1500])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 30 << 20, "all 10,000 take 480 MB"
+    assert scores["high"] - 0.5 == pytest.approx(1.96 * 0.5 / 3000**0.5, rel=0.05)
 
 
 def results(**benchmarks):

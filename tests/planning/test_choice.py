@@ -9,6 +9,7 @@ import torch
 from helpers import MINIMAL, ROOT, changed
 from random_model import qwen3
 
+from stapo_lite import machine
 from stapo_lite.config import flatten, load_config, to_yaml
 from stapo_lite.errors import InputError
 from stapo_lite.planning import choice
@@ -109,9 +110,9 @@ def test_a_container_has_less_than_its_host(monkeypatch, tmp_path):
     """A job of 6 GiB in a container of 8 GiB: what each has left, cached files included."""
     free = psutil.virtual_memory()._replace(available=100 * GIB)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
-    monkeypatch.setattr(choice, "CGROUPS", tmp_path)
-    monkeypatch.setattr(choice, "OWN_CGROUP", tmp_path / "self")
-    assert choice.host_memory_left() == 100 * GIB  # no cgroups
+    monkeypatch.setattr(machine, "CGROUPS", tmp_path)
+    monkeypatch.setattr(machine, "OWN_CGROUP", tmp_path / "self")
+    assert machine.host_memory_left() == 100 * GIB  # no cgroups
     (tmp_path / "self").write_text("0::/jobs/7\n", encoding="ascii")
     for folder, limit, used, cached in (("", 8, 7, 3), ("jobs", "max", 2, 0), ("jobs/7", 6, 2, 1)):
         group = tmp_path / folder
@@ -119,9 +120,9 @@ def test_a_container_has_less_than_its_host(monkeypatch, tmp_path):
         (group / "memory.max").write_text(f"{limit if limit == 'max' else limit * GIB}\n", encoding="ascii")
         (group / "memory.current").write_text(f"{used * GIB}\n", encoding="ascii")
         (group / "memory.stat").write_text(f"anon 5\ninactive_file {cached * GIB}\n", encoding="ascii")
-    assert choice.host_memory_left() == 4 * GIB  # the container's: 8 - 7 + 3
+    assert machine.host_memory_left() == 4 * GIB  # the container's: 8 - 7 + 3
     (tmp_path / "memory.max").write_text("max\n", encoding="ascii")
-    assert choice.host_memory_left() == 5 * GIB  # the job's
+    assert machine.host_memory_left() == 5 * GIB  # the job's
 
 
 @pytest.fixture
@@ -139,7 +140,7 @@ def card(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda card: (22 * GIB - CUDA_CONTEXT - cached["card"], 24 * GIB))
     monkeypatch.setattr(choice, "load_model_config", lambda name: qwen3("1.7B"))
     monkeypatch.setattr(choice, "gather_object", lambda own: [*own, (30 * GIB, psutil.virtual_memory().total)])
-    monkeypatch.setattr(choice, "OWN_CGROUP", Path("nowhere"))
+    monkeypatch.setattr(machine, "OWN_CGROUP", Path("nowhere"))
     return cached
 
 

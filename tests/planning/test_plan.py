@@ -15,7 +15,7 @@ from stapo_lite.model.loading import load_model_config
 from stapo_lite.model.policy import make_optimizer
 from stapo_lite.planning import plan
 from stapo_lite.planning.choice import apply, choose
-from stapo_lite.planning.plan import GIB, Cards, as_json, count_activations, make_plan, model_sizes
+from stapo_lite.planning.plan import GIB, Cards, as_json, count_activations, make_plan, model_sizes, served_bytes
 
 LORA_OF_RANK_32 = 36 * 32 * ((4096 + 4096) * 2 + (4096 + 1024) * 2 + (4096 + 12288) * 3)  # in the 8B, all projections
 PARAMETERS = {
@@ -207,6 +207,13 @@ def test_without_auto_the_plan_says_what_is_too_much(planned):
     assert "It does not fit.\n  rollouts: " in output.out
 
 
+@pytest.mark.parametrize("arguments", [("0",), ("24", "--processes", "0"), ("24", "--host-memory", "inf")])
+def test_no_card_no_plan(planned, arguments):
+    status, output = planned("1.7B", *arguments)
+    assert status == 2
+    assert f"must be greater than 0, got {arguments[-1]}" in output.err
+
+
 def test_some_runs_cannot_be_planned(planned):
     status, output = planned("1.7B", "24", "rollout.engine=transformers")
     assert (status, output.err.count("\n")) == (2, 1)
@@ -228,6 +235,21 @@ def test_a_quantised_checkpoint_next_to_the_trainer(tmp_path, monkeypatch):
     linears = PARAMETERS["1.7B"] - 151_936 * 2048  # the norms hardly count
     assert found.rollout["vLLM: weights"] == pytest.approx(linears * (0.5 + 2.5 / 128) + 2 * 151_936 * 2048, rel=1e-3)
     assert found.rollout["trainer: base weights"] == 2 * PARAMETERS["1.7B"]
+
+
+def test_a_checkpoint_with_one_group_a_column(tmp_path):
+    """GPTQ's group_size -1: scales and zero points hardly count."""
+    served = qwen3("0.6B")
+    served.quantization_config = {"quant_method": "gptq", "bits": 4, "group_size": -1}
+    served.save_pretrained(tmp_path)
+    assert served_bytes(config(rollout__model=str(tmp_path)), 2) == 0.5
+
+
+def test_a_kv_cache_of_a_given_size_is_what_vllm_takes():
+    """Whatever gpu_memory_utilization says; 2,340 tokens of 36 layers, 8 heads of 128 and two bytes."""
+    given = config(rollout__vllm={"kv_cache_memory_bytes": 2340 * 36 * 2 * 8 * 128 * 2})
+    found = make_plan(given, qwen3("8B"), Cards(80 * GIB))
+    assert (found.rollout["vLLM: KV cache"], found.kv_tokens) == (2340 * 147_456, 2340)
 
 
 @pytest.mark.slow

@@ -26,7 +26,14 @@ from stapo_lite.rollout import MAX_RETRIES, Decoding, check_engine, resolve_engi
 from stapo_lite.rollout import vllm_engine as vllm_engine_module
 from stapo_lite.rollout.episodes import play, until_stop
 from stapo_lite.rollout.transformers_engine import TransformersEngine
-from stapo_lite.rollout.vllm_options import BATCHED_TOKENS, WATERMARK, check_vllm, fp32_head, vllm_version
+from stapo_lite.rollout.vllm_options import (
+    BATCHED_TOKENS,
+    WATERMARK,
+    check_vllm,
+    engine_arguments,
+    fp32_head,
+    vllm_version,
+)
 from stapo_lite.types import Prompt
 
 DECODING = Decoding(max_completion_length=10, temperature=0.8, top_p=1.0)
@@ -588,6 +595,10 @@ def test_a_card_that_is_full_when_vllm_wakes_is_one_line(start, tiny_model):
     options = start.call_args.kwargs
     assert options["max_num_batched_tokens"] == BATCHED_TOKENS  # what the planner counts on
     assert options["hf_overrides"] == {"head_dtype": "float32"}  # logits as the trainer's
+    rope = {"rope_scaling": {"factor": 2.0}}
+    lengthened = Engine(engine="vllm", vllm={"hf_overrides": rope})
+    both = engine_arguments(str(tiny_model), "bfloat16", 64, lengthened, None, max_loras=1, on_cpu=False)
+    assert both["hf_overrides"] == {"head_dtype": "float32"} | rope
     engine.sleep()
     engine.wake()
     engine.sleep()

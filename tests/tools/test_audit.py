@@ -211,7 +211,14 @@ def test_mean_and_band_by_hand():
 def test_curves_are_called_by_what_differs(make_run):
     runs = {
         "a": {},
-        "b": {"seed": 7, "output_dir": "elsewhere", "log": {"save_steps": 1}, "train": {"max_steps": 7}},
+        "b": {
+            "seed": 7,
+            "output_dir": "elsewhere",
+            "log": {"save_steps": 1},
+            "memory": "off",
+            "train": {"max_steps": 7, "max_tokens_per_microbatch": 999},
+            "rollout": {"gpu_memory_utilization": 0.7},
+        },
         "c": {"objective": {"s2t": {"tau_p": 0.01}}},
         "d": {"algorithm": "grpo", "train": {"max_steps": 9}},
     }

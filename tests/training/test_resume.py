@@ -18,6 +18,7 @@ from helpers import checkpoints, command, run, without_times
 
 from stapo_lite.config import load_config
 from stapo_lite.errors import InputError
+from stapo_lite.files import size_until
 from stapo_lite.training import lifecycle
 from stapo_lite.training.checkpoint import find_damage, list_checkpoints, newest_checkpoint, read_state
 from stapo_lite.training.tracking import read_metrics
@@ -202,6 +203,15 @@ def test_a_checkpoint_says_where_it_was_made(finished, write_config, tmp_path, m
     assert command("train", config, "--resume") == 0
     line = r"^in another environment, so that rounding and draws may differ: prompts \w+ -> \w+, torch \S+ -> 1\.0$"
     assert re.search(line, capsys.readouterr().out, re.MULTILINE)
+
+
+def test_a_log_ends_where_its_run_goes_on(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0}\n{"step": 2, "é": 1}\n{"step": 3}\n{"st', encoding="utf-8")
+    kept = {step: path.read_bytes()[: size_until(path, step)].decode() for step in (-1, 0, 1, 2, 9)}
+    first, second = '{"step": 0}\n', '{"step": 2, "é": 1}\n'
+    both = first + second
+    assert kept == {-1: "", 0: first, 1: first, 2: both, 9: both + '{"step": 3}\n'}
 
 
 @pytest.mark.slow

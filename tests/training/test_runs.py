@@ -159,6 +159,8 @@ def test_the_best_adapter_by_held_out_rows_with_ones_own_reward(write_config, tm
     assert json.loads((folder / "best" / "score.json").read_text(encoding="utf-8")) == score
     shown = f"best so far: reward {max(rewards):.3f} after step {best}, kept in {folder / 'best'}"
     assert shown in capsys.readouterr().out
+    with pytest.raises(InputError, match="evaluation.source=nowhere.jsonl: no such file"):
+        run(write_config(output_dir=str(tmp_path / "b"), evaluation=held_out | {"source": "nowhere.jsonl"}))
     with pytest.raises(InputError, match="evaluation.best=math500: choose one of reward"):
         run(write_config(output_dir=str(tmp_path / "b"), evaluation=held_out | {"best": "math500"}))
 
