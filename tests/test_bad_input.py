@@ -163,6 +163,10 @@ MODELS = {
     "no language model": (edit("config.json", lambda c: c.update(model_type="vit")), NO_MODEL),
     "code of its own": (edit("config.json", lambda c: c.update(OWN_CODE)), NO_MODEL),
     "logits capped in the decoder's own config": (nest(final_logit_softcapping=30.0), "(final_logit_softcapping)"),
+    "a head that scales its logits": (
+        edit("config.json", lambda c: c.update(lm_head_multiplier=0.04)),
+        "(lm_head_mult",
+    ),
     "a short context there": (nest(final_logit_softcapping=None, max_position_embeddings=32), "holds 32 tokens, but"),
     "no tokenizer": (lambda m: [path.unlink() for path in m.glob("*token*")], "has no tokenizer"),
     "a tokenizer cut off": (write("tokenizer.json", '{"version'), NO_MODEL),

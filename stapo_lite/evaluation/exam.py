@@ -173,9 +173,7 @@ class Exam:
         if not accelerator.is_main_process:
             return None
         if self._tasks:
-            grader = MathGrader()
-            judged = judge(self._tasks, [lines[task.key] for task in self._tasks], grader)
-            grader.close()
+            judged = judge(self._tasks, [lines[task.key] for task in self._tasks], rewards.grader)
             results |= summarise(self._tasks, judged)
         return {"temperature": self._settings.temperature, "top_p": self._settings.top_p, **results}
 

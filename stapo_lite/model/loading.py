@@ -45,7 +45,10 @@ def load_tokenizer(
     if not tokenizer("1 + 1 = 2", add_special_tokens=False).input_ids:
         raise InputError(f"model={model}: has no tokenizer")
     text_config = config.get_text_config()  # that of the decoder, where the model reads images as well
-    for key in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
+    for key in (
+        "final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "logits_mup_width_multiplier",
+        "logits_soft_cap", "output_logit_soft_cap",
+    ):  # fmt: skip
         if getattr(text_config, key, None) not in (None, 1, 1.0):
             raise InputError(f"model={model}: its logits are transformed after the head ({key}): choose another model")
     context = getattr(text_config, "max_position_embeddings", longest_sequence)

@@ -212,14 +212,10 @@ def make_optimizer(policy: Policy, train: Train) -> torch.optim.Optimizer:
     return optimizer(parameters, lr=train.learning_rate, betas=(0.9, 0.999), weight_decay=train.weight_decay)
 
 
-def sum_gradients(policy: Policy, reduce: Callable[[Tensor], Tensor]) -> None:
-    """Add the adapter's gradients up over processes in one collective.
-
-    Args:
-        reduce: sums a tensor over the processes; a process without gradients contributes zeros.
-    """
+def sum_gradients(policy: Policy) -> None:
+    """Add the adapter's gradients up over processes in one collective, to which one without gradients gives zeros."""
     parameters = list(policy.parameters.values())
     flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters])
-    flat = reduce(flat)
+    torch.distributed.all_reduce(flat)
     for parameter, gradient in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
         parameter.grad = gradient.view_as(parameter)

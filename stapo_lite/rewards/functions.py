@@ -31,13 +31,16 @@ class RewardModel:
         max_steps: of the run, for `trainer_state`.
         own: functions of this process by their names in `settings.functions`.
 
+    Attributes:
+        grader: of `math`; its processes start with the first answer.
+
     Raises:
         InputError: a function cannot be imported.
     """
 
     def __init__(self, settings: Reward, max_steps: int, own: Mapping[str, Callable] | None = None):
         self._settings, self._max_steps = settings, max_steps
-        self._grader = MathGrader()
+        self.grader = MathGrader()
         self._functions = {name: self._find(name, own or {}) for name in settings.functions}
         self._threads = ThreadPoolExecutor(len(self._functions), thread_name_prefix="rewards")
 
@@ -50,7 +53,7 @@ class RewardModel:
         # With token-mean, all text between an early box and the limit would be reinforced.
         asked = [c for c in completions if not (c.truncated and self._settings.truncated_is_incorrect)]
         questions = [Question(c.prompt.answer, c.text, not c.truncated) for c in asked]
-        right = {c for c, verdict in zip(asked, self._grader.grade(questions), strict=True) if verdict.correct}
+        right = {c for c, verdict in zip(asked, self.grader.grade(questions), strict=True) if verdict.correct}
         return [self._settings.correct if c in right else self._settings.incorrect for c in completions]
 
     def score(self, completions: Sequence[Completion], seed: int, step: int) -> None:
@@ -86,7 +89,7 @@ class RewardModel:
             if isinstance(function, UserFunction | OwnFunction):
                 function.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
-        self._grader.close()
+        self.grader.close()
 
 
 def reward_arguments(completions: Sequence[Completion], trainer_state: SimpleNamespace) -> dict[str, Any]:

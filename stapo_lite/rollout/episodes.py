@@ -35,6 +35,7 @@ class Episode:
         self._logprobs: list[float] = []
         self._mask: list[bool] = []
         self._turns, self._version = 0, 0
+        self.busy = False
 
     @property
     def room(self) -> int:
@@ -47,7 +48,12 @@ class Episode:
         Args:
             max_tokens: of this turn; all that is left by default.
             options: of vLLM's SamplingParams, such as `stop=["</tool>"]`, which the text then ends with.
+
+        Raises:
+            RunError: a turn is under way, or the coroutine has ended.
         """
+        if self.busy:
+            raise RunError("rollout.function: an episode asked for a turn before it had the last: await generate()")
         limit = min(self.room, max_tokens or self.room)
         if limit == 0:
             self.finished = False
@@ -55,7 +61,11 @@ class Episode:
         so_far = Prompt("", self.prompt.token_ids + self.token_ids, None)
         options |= {"include_stop_str_in_output": True} if "stop" in options else {}
         decoding = Decoding(limit, self._sampling.temperature, 1.0, logprobs=True, options=options)
-        turn: Completion = await self._ask(so_far, derived_seed(self._seed, self._turns), decoding)
+        self.busy = True
+        try:
+            turn: Completion = await self._ask(so_far, derived_seed(self._seed, self._turns), decoding)
+        finally:
+            self.busy = False
         self._turns += 1
         self._version, self.finished = turn.adapter_version, not turn.truncated
         self._extend(turn.token_ids, turn.rollout_logprobs, own=True)
@@ -129,7 +139,7 @@ def play(
     """Groups of completions as `RolloutEngine.generate` gives them, each made by a coroutine.
 
     Raises:
-        RunError: an episode is empty.
+        RunError: an episode is empty, or asks for a turn and does not await it.
         Exception: what a coroutine raised.
     """
     turn = threading.Condition()
@@ -150,6 +160,9 @@ def play(
 
     async def start(episode: Episode) -> None:
         await function(episode)
+        if episode.busy:
+            raise RunError("rollout.function: an episode ended before it had its turn: await generate()")
+        episode.busy = True  # what it began and forgot may ask no more: the others would wait
         with turn:
             ended.append(episode)
             turn.notify()

@@ -126,7 +126,7 @@ class VLLMEngine(RolloutEngine):
         current adapter, for the prompts that are missing.
 
         Raises:
-            RunError: it failed too often.
+            RunError: it failed too often, or refuses a request.
         """
         missing, failures = dict.fromkeys(range(len(prompts))), 0
         while missing:
@@ -135,9 +135,10 @@ class VLLMEngine(RolloutEngine):
                     self._shut_down()
                     with self._uncompiled():
                         self._llm = self._start()  # which reads the adapter with the first request for it
-                for index in missing:
-                    request = {"prompt_token_ids": prompts[index].token_ids}
-                    self._engine.add_request(str(index), request, parameters[index], lora_request=self._request)
+                with explained("vLLM refuses a request", kind=RunError):  # an option that an episode gave, say
+                    for index in missing:
+                        request = {"prompt_token_ids": prompts[index].token_ids}
+                        self._engine.add_request(str(index), request, parameters[index], lora_request=self._request)
                 while self._engine.has_unfinished_requests():
                     with self._uncompiled():
                         outputs = self._engine.step()
@@ -146,7 +147,7 @@ class VLLMEngine(RolloutEngine):
                             index = int(output.request_id)
                             del missing[index]
                             yield index, output
-            except GeneratorExit:  # the caller has seen enough
+            except (GeneratorExit, RunError):  # the caller has seen enough, or must mend a request
                 self._engine.abort_request([str(index) for index in missing])
                 raise
             except Exception as error:  # whatever ends vLLM

@@ -24,7 +24,7 @@ from stapo_lite.training.lifecycle import card_memory
 from stapo_lite.training.metrics import has_variance
 from stapo_lite.training.opening import Given, open_run
 from stapo_lite.training.run import Rollouts, Run
-from stapo_lite.training.update import measure, old_inputs, update, with_gradient
+from stapo_lite.training.update import mask_inputs, measure, old_inputs, update, with_gradient
 from stapo_lite.types import Completion, derived_seed
 
 
@@ -129,8 +129,9 @@ def mini_batches(run: Run, groups: Sequence[Sequence[Completion]]) -> Iterator[M
     batches = []
     for part in cut_evenly(groups, run.config.train.mini_batch_size):
         whole = list(itertools.chain(*part))
-        rows = set(with_gradient(whole, objective))
-        work = [sequence_length(completion) if row in rows else 0 for row, completion in enumerate(whole)]
+        learned, read = set(with_gradient(whole, objective)), set(mask_inputs(whole, objective))
+        passes = [4 * (row in learned) + (row in read) for row in range(len(whole))]  # the mask takes a forward pass
+        work = [count * sequence_length(completion) for count, completion in zip(passes, whole, strict=True)]
         ours = split_evenly(work, accelerator.num_processes)[accelerator.process_index]
         batches.append(pack([whole[row] for row in ours], device))
     for batch in batches[1:]:

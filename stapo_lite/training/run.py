@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 
 from stapo_lite.algorithm.s2t import next_tau_p
 from stapo_lite.config import Config, Train
-from stapo_lite.errors import one_line
+from stapo_lite.errors import InputError, one_line
 from stapo_lite.evaluation.exam import Exam, main_score
 from stapo_lite.files import read_object, write_text
 from stapo_lite.model.policy import Policy
@@ -245,18 +245,19 @@ class Run:
         """
         metric, best, partial = self.config.evaluation.best, self.folder / "best", self.folder / ".best"
         now = main_score(results, metric) if results and metric else None
-        score, before = {"metric": metric, "score": now, "step": self.progress.step}, {}
+        if now is None:
+            return
+        score = {"metric": metric, "score": now, "step": self.progress.step}
         try:
-            if (best / SCORE_FILE).exists():
-                before = read_object(best / SCORE_FILE)
-            if now is None or (before.get("metric") == metric and before["score"] >= now):
+            before = read_object(best / SCORE_FILE) if (best / SCORE_FILE).exists() else {}
+            if before.get("metric") == metric and before["score"] >= now:
                 return
             self.policy.save_adapter(partial)
             write_text(partial / SCORE_FILE, json.dumps(score))
             shutil.rmtree(best, ignore_errors=True)
             partial.rename(best)
             self.accelerator.print(f"best so far: {metric} {now:.3f} after step {self.progress.step}, kept in {best}")
-        except (OSError, SafetensorError) as error:
+        except (OSError, InputError, SafetensorError) as error:
             logger.warning("%s was not written (%s)", best, one_line(error))
 
     def finish(self) -> None:

@@ -289,7 +289,7 @@ def clip_and_step(learner: Learner, batch: MiniBatch, masks: Masks, gradient: Gr
     """Clip the gradient of all processes by its norm and take one step, the same everywhere; count what it was."""
     policy, accelerator = learner.policy, learner.accelerator
     if accelerator.num_processes > 1:
-        sum_gradients(policy, lambda gradients: accelerator.reduce(gradients, "sum"))
+        sum_gradients(policy)
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters.values(), learner.config.train.max_grad_norm)
     sound, grad_norm = torch.stack([accelerator.reduce(gradient.loss + norm, "sum").isfinite(), norm]).tolist()
     if not sound:

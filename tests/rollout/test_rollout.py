@@ -8,6 +8,7 @@ import shutil
 import threading
 import weakref
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import Mock, call
 
@@ -181,6 +182,25 @@ def test_tools_run_side_by_side_and_what_one_raises_ends_all(make_policy, tokeni
         assert await episode.generate() == ""
         assert not episode.finished
 
+    async def two_at_once(episode):
+        await asyncio.gather(episode.generate(1), episode.generate(1))
+
+    async def forgetful(episode):
+        asking = asyncio.ensure_future(episode.generate(1))
+        await asyncio.sleep(0)
+        assert not asking.done()
+
+    async def more_forgetful(episode):
+        await episode.generate(1)
+        if episode.prompt is PROMPTS[0]:
+            forgotten.append(asyncio.ensure_future(episode.generate(1)))  # has not asked when the coroutine ends
+        else:
+            await episode.generate(1)
+
+    forgotten: list[asyncio.Task] = []
+    groups = play(engine, SAMPLING, tokenizer, more_forgetful, PROMPTS, [1, 2, 3])
+    assert {len(c.token_ids) for c in groups[0]} == {1}
+    assert {type(task.exception()) for task in forgotten} == {RunError}
     groups = play(engine, SAMPLING, tokenizer, meet, PROMPTS, [1, 2, 3])
     assert {len(c.token_ids) for group in groups for c in group} == {2}
     groups = play(engine, SAMPLING, tokenizer, cut_off, PROMPTS, [1, 2, 3])
@@ -189,6 +209,8 @@ def test_tools_run_side_by_side_and_what_one_raises_ends_all(make_policy, tokeni
         (fail, LookupError, "no such tool"),
         (nothing, RunError, "an episode ended without a turn of the model's"),
         (full, RunError, "an episode ended without a turn of the model's"),
+        (two_at_once, RunError, "asked for a turn before it had the last"),
+        (forgetful, RunError, "ended before it had its turn"),
     ):
         with pytest.raises(error, match=message):
             play(engine, SAMPLING, tokenizer, function, PROMPTS, [1, 2, 3])
@@ -429,6 +451,15 @@ def test_a_vllm_that_dies_is_started_anew_for_what_is_missing(vllm_engine, make_
     assert len(re.findall("starting it anew", caplog.text)) == 2
     vllm_engine.publish(policy, next(VERSIONS))
     assert gap(policy, generate(vllm_engine, LONG)).max() < 1e-4
+
+
+def test_a_request_that_vllm_refuses_is_no_reason_to_start_it_anew(vllm_engine, make_policy, caplog):
+    vllm_engine.publish(make_policy(), next(VERSIONS))
+    good = Decoding(4, 1.0, 1.0)
+    with pytest.raises(RunError, match=r"^vLLM refuses a request \(.*logit_bias"):
+        list(vllm_engine.stream(PROMPTS, [1, 2, 3], [good, good, replace(good, options={"logit_bias": {9999: 1.0}})]))
+    assert "starting it anew" not in caplog.text
+    assert len(list(vllm_engine.stream(PROMPTS, [1, 2, 3], [good] * 3))) == 3
 
 
 def test_waking_loads_no_adapter_and_the_next_request_finds_it(vllm_engine, make_policy, monkeypatch):

@@ -6,12 +6,14 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from helpers import RARELY_RIGHT, ROOT, command, run, without_times
+from helpers import MINIMAL, RARELY_RIGHT, ROOT, command, run, without_times
 from packaging.version import Version
 
 from stapo_lite.algorithm.microbatches import cut_evenly
@@ -27,9 +29,9 @@ from stapo_lite.training import opening
 from stapo_lite.training.lifecycle import make_accelerator
 from stapo_lite.training.loop import train
 from stapo_lite.training.metrics import Tally
-from stapo_lite.training.run import learning_rate
+from stapo_lite.training.run import Run, learning_rate
 from stapo_lite.training.tracking import read_metrics
-from stapo_lite.types import derived_seed
+from stapo_lite.types import Completion, Prompt, derived_seed
 
 loop = importlib.import_module("stapo_lite.training.loop")
 
@@ -353,6 +355,34 @@ def test_sizes_of_rounds_and_mini_batches_by_hand():
     assert cut_evenly(range(9), 4) == [range(3), range(3, 6), range(6, 9)]
     assert cut_evenly(range(5), 4) == [range(2), range(2, 5)]
     assert cut_evenly([], 4) == []
+
+
+@pytest.mark.parametrize(("algorithm", "share"), [("20-entropy", 4), ("justrl", None)])
+def test_processes_have_the_same_work(algorithm, share):
+    """Eight completions without advantage are read for 20-entropy's mask, and cost nothing else."""
+    config = load_config(MINIMAL | {"algorithm": algorithm})
+    prompt, ids, logprobs = Prompt("", [4, 5], None), [6] * 6, [-1.0] * 6
+    completions = [Completion(prompt, ids, logprobs, False, 0, advantage=a) for a in [1.0] * 8 + [0.0] * 8]
+    learner = SimpleNamespace(objective=config.objective, on_tokens=None)
+    policy, found = SimpleNamespace(device=torch.device("cpu")), []
+    for index in range(2):
+        accelerator = SimpleNamespace(num_processes=2, process_index=index)
+        run = SimpleNamespace(config=config, learner=learner, accelerator=accelerator, policy=policy)
+        (batch,) = loop.mini_batches(run, [completions])
+        found.append(Counter(c.advantage for c in batch.completions))
+    assert [counts[1.0] for counts in found] == [4, 4]
+    assert share is None or [counts[0.0] for counts in found] == [share, share]
+
+
+def test_a_best_score_that_cannot_be_read_costs_a_warning(tmp_path, caplog):
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best" / "score.json").write_text("{", encoding="utf-8")
+    evaluation = SimpleNamespace(best="reward")
+    run = SimpleNamespace(
+        config=SimpleNamespace(evaluation=evaluation), folder=tmp_path, progress=SimpleNamespace(step=1)
+    )
+    Run.keep_best(run, {"reward": 1.0})
+    assert re.search(r"best was not written \(.*score.json: not JSON", caplog.text)
 
 
 def test_learning_rates_by_hand():
