@@ -36,11 +36,13 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     Raises:
         InputError: one is not a JSON object.
     """
-    return list(stream_lines(path)) if path.exists() else []
+    return list(stream_lines(path))
 
 
 def stream_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The same of a file that may be larger than memory, one by one."""
+    if not path.exists():
+        return
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.endswith(b"\n"):

@@ -191,6 +191,9 @@ class Rollout(Engine):
     reads them from the disk again (vLLM 0.28 or newer, not with `bitsandbytes`). The adapter is kept with each."""
 
     def conflicts(self) -> Iterator[str]:
+        for name in ("kv_cache_memory_bytes", "max_num_batched_tokens", "tensor_parallel_size"):  # the planner's
+            if type(self.vllm.get(name, 1)) is not int:
+                yield f"rollout.vllm.{name}={self.vllm[name]}: must be a whole number"
         if self.engine != "server" and self.vllm.keys() & {"tensor_parallel_size", "data_parallel_size"}:
             keys = "rollout.vllm.tensor_parallel_size and data_parallel_size"
             yield f"{keys} need rollout.engine=server (docs/scaling.md)"

@@ -11,7 +11,7 @@ from stapo_lite.config import BENCHMARK_NAMES, Data
 from stapo_lite.data.benchmarks import Problem, load_benchmark
 from stapo_lite.data.prompts import load_rows, prompt_text
 from stapo_lite.errors import InputError
-from stapo_lite.files import check_writable, write_lines
+from stapo_lite.files import check_writable, write_text
 
 
 def load_problems(benchmarks: Sequence[str]) -> list[Problem]:
@@ -87,6 +87,6 @@ def check_dataset(data: Data, column: str | None, benchmarks: Sequence[str], out
     lines.append(f"{len(dropped)} of {len(rows)} rows overlap a benchmark")
     if out:
         clean = (row for number, row in enumerate(rows) if number not in dropped)
-        write_lines(out, (json.loads(json.dumps(row, default=str)) for row in clean))  # dates become text
+        write_text(out, "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in clean))  # dates, too
         lines.append(f"{len(rows) - len(dropped)} rows: {out}")
     return "\n".join(lines)

@@ -130,7 +130,7 @@ class Prompts(Sequence[Prompt]):
                 more = " or more" if len(_render(prompt.prompt, tokenizer, data, where)) > self._enough else ""
                 raise InputError(
                     f"{where}: the prompt has {count} tokens{more}, data.max_prompt_length is {longest}; "
-                    "raise it, or drop such rows (data.filter_overlong_prompts=true does so for training data)"
+                    "raise it, or drop such rows (data.filter_overlong_prompts=true does, but for benchmarks)"
                 )
         if not self._kept:
             raise InputError(f"{self._source}: every prompt is longer than data.max_prompt_length={longest}")

@@ -35,7 +35,8 @@ from stapo_lite.rollout.vllm_options import check_vllm, vllm_version
 FREE_KEYS = (
     "output_dir", "adapter", "benchmarks", "limit", "decoding", "verifier.", "rollout.num_samples",
     "rollout.max_num_seqs", "rollout.gpu_memory_utilization", "rollout.vllm.kv_cache_memory_bytes",
-    "rollout.vllm.max_num_batched_tokens", "rollout.vllm.watermark",
+    "rollout.vllm.max_num_batched_tokens", "rollout.vllm.watermark", "rollout.vllm.tensor_parallel_size",
+    "rollout.vllm.cpu_offload_gb", "rollout.vllm.enforce_eager",
 )  # fmt: skip
 
 

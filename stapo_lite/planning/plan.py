@@ -175,8 +175,8 @@ def count_weights(config: Config, sizes: Sizes) -> Weights:
 
 
 def plan_engine(config: Config, model: Any, weights: Weights, sizes: Sizes, cards: Cards) -> tuple[dict[str, int], int]:
-    """Bytes of vLLM on its card by what they are for, and the tokens that its KV cache holds. The cache gets what the
-    other parts leave of vLLM's share of the card."""
+    """Bytes of vLLM on its card by what they are for, and the tokens that its KV cache holds. Where its size is not
+    given, the cache gets what the other parts leave of vLLM's share of the card."""
     rollout, width = config.rollout, config.bytes_per_value
     shards = rollout.vllm.get("tensor_parallel_size", 1)
     batched = rollout.vllm.get("max_num_batched_tokens", BATCHED_TOKENS)
@@ -189,7 +189,7 @@ def plan_engine(config: Config, model: Any, weights: Weights, sizes: Sizes, card
         "vLLM: CUDA graphs": CUDA_GRAPHS,
     }
     left = max(0, int(rollout.gpu_memory_utilization * cards.gpu_memory) - sum(engine.values()))
-    cache = rollout.vllm.get("kv_cache_memory_bytes") or left
+    cache = rollout.vllm.get("kv_cache_memory_bytes", left)
     return engine | {"vLLM: KV cache": cache}, cache * shards // (sizes.kv_per_token * width)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from stapo_lite.config import Reward
 from stapo_lite.errors import InputError, RunError
-from stapo_lite.machine import host_memory_left
+from stapo_lite.machine import host_memory
 from stapo_lite.rewards.grading import MathGrader, Question
 from stapo_lite.rewards.sandbox import Sandbox, SandboxError, as_json
 from stapo_lite.types import Completion
@@ -32,7 +32,7 @@ class RewardModel:
         own: functions of this process by their names in `settings.functions`.
 
     Attributes:
-        grader: of `math`; its processes start with the first answer.
+        grader: of `math`, and of benchmarks; its processes start with the first answer.
 
     Raises:
         InputError: a function cannot be imported.
@@ -180,7 +180,7 @@ class UserFunction:
 
     Args:
         timeout: seconds of one call, and of the module's import.
-        memory_bytes: resident memory of the process; by default half of what is free.
+        memory_bytes: resident memory of the process; by default half of the machine's.
 
     Raises:
         InputError: the path is not of that form, or nothing callable is there.
@@ -191,7 +191,7 @@ class UserFunction:
         module_name, _, attribute = path.partition(":")
         if not module_name or not attribute:
             raise InputError(f"reward.functions={path}: use math or package.module:function")
-        self.sandbox = Sandbox(path, timeout, memory_bytes or host_memory_left() // 2)
+        self.sandbox = Sandbox(path, timeout, memory_bytes or host_memory() // 2)
         try:
             self.sandbox.start()
         except SandboxError as error:

@@ -27,6 +27,7 @@ class Episode:
         token_ids: so far.
         finished: whether the model ended its last turn itself, by a stop token or a stop string, and what was added
             since has left room.
+        busy: whether it may not ask for a turn, since one is under way or its coroutine has ended.
     """
 
     def __init__(self, prompt: Prompt, seed: int, sampling: Sampling, tokenizer: Any, ask: Callable[..., Awaitable]):
@@ -53,7 +54,9 @@ class Episode:
             RunError: a turn is under way, or the coroutine has ended.
         """
         if self.busy:
-            raise RunError("rollout.function: an episode asked for a turn before it had the last: await generate()")
+            raise RunError(
+                "rollout.function: an episode asked for two turns at once, or after its end: await generate()"
+            )
         limit = min(self.room, max_tokens or self.room)
         if limit == 0:
             self.finished = False

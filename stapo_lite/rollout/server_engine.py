@@ -116,7 +116,7 @@ class ServerEngine(RolloutEngine):
         self._max_lag, self._is_main = rollout.max_lag, accelerator.is_main_process
         # A resumed run has old version numbers for new weights: its adapters must not have old names.
         if self._is_main:
-            for left in folder.glob("stapo_lite-*"):  # by a run that was killed
+            for left in folder.glob(f"stapo_lite-{8 * '[0-9a-f]'}"):  # by a run that was killed
                 shutil.rmtree(left, ignore_errors=True)
         self._folder = folder.absolute() / broadcast_object_list([f"stapo_lite-{secrets.token_hex(4)}"])[0]
         self._versions: list[int] = []

@@ -31,6 +31,8 @@ IN_MEMORY = Path("/dev/shm")
 ROOM = 2 << 30
 """Bytes for the adapters of a process, the new one and the one that it replaces. One of rank 128 for a 14B model takes
 half of it."""
+REFUSED = "vLLM refuses a request"
+"""One of its options, which an episode may give, is unknown or out of range."""
 
 
 class VLLMEngine(RolloutEngine):
@@ -114,10 +116,11 @@ class VLLMEngine(RolloutEngine):
     def stream(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], decodings: Sequence[Decoding]
     ) -> Iterator[tuple[int, Completion]]:
-        parameters = [
-            self._parameters(**{"detokenize": bool(d.options)} | d.parameters(seed))  # to find stop strings
-            for seed, d in zip(seeds, decodings, strict=True)
-        ]
+        with explained(REFUSED, kind=RunError):
+            parameters = [
+                self._parameters(**{"detokenize": bool(d.options)} | d.parameters(seed))  # to find stop strings
+                for seed, d in zip(seeds, decodings, strict=True)
+            ]
         for index, output in self._outputs(prompts, parameters):
             yield index, completions(prompts[index], output)[0]
 
@@ -135,7 +138,7 @@ class VLLMEngine(RolloutEngine):
                     self._shut_down()
                     with self._uncompiled():
                         self._llm = self._start()  # which reads the adapter with the first request for it
-                with explained("vLLM refuses a request", kind=RunError):  # an option that an episode gave, say
+                with explained(REFUSED, kind=RunError):
                     for index in missing:
                         request = {"prompt_token_ids": prompts[index].token_ids}
                         self._engine.add_request(str(index), request, parameters[index], lora_request=self._request)

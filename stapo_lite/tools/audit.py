@@ -123,7 +123,7 @@ def compare(run_folders: Sequence[str | Path], out: str | Path) -> Path:
 
 def run_labels(configs: Sequence[Config]) -> list[str]:
     """The algorithm of each run, with the fields that differ where runs of one algorithm differ in more than seed,
-    length and what `memory: auto` chose."""
+    length and the keys that `memory: auto` chooses."""
     whole: Any = dict.fromkeys(("seed", "output_dir", "log", "evaluation", "memory"), True)
     free, labels = ("train.max_steps", *KEYS), []
     fields = [

@@ -126,11 +126,13 @@ def mini_batches(run: Run, groups: Sequence[Sequence[Completion]]) -> Iterator[M
     What later mini-batches need of the policy as it was before the step's first update is measured before that.
     """
     objective, accelerator, device = run.learner.objective, run.accelerator, run.policy.device
-    batches = []
+    batches: list[MiniBatch] = []
     for part in cut_evenly(groups, run.config.train.mini_batch_size):
+        inputs = old_inputs if batches else mask_inputs
         whole = list(itertools.chain(*part))
-        learned, read = set(with_gradient(whole, objective)), set(mask_inputs(whole, objective))
-        passes = [4 * (row in learned) + (row in read) for row in range(len(whole))]  # the mask takes a forward pass
+        learned, read = set(with_gradient(whole, objective)), set(inputs(whole, objective))
+        # In passes: forward, again for checkpointed layers, and a backward one that counts twice; forward to be read.
+        passes = [4 * (row in learned) + (row in read) for row in range(len(whole))]
         work = [count * sequence_length(completion) for count, completion in zip(passes, whole, strict=True)]
         ours = split_evenly(work, accelerator.num_processes)[accelerator.process_index]
         batches.append(pack([whole[row] for row in ours], device))

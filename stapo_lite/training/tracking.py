@@ -175,8 +175,7 @@ def show_completions(folder: Path, worst: int, step: int | None) -> str:
     """
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder")
-    path = folder / COMPLETIONS_FILE
-    kept = (line for line in (stream_lines(path) if path.exists() else ()) if step in (None, line["step"]))
+    kept = (line for line in stream_lines(folder / COMPLETIONS_FILE) if step in (None, line["step"]))
     lines = heapq.nsmallest(worst, kept, key=lambda line: -math.inf if line["reward"] is None else line["reward"])
     if not lines:
         of_step = "" if step is None else f" of step {step}"

@@ -105,6 +105,7 @@ BAD = [
     (["reward.weights=[1, 2]"], "reward.weights=[1.0, 2.0] for reward.functions=['math']: give one weight"),
     (["rollout.max_num_seqs=7"], "rollout.max_num_seqs=7 is less than one group, rollout.num_generations=8"),
     (["rollout.sleep_level=2", "rollout.quantization=bitsandbytes"], "set rollout.sleep_level=1"),
+    (["rollout.vllm.kv_cache_memory_bytes=4G"], "rollout.vllm.kv_cache_memory_bytes=4G: must be a whole number"),
     (["rollout.max_lag=1"], "rollout.max_lag needs rollout.engine=server"),
     (
         ["rollout.vllm.tensor_parallel_size=2"],

@@ -1,5 +1,6 @@
 """`memory: auto` over models, cards and lengths, by the plan's own arithmetic."""
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -112,7 +113,11 @@ def test_a_container_has_less_than_its_host(monkeypatch, tmp_path):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
     monkeypatch.setattr(machine, "CGROUPS", tmp_path)
     monkeypatch.setattr(machine, "OWN_CGROUP", tmp_path / "self")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
     assert machine.host_memory_left() == 100 * GIB  # no cgroups
+    assert machine.host_memory() == psutil.virtual_memory().total
+    assert machine.cores() == 64
+    (tmp_path / "cpu.max").write_text("250000 100000\n", encoding="ascii")
     (tmp_path / "self").write_text("0::/jobs/7\n", encoding="ascii")
     for folder, limit, used, cached in (("", 8, 7, 3), ("jobs", "max", 2, 0), ("jobs/7", 6, 2, 1)):
         group = tmp_path / folder
@@ -121,7 +126,10 @@ def test_a_container_has_less_than_its_host(monkeypatch, tmp_path):
         (group / "memory.current").write_text(f"{used * GIB}\n", encoding="ascii")
         (group / "memory.stat").write_text(f"anon 5\ninactive_file {cached * GIB}\n", encoding="ascii")
     assert machine.host_memory_left() == 4 * GIB  # the container's: 8 - 7 + 3
+    assert machine.host_memory() == 6 * GIB
     (tmp_path / "memory.max").write_text("max\n", encoding="ascii")
+    (tmp_path / "jobs" / "cpu.max").write_text("max 100000\n", encoding="ascii")
+    assert machine.cores() == 2
     assert machine.host_memory_left() == 5 * GIB  # the job's
 
 

@@ -209,7 +209,7 @@ def test_tools_run_side_by_side_and_what_one_raises_ends_all(make_policy, tokeni
         (fail, LookupError, "no such tool"),
         (nothing, RunError, "an episode ended without a turn of the model's"),
         (full, RunError, "an episode ended without a turn of the model's"),
-        (two_at_once, RunError, "asked for a turn before it had the last"),
+        (two_at_once, RunError, "asked for two turns at once"),
         (forgetful, RunError, "ended before it had its turn"),
     ):
         with pytest.raises(error, match=message):
@@ -458,6 +458,8 @@ def test_a_request_that_vllm_refuses_is_no_reason_to_start_it_anew(vllm_engine, 
     good = Decoding(4, 1.0, 1.0)
     with pytest.raises(RunError, match=r"^vLLM refuses a request \(.*logit_bias"):
         list(vllm_engine.stream(PROMPTS, [1, 2, 3], [good, good, replace(good, options={"logit_bias": {9999: 1.0}})]))
+    with pytest.raises(RunError, match=r"^vLLM refuses a request \(.*typo"):
+        list(vllm_engine.stream(PROMPTS[:1], [1], [replace(good, options={"typo": 1})]))
     assert "starting it anew" not in caplog.text
     assert len(list(vllm_engine.stream(PROMPTS, [1, 2, 3], [good] * 3))) == 3
 

@@ -96,7 +96,7 @@ def streamed(engine, prompts):
 @pytest.mark.parametrize("lag", [0, 2])
 def test_versions_are_loaded_as_long_as_they_have_requests(server, make_policy, tmp_path, lag):
     before, policy, left = adapters(server), make_policy(), range(4 - lag, 5)
-    (tmp_path / "stapo_lite-0123" / "v9").mkdir(parents=True)  # a run that was killed has left it
+    (tmp_path / "stapo_lite-0123cdef" / "v9").mkdir(parents=True)  # a run that was killed has left it
     with connected(tmp_path, server, max_lag=lag) as engine:
         for version in (1, 2, 3, 4):
             engine.publish(policy, version)
