@@ -3,7 +3,7 @@
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +41,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def stream_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The same of a file that may be larger than memory, one by one."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.endswith(b"\n"):
-                yield _parse(line, f"{path}, line {number}")
+    if path.exists():
+        yield from (line for _, line in _complete_lines(path))
 
 
 def size_until(path: Path, step: int) -> int:
@@ -56,12 +52,21 @@ def size_until(path: Path, step: int) -> int:
         InputError: a line before that is not a JSON object.
     """
     size = 0
+    for end, line in _complete_lines(path):
+        if line["step"] > step:
+            break
+        size = end
+    return size
+
+
+def _complete_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Where each line ends, in bytes, and its object; without a last one that was cut off."""
+    end = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n") or _parse(line, f"{path}, line {number}")["step"] > step:
-                break
-            size += len(line)
-    return size
+            if line.endswith(b"\n"):
+                end += len(line)
+                yield end, _parse(line, f"{path}, line {number}")
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -82,9 +87,13 @@ def _parse(data: bytes, where: str) -> dict[str, Any]:
     return value
 
 
-def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    """Replace a JSON lines file."""
-    write_text(path, "".join(map(_dump, lines)))
+def write_lines(path: Path, lines: Iterable[dict[str, Any]], default: Callable[[Any], Any] | None = None) -> None:
+    """Replace a JSON lines file.
+
+    Args:
+        default: what JSON can hold in place of a value that it cannot, as for `json.dumps`.
+    """
+    write_text(path, "".join(_dump(line, default) for line in lines))
 
 
 class Journal:
@@ -133,8 +142,8 @@ class Journal:
             sync(self.path)
 
 
-def _dump(line: dict[str, Any]) -> str:
-    return json.dumps(line, ensure_ascii=False) + "\n"
+def _dump(line: dict[str, Any], default: Callable[[Any], Any] | None = None) -> str:
+    return json.dumps(line, ensure_ascii=False, default=default) + "\n"
 
 
 def write_text(path: Path, text: str) -> None:

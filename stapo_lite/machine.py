@@ -1,4 +1,4 @@
-"""What this process may use of its machine; a container or a job sets limits (Linux, cgroup v2)."""
+"""Cores and memory that this process may use: a container or a job sets limits (Linux, cgroup v2)."""
 
 import os
 from collections.abc import Iterator

@@ -1,6 +1,5 @@
 """Rows of a training set that hold a benchmark's problem, or most of it."""
 
-import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -11,7 +10,7 @@ from stapo_lite.config import BENCHMARK_NAMES, Data
 from stapo_lite.data.benchmarks import Problem, load_benchmark
 from stapo_lite.data.prompts import load_rows, prompt_text
 from stapo_lite.errors import InputError
-from stapo_lite.files import check_writable, write_text
+from stapo_lite.files import check_writable, write_lines
 
 
 def load_problems(benchmarks: Sequence[str]) -> list[Problem]:
@@ -87,6 +86,6 @@ def check_dataset(data: Data, column: str | None, benchmarks: Sequence[str], out
     lines.append(f"{len(dropped)} of {len(rows)} rows overlap a benchmark")
     if out:
         clean = (row for number, row in enumerate(rows) if number not in dropped)
-        write_text(out, "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in clean))  # dates, too
+        write_lines(out, clean, default=str)  # a Parquet file may have dates
         lines.append(f"{len(rows) - len(dropped)} rows: {out}")
     return "\n".join(lines)

@@ -271,9 +271,8 @@ def test_the_card_of_an_adapter(make_run, tied_model, tmp_path):
     ):
         assert text in card.text, text
     assert "secret" not in card.text
-    other = make_run(
-        name="other", data={"source": "me/sums", "system_prompt": ""}
-    )  # in place of the chat template's own
+    data = {"source": "me/sums", "system_prompt": ""}  # none, in place of the chat template's own
+    other = make_run(name="other", data=data)
     export(other, tmp_path / "other_out")
     assert ', with the system prompt "".' in ModelCard.load(tmp_path / "other_out" / "README.md").text
     assert "Not evaluated" not in card.text
