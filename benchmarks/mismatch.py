@@ -2,10 +2,10 @@
 
     python benchmarks/mismatch.py [--model FOLDER] [--only WAY ...] [--out FILE]
 
-Thirty-two sums x four completions, sampled by the engine and scored again by the trainer, with an adapter whose B is
-random. Each way runs in a process of its own. The yardstick is what the adapter does to the log-probabilities of the
-same tokens in the trainer: a gap as large would mean that it is not served. Merged weights come from TRL's own code.
-The seconds of a rollout are the median of three after the first.
+Thirty-two requests for a sentence x four completions, sampled by the engine and scored again by the trainer, with an
+adapter whose B is random. Each way runs in a process of its own. The yardstick is what the adapter does to the
+log-probabilities of the same tokens in the trainer: a gap as large would mean that it is not served. Merged weights
+come from TRL's own code. The seconds of a rollout are the median of three after the first.
 """
 
 import argparse
