@@ -35,7 +35,7 @@ RUNS = {"qwen1.7b_lora": "1.7B", "qwen8b_lora": "8B", "qwen8b_qlora": "8B", "qwe
 SHORT = [
     "rollout.max_completion_length=1024", "data.prompt_suffix=''", "data.subset=null", "data.answer_column=answer",
     "reward.functions=[gpu_suite:parity]", "train.max_steps=3", "train.batch_size=8", "train.mini_batch_size=4",
-    "log.save_steps=0",
+    "log.save_steps=0", "data.drop_contaminated=false",
 ]  # fmt: skip
 
 

@@ -320,11 +320,12 @@ class Letters:
         return [" ".join(map(str, row)) for row in rows]
 
 
-def make_vllm(model, dtype, quantization=None, sleep_level=1):
+def make_vllm(model, dtype, quantization=None, sleep_level=1, cache_bytes=1 << 27):
+    """An engine; on a GPU the KV cache takes what is left of its share where `cache_bytes` is None."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
     from stapo_lite.rollout.vllm_engine import VLLMEngine
 
-    cache = {"kv_cache_memory_bytes": 1 << 27}
+    cache = {"kv_cache_memory_bytes": cache_bytes} if cache_bytes else {}
     options = Engine(max_num_seqs=16, gpu_memory_utilization=0.3, quantization=quantization, vllm=cache)
     return VLLMEngine(str(model), dtype, SAMPLING, options, Lora(r=8), sleep_level)
 

@@ -103,7 +103,10 @@ DATASETS = [
     ('{"prompt": "a", "answer": "1"}'.encode("utf-16"), "line 1: not JSON"),
     (GOOD + b"\n3", "line 2: must be a JSON object, got int"),
     (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "line 1: not JSON"),
-    (row('[{"role": "user", "content": [{"text": "a"}]}]'), "row 1: the prompt must be text or a list of"),
+    (
+        row('[{"role": "user", "content": [{"text": "a"}]}]'),
+        "row 1: message 1 of the prompt: content must be text, got [",
+    ),
     (row('"say \\ud800"'), "row 1: the prompt is not valid Unicode"),
     (row(answer="true"), "row 1: data.answer_column=answer must be text or a number, got bool"),
     (b'{"prompt": "a"}', "data.answer_column=answer: "),

@@ -125,7 +125,8 @@ def _explain(schema: type[BaseModel], error: Any) -> str:
         return f"key {key!r} is required: add it"
     if error["type"] == "value_error":  # our own validators, which name their keys
         return str(error["ctx"]["error"])
-    return f"key {key!r}: {error['msg'][0].lower()}{error['msg'][1:]}, got {reprlib.repr(error['input'])}"
+    fix = f": write [{error['input']}]" if error["type"] == "list_type" and isinstance(error["input"], str) else ""
+    return f"key {key!r}: {error['msg'][0].lower()}{error['msg'][1:]}, got {reprlib.repr(error['input'])}{fix}"
 
 
 def _hint(schema: type[BaseModel], *path: Any) -> str:

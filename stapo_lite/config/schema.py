@@ -9,7 +9,16 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from stapo_lite.config.presets import EVAL_PRESETS, PRESETS, fill_presets
@@ -41,6 +50,15 @@ class Section(BaseModel):
     """Base of all sections: unknown keys are errors, fields are documented by their docstrings."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Python would take it for 1, in a key that is a switch in TRL, such as `log_completions`."""
+        numbers = (int, float, int | None, float | None)
+        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation in numbers:
+            raise PydanticCustomError("number", "must be a number")
+        return value
 
     def conflicts(self) -> Iterator[str]:
         """Fields whose values do not go together, and the fix."""
@@ -79,7 +97,7 @@ class Prompting(Section):
     """Text appended to the last user message."""
     apply_chat_template: bool = True
     """Render prompts with the tokenizer's chat template. A prompt that ends in an assistant message
-    is continued, as in TRL."""
+    is continued."""
     chat_template_kwargs: dict[str, Any] = {}
     """Extra arguments of the chat template, such as `enable_thinking`."""
     max_prompt_length: int = Field(1024, ge=1)
@@ -361,7 +379,8 @@ class Config(Section):
     """A whole run."""
 
     algorithm: Literal["stapo", "grpo", "dr-grpo", "dapo", "justrl", "20-entropy"] = "stapo"
-    """Sets fields of `objective`, `rollout` and `reward`; a field that is given explicitly stays as given."""
+    """Sets fields of `objective`, `rollout` and `reward`; a field that is given explicitly stays as given. Where an
+    override names another algorithm than the file, what only repeats the values of the file's own is not kept."""
     model: UserPath
     """Base model: a folder, or a name on the Hub."""
     output_dir: UserPath

@@ -2,6 +2,8 @@
 
 _PROMPTS = "per_device_train_batch_size x gradient_accumulation_steps x processes / num_generations"
 
+_WHOLE = "none: rollouts are sampled from the whole distribution, which the objective is about"
+
 TRL_NAMES = {
     "model_name_or_path": "model",
     "dataset_name": "data.source",
@@ -41,6 +43,19 @@ TRL_NAMES = {
     "train.mini_batch_size",
     "num_train_epochs": "train.max_steps: num_train_epochs x rows / train.batch_size",
     "num_iterations": "leave it out: each completion trains once",
+    "top_p": f"{_WHOLE}; evaluation.top_p is an evaluation's",
+    "top_k": _WHOLE,
+    "min_p": _WHOLE,
+    "repetition_penalty": _WHOLE,
+    "generation_kwargs": _WHOLE,
+    "delta": "none: the objective has no second clip",
+    "importance_sampling_level": "none: ratios are of tokens",
+    "vllm_importance_sampling_clip_min": "none: the correction is capped from above only",
+    "multi_objective_aggregation": "none: rewards are added up by reward.weights",
+    "sync_ref_model": "none: the reference stays",
+    "use_dora": "none: lora.use_rslora is the only variant",
+    "model_init_kwargs": "dtype and quantization",
+    "attn_implementation": "leave it out: it is torch's scaled_dot_product_attention",
     "log_completions": "log.completions: how many are kept of each step",
     "num_completions_to_print": "log.log_completions_steps: how often two are printed",
     "push_to_hub": "log.hub_model_id, or `stapo export --push-to-hub`; in Python Trainer.push_to_hub",

@@ -1,10 +1,12 @@
 """Prompts: read, rendered with the chat template, and checked."""
 
 import hashlib
+import logging
 import pkgutil
+import reprlib
 from array import array
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from stapo_lite.config import Data, Prompting
 from stapo_lite.errors import InputError, explained, one_line
 from stapo_lite.files import read_jsonl
 from stapo_lite.types import Prompt
+
+logger = logging.getLogger(__name__)
 
 
 def load_rows(data: Data, key: str = "data.source") -> Sequence[dict[str, Any]]:
@@ -49,8 +53,14 @@ def check_rows(rows: Sequence[Any], where: str) -> Sequence[dict[str, Any]]:
     """The rows themselves.
 
     Raises:
-        InputError: there are none, or one is no dictionary.
+        InputError: there are none, they have no number (a stream), or one is no dictionary.
     """
+    if isinstance(rows, Mapping):
+        raise InputError(f"{where}: a dictionary of {', '.join(map(str, rows))}: give one of them, rows[...]")
+    if not hasattr(rows, "__len__"):
+        raise InputError(
+            f"{where}: must be a list or a datasets.Dataset, got {type(rows).__name__}: list(rows) makes one"
+        )
     if not len(rows):
         raise InputError(f"{where}: no rows")
     if not all(isinstance(row, dict) for row in rows):
@@ -73,7 +83,7 @@ def _read_dataset(data: Data) -> Sequence[dict[str, Any]]:
 
 def prompt_text(prompt: Any) -> str:
     """The text of a prompt that is text or messages; empty for anything else."""
-    if _is_messages(prompt):
+    if not isinstance(prompt, str) and not _fault(prompt, templated=True):
         return "\n".join(message["content"] for message in prompt)
     return prompt if isinstance(prompt, str) else ""
 
@@ -115,6 +125,7 @@ class Prompts(Sequence[Prompt]):
                 "model the prompt as it is, or choose an instruction-tuned model"
             )
         longest, digest = data.max_prompt_length, hashlib.sha256()
+        markers = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
         # More characters than this are too many tokens for certain, and slow to tokenize; 4: NFC may shorten a text so.
         self._enough = 4 * (longest + 1) * max(map(len, tokenizer.get_vocab()))
         self._kept = array("q")
@@ -122,6 +133,11 @@ class Prompts(Sequence[Prompt]):
             if number in left_out:
                 continue
             prompt = self._prompt(number, row)
+            wrapped = prompt.prompt if data.apply_chat_template and isinstance(prompt.prompt, str) else ""
+            if found := [marker for marker in markers if marker in wrapped]:
+                message = "%s: the text holds %s and gets the chat template; if it has been through one, set %s=false"
+                logger.warning(message, self._where(number), found[0], "data.apply_chat_template")
+                markers = []  # once is enough
             if len(prompt.token_ids) <= longest:
                 self._kept.append(number)
                 digest.update(repr((prompt.token_ids, prompt.answer)).encode())
@@ -152,6 +168,11 @@ class Prompts(Sequence[Prompt]):
         """The prompt of a row; of one that is much too long the tokens of its beginning."""
         where, d = self._where(number), self._data
         prompt: Any = row.get(d.prompt_column)
+        for name in ("image", "images"):
+            if row.get(name):
+                raise InputError(
+                    f"{where}: images are not supported; without the column {name!r} it trains on the text"
+                )
         answer = _read_answer(row, d.answer_column, where) if self._graded else None
         text = _render(prompt, self._tokenizer, d, where)[: self._enough]
         token_ids = self._tokenizer(text, add_special_tokens=not d.apply_chat_template).input_ids
@@ -173,13 +194,11 @@ def _read_answer(row: dict[str, Any], column: str, where: str) -> Any:
 def _render(prompt: Any, tokenizer: Any, prompting: Prompting, where: str) -> str:
     """The text that the model reads: by the chat template, with system prompt and suffix."""
     templated = prompting.apply_chat_template
-    if isinstance(prompt, str):
-        messages = [{"role": "user", "content": prompt}]
-    elif _is_messages(prompt) and templated:
-        messages = [{"role": m["role"], "content": m["content"]} for m in prompt]
-    else:
-        expected = "text or a list of {role, content} messages" if templated else "text"
-        raise InputError(f"{where}: the prompt must be {expected}, got {type(prompt).__name__}")
+    if fault := _fault(prompt, templated):
+        raise InputError(f"{where}: {fault}")
+    messages = [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, str):  # a data set's columns have None where a message lacks a field that others have
+        messages = [{key: value for key, value in message.items() if value is not None} for message in prompt]
     if prompting.system_prompt is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": prompting.system_prompt})
     of_user = [message for message in messages if message["role"] == "user"]
@@ -212,8 +231,15 @@ def stop_token_ids(tokenizer: Any, model_eos: int | list[int] | None, apply_chat
     return tuple(sorted(ids - {None}))
 
 
-def _is_messages(prompt: Any) -> bool:
-    if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
-        return False
-    fields = [message.get(name) for message in prompt for name in ("role", "content")]
-    return bool(fields) and all(isinstance(field, str) for field in fields)
+def _fault(prompt: Any, templated: bool) -> str:
+    """What keeps a prompt from being text, or messages for a chat template; empty where nothing does."""
+    if isinstance(prompt, str):
+        return ""
+    if not (templated and prompt and isinstance(prompt, list) and all(isinstance(one, dict) for one in prompt)):
+        expected = "text or a list of {role, content} messages" if templated else "text"
+        return f"the prompt must be {expected}, got {reprlib.repr(prompt)}"
+    for number, message in enumerate(prompt, start=1):
+        for name in ("role", "content"):
+            if not isinstance(message.get(name), str):
+                return f"message {number} of the prompt: {name} must be text, got {reprlib.repr(message.get(name))}"
+    return ""

@@ -6,6 +6,7 @@ constants below.
 
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from stapo_lite.config import Config, check_processes, check_sharded
 from stapo_lite.errors import InputError
 from stapo_lite.model.loading import check_target_modules, linear_layers, load_model_config
-from stapo_lite.rollout.vllm_options import BATCHED_TOKENS, served_rank
+from stapo_lite.rollout.vllm_options import batched_tokens, served_rank
 
 GIB = 2**30
 CUDA_CONTEXT = int(0.5 * GIB)
@@ -26,6 +27,8 @@ HOST_PROCESS = 6 * GIB
 """Bytes of Python, torch, CUDA and vLLM in host memory."""
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Bytes per weight with double quantisation: 4 bits, an 8-bit scale for 64 weights, an fp32 scale for 256 scales."""
+JOINED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv") | dict.fromkeys(("gate_proj", "up_proj"), "gate_up")
+"""Linear layers that are one in vLLM."""
 TOKEN_BYTES = 14
 """Bytes of a completion's token that goes to other processes: id and log-probability, pickled."""
 SERVED_BYTES = {"bitsandbytes": 0.5 + 4 / 64, "fp8": 1.0}
@@ -69,6 +72,15 @@ class Sizes(NamedTuple):
         """Elements of each linear layer."""
         return [n_in * n_out for shapes in self.linears.values() for n_in, n_out in shapes]
 
+    @property
+    def joined(self) -> list[int]:
+        """Elements of each linear layer in vLLM."""
+        sizes = Counter[tuple[str, int]]()
+        for name, shapes in self.linears.items():
+            for number, (n_in, n_out) in enumerate(shapes):
+                sizes[JOINED.get(name, name), number] += n_in * n_out
+        return list(sizes.values())
+
 
 class Cards(NamedTuple):
     """The hardware of a run."""
@@ -91,6 +103,8 @@ class Weights(NamedTuple):
     others: list[int]
     served: list[int]
     """Each parameter in vLLM."""
+    slots: int
+    """vLLM's memory for adapters."""
     lora: int
     """Elements of the adapter."""
     adapter: int
@@ -160,14 +174,15 @@ def make_plan(config: Config, model: Any, cards: Cards) -> Plan:
 
 def count_weights(config: Config, sizes: Sizes) -> Weights:
     """Bytes of the base in the trainer and in vLLM, and of the adapter, which is in fp32."""
-    width = config.bytes_per_value
+    width, rollout = config.bytes_per_value, config.rollout
     modules = check_target_modules(config.lora.target_modules, sizes.linears)
     lora = config.lora.r * sum(sum(shape) for name in modules for shape in sizes.linears[name])
     others = [n * width for n in sizes.others]
     return Weights(
         linears=[int(n * (NF4_BYTES if config.quantization else width)) for n in sizes.matrices],
         others=others,
-        served=[int(n * served_bytes(config, width)) for n in sizes.matrices] + others,
+        served=[int(n * served_bytes(config, width)) for n in sizes.joined] + others,
+        slots=lora // config.lora.r * served_rank(config.lora.r) * width * (rollout.max_lag + 1),
         lora=lora,
         adapter=4 * lora,
         optimizer=8 * lora if config.train.optim == "adamw" else int(2 * lora * (1 + 4 / 256)),
@@ -179,11 +194,10 @@ def plan_engine(config: Config, model: Any, weights: Weights, sizes: Sizes, card
     given, the cache gets what the other parts leave of vLLM's share of the card."""
     rollout, width = config.rollout, config.bytes_per_value
     shards = rollout.vllm.get("tensor_parallel_size", 1)
-    batched = rollout.vllm.get("max_num_batched_tokens", BATCHED_TOKENS)
-    slots = weights.lora // config.lora.r * served_rank(config.lora.r) * width * (rollout.max_lag + 1)
+    batched = rollout.vllm.get("max_num_batched_tokens", batched_tokens(rollout, config.max_sequence_length))
     engine = {
         "vLLM: weights": sum(weights.served) // shards,
-        "vLLM: adapter slots": slots,  # at most: tensor parallelism splits half of it
+        "vLLM: adapter slots": weights.slots,  # at most: tensor parallelism splits half of it
         "vLLM: activations": batched * width * (2 * model.hidden_size + 3 * model.intermediate_size)
         + rollout.max_num_seqs * model.vocab_size * 4 * 4,
         "vLLM: CUDA graphs": CUDA_GRAPHS,
@@ -205,8 +219,11 @@ def plan_host(config: Config, weights: Weights, cards: Cards, kept: int) -> dict
         host["base weights, once a machine"] = sum(base)
     if config.train.park_trainer:
         host["trainer: base weights"] = pinned(base)
-    if config.rollout.sleep_level == 1 and config.rollout.engine != "server":
-        host["vLLM: weights"] = pinned(weights.served)
+    if config.rollout.sleep_level and config.rollout.engine != "server":
+        if config.rollout.sleep_level == 1:
+            host["vLLM: weights"] = pinned(weights.served)
+            host["vLLM: adapter slots"] = 2 * weights.slots  # of many sizes: at most
+        host["vLLM: CUDA graphs"] = 2 * CUDA_GRAPHS  # by vLLM 0.32; older ones leave them on the card
     if config.train.offload_activations:
         host["activations"] = 2 * kept  # pinned memory is rounded up to powers of two
     return host

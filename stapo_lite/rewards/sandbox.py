@@ -19,7 +19,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+import traceback
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -163,9 +164,16 @@ def serve(connection: Connection) -> None:
             value = function(**arguments)
             answer = _answer(loop.run(value) if inspect.iscoroutine(value) else value, None)
         except Exception as error:
-            answer = _answer(None, f"raised {type(error).__name__}: {one_line(error)}")
+            answer = _answer(None, f"raised {type(error).__name__}: {one_line(error)}{_place(error, function)}")
         signal.alarm(0)
         connection.send_bytes(answer)
+
+
+def _place(error: Exception, function: Callable) -> str:
+    """Where in the function's own file an error arose; empty where it was elsewhere."""
+    file = getattr(sys.modules.get(function.__module__), "__file__", None)
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f" ({os.path.basename(file)}, line {lines[-1]})" if file and lines else ""
 
 
 def _answer(value: Any, problem: str | None) -> bytes:

@@ -113,7 +113,7 @@ def write_adapter(policy: Publisher, dtype: str, folder: Path) -> None:
 
 
 def resolve_engine(name: str) -> str:
-    """`auto` -> `vllm` where it is installed, else `transformers`; `server` needs no vLLM here.
+    """`auto` -> `vllm` where it is installed and has a device, else `transformers`; `server` needs no vLLM here.
 
     Raises:
         InputError: vLLM is asked for and not installed.
@@ -122,7 +122,9 @@ def resolve_engine(name: str) -> str:
     if name == "vllm" and not installed:
         raise InputError("rollout.engine=vllm: vLLM is not installed; install it, or set rollout.engine=transformers")
     if name == "auto":
-        return "vllm" if installed else "transformers"
+        from stapo_lite.rollout.vllm_options import has_device
+
+        return "vllm" if installed and has_device() else "transformers"
     return name
 
 

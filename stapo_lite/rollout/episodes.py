@@ -126,8 +126,21 @@ def find_function(path: str) -> RolloutFunction:
     """
     with explained(f"rollout.function={path}: cannot be imported"):
         function = pkgutil.resolve_name(path)
-    if not inspect.iscoroutinefunction(function):
-        raise InputError(f"rollout.function={path}: must be a coroutine function (async def)")
+    return check_function(function, f"rollout.function={path}")
+
+
+def check_function(function: Any, where: str) -> RolloutFunction:
+    """The function itself.
+
+    Raises:
+        InputError: it is no coroutine function of one argument.
+    """
+    if not any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
+        raise InputError(
+            f"{where}: must be a coroutine function (async def), which makes one completion (docs/turns.md)"
+        )
+    with explained(f"{where}: must take one argument, the episode (docs/turns.md)", TypeError):
+        inspect.signature(function).bind(None)
     return function
 
 

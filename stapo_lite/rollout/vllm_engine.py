@@ -64,7 +64,8 @@ class VLLMEngine(RolloutEngine):
         self._sleep_level, self._asleep = 0 if on_cpu else sleep_level, False
         arguments: dict[str, Any] = {"enable_sleep_mode": self._sleep_level > 0, "use_tqdm_on_load": False}
         if not on_cpu:
-            torch.cuda.synchronize()  # vLLM works in a stream of its own; up to 0.29 it does not wait for ours
+            with explained("rollout.engine=vllm: torch cannot use the card"):
+                torch.cuda.synchronize()  # vLLM works in a stream of its own; up to 0.29 it does not wait for ours
             if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # an engine per process, each on its process's card
                 arguments["distributed_executor_backend"] = "external_launcher"
         length = sampling.max_model_len

@@ -44,6 +44,12 @@ def prepare_vllm() -> None:
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
 
 
+def batched_tokens(options: Engine, max_model_len: int) -> int:
+    """Tokens that vLLM prefills at a time on a GPU, where the config leaves it open: no more than there can be, since
+    its warm-up runs batches of this size with as many sequences as it serves."""
+    return min(BATCHED_TOKENS, options.max_num_seqs * max_model_len)
+
+
 def served_rank(lora_r: int) -> int:
     """The smallest `max_lora_rank` that serves adapters of this rank."""
     return next(rank for rank in ALLOWED_RANKS if rank >= lora_r)
@@ -79,7 +85,7 @@ def engine_arguments(
         ours |= {"enforce_eager": True, "enable_chunked_prefill": False}
         ours["worker_extension_cls"] = "stapo_lite.rollout.vllm_cpu_lora.WorkerExtension"
     else:
-        defaults["max_num_batched_tokens"] = BATCHED_TOKENS
+        defaults["max_num_batched_tokens"] = batched_tokens(options, max_model_len)
         ours["gpu_memory_utilization"] = options.gpu_memory_utilization
     arguments = ours | defaults | options.vllm
     if not on_cpu:
@@ -107,6 +113,18 @@ def vllm_version() -> Version:
         return Version(version("vllm"))
     except PackageNotFoundError:
         return Version(version("vllm-cpu"))
+
+
+def has_device() -> bool:
+    """Whether the installed vLLM has something to run on: its CPU build, or a card that torch can use. With a driver
+    older than its CUDA there is none, though the card is there."""
+    import torch
+
+    try:
+        for_cpu = "cpu" in version("vllm")
+    except PackageNotFoundError:  # the CPU build on PyPI has another name
+        for_cpu = True
+    return for_cpu or torch.cuda.is_available()
 
 
 def check_vllm(options: Engine, sleep_level: int = 0) -> None:

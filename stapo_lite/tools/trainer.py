@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import PartialState
 
 from stapo_lite.config import IN_PYTHON, Config, Prompting, load_config, load_eval_config
+from stapo_lite.errors import InputError
 from stapo_lite.evaluation.evaluate import evaluate
-from stapo_lite.rollout.episodes import RolloutFunction
+from stapo_lite.rollout.episodes import RolloutFunction, check_function
 from stapo_lite.tools.export import export
 from stapo_lite.training.loop import train
 from stapo_lite.training.opening import Given
@@ -52,6 +54,18 @@ class Trainer:
         rollout_func: RolloutFunction | None = None,
     ):
         functions = [reward_funcs] if callable(reward_funcs) or isinstance(reward_funcs, str) else reward_funcs
+        for function in functions or ():
+            if isinstance(function, type | torch.nn.Module):
+                raise InputError(
+                    f"reward_funcs: {_name(function)} is a model or a class: give a function that calls it, and "
+                    "returns a number for each completion"
+                )
+        if functions is not None and not functions:
+            raise InputError("reward_funcs=[]: give a function, or leave it out for those of the config")
+        if isinstance(overrides, str):
+            raise InputError(f"overrides={overrides!r}: must be a list, [{overrides!r}]")
+        if rollout_func is not None:
+            check_function(rollout_func, "rollout_func")
         names = _names(functions or [])
         own = {name: f for name, f in zip(names, functions or [], strict=True) if not isinstance(f, str)}
         self._given = Given(own, train_dataset, rollout_func)

@@ -27,19 +27,16 @@ TOKENS_FILE = "tokens.jsonl"
 QUADRANTS_FILE = "quadrants.jsonl"
 
 
-TRL_METRICS = {
-    name: name for name in ("loss", "grad_norm", "learning_rate", "reward", "reward_std", "entropy", "kl")
-} | {
+TRL_METRICS = {name: name for name in ("loss", "grad_norm", "learning_rate", "reward", "reward_std", "kl")} | {
+    "sampled_nll": "entropy",  # estimates what is TRL's; our `entropy` is of completions with an advantage
     "zero_variance_groups": "frac_reward_zero_std",
     "completion_length": "completions/mean_length",
     "truncated_share": "completions/clipped_ratio",
-    "clip_low_share": "clip_ratio/low_mean",
-    "clip_high_share": "clip_ratio/high_mean",
     "sampler_gap_mean": "sampling/sampling_logp_difference/mean",
     "sampler_gap_max": "sampling/sampling_logp_difference/max",
     "seconds_step": "step_time",
 }
-"""Our metric -> the one that TRL's GRPOTrainer logs."""
+"""Our metric -> the one that TRL's GRPOTrainer logs. Clip ratios are missing: TRL's are shares of all tokens."""
 
 
 def trl_metrics(metrics: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,8 @@
 
 is STAPO's; the other presets change the mask I, the weights, or add terms. Each process has a share of the mini-batch
 as packed [N] tensors (`types.py`), and cuts it into micro-batches; nothing depends on either cut. Nothing here waits
-for the device within a micro-batch; an update waits for thresholds, counts and its gradient's norm.
+for the device within a micro-batch (transformers does once, before the first layer); an update waits for thresholds,
+counts and its gradient's norm.
 """
 
 import logging
@@ -195,19 +196,24 @@ def find_masks(learner: Learner, batch: MiniBatch) -> Masks:
 def mask_statistics(learner: Learner, batch: MiniBatch) -> tuple[TokenStatistics, Forward | None]:
     """Statistics that the masks are made of: those from before the step's first update, or of the policy now.
 
-    Where it takes a pass, the gradient's first micro-batch is run with a graph, so that its pass serves both. Not with
-    a sharded base, where another process may have nothing to train.
+    Where it takes a pass, the gradient's first micro-batch is run with a graph, so that its pass serves both: last, for
+    its graph must not be in memory during other passes. Not with a sharded base, where another process may have nothing
+    to train, and not with a KL term, whose reference has a pass of its own.
     """
     objective, policy, budget = learner.objective, learner.policy, learner.budget
     if batch.old is not None and objective.s2t.statistics == "old":
         return batch.old, None
     inputs, trained = mask_inputs(batch.completions, objective), with_gradient(batch.completions, objective)
-    if not inputs or not trained or policy.sharded:
+    if not inputs or not trained or policy.sharded or objective.beta:
         return measure(policy, batch, inputs, budget), None
-    first = budget.fit(batch, trained, lambda micro_batches: forward(learner, batch, micro_batches[0]))
-    statistics = measure(policy, batch, [row for row in inputs if row not in first.rows], budget)
-    put(statistics, first.tokens, first.statistics)
-    return statistics, first
+
+    def run(micro_batches: list[list[int]]) -> tuple[TokenStatistics, Forward]:
+        statistics = measure(policy, batch, [row for row in inputs if row not in micro_batches[0]], budget)
+        first = forward(learner, batch, micro_batches[0])
+        put(statistics, first.tokens, first.statistics)
+        return statistics, first
+
+    return budget.fit(batch, trained, run)
 
 
 def weigh_tokens(learner: Learner, batch: MiniBatch, masks: Masks) -> Weights | None:

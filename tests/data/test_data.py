@@ -51,6 +51,40 @@ def test_prompts_as_the_model_reads_them(tokenizer, prompt, prompting, text):
     assert CHAT[0]["content"] == "2+2?"  # the user's row is as it was
 
 
+def test_other_fields_of_messages_reach_the_chat_template(tokenizer):
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}={{ m.content }}{{ m.calls }}{{ m.x is defined }}{% endfor %}"
+    )
+    chat = [{"role": "assistant", "content": "a", "calls": "b", "x": None}, {"role": "user", "content": "c"}]
+    assert tokenizer.decode(render(tokenizer, chat)[0].token_ids) == "assistant=abFalseuser=cFalse"
+
+
+def test_text_that_has_been_through_a_template_is_noticed_once(tokenizer, caplog):
+    done = "<|im_start|>user\n2+2?<|im_end|>\n"
+    render(tokenizer, "2+2?", done, done)
+    assert caplog.text.count("gets the chat template; if it has been") == 1
+    assert "row 2: the text holds <|im_" in caplog.text
+    caplog.clear()
+    render(tokenizer, done, apply_chat_template=False)
+    render(tokenizer, [{"role": "user", "content": done}])
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"prompt": [{"role": "assistant", "content": None}]}], "row 1: message 1 .*: content must be text, got None"),
+        ([{"prompt": [CHAT[0], {"value": "2"}]}], "row 1: message 2 of the prompt: role must be text, got None"),
+        ([{"prompt": []}], r"row 1: the prompt must be text or a list .*, got \[\]"),
+        ([{"prompt": "a"}, {"prompt": "what?", "images": ["a.png"]}], "row 2: images are not supported"),
+    ],
+)
+def test_rows_that_are_no_prompts(tokenizer, rows, message):
+    with pytest.raises(InputError, match=message):
+        Prompts(rows, tokenizer, Data(source="a"), graded=False)
+    assert Prompts([{"prompt": "a", "images": []}], tokenizer, Data(source="a"), graded=False)
+
+
 def test_overlong_prompts_are_an_error_or_dropped_and_missing_answers_an_error_where_one_is_needed(tokenizer):
     with pytest.raises(InputError, match=r"a.jsonl, row 2: the prompt has \d+ tokens, data.max_prompt_length is 40"):
         render(tokenizer, "a", "b" * 60, max_prompt_length=40)
@@ -68,7 +102,7 @@ def test_chat_templates_that_are_missing_or_refuse(tokenizer):
     with pytest.raises(InputError, match="no chat template; set it to false"):
         render(tokenizer, "2+2?")
     assert render(tokenizer, "2+2?", apply_chat_template=False)
-    for prompt, message in [("", "row 1: the prompt is empty"), (3, "row 1: the prompt must be text, got int")]:
+    for prompt, message in [("", "row 1: the prompt is empty"), (3, "row 1: the prompt must be text, got 3")]:
         with pytest.raises(InputError, match=message):
             render(tokenizer, prompt, apply_chat_template=False)
     tokenizer.chat_template = "{{ raise_exception('only\\nusers') }}"

@@ -113,7 +113,7 @@ def test_qlora_learns(small_model, optim):
 
 
 def sleep_and_wake(model, level):
-    engine = make_vllm(model, "bfloat16", sleep_level=level)
+    engine = make_vllm(model, "bfloat16", sleep_level=level, cache_bytes=None)
     policy = adapted_policy(model, "bfloat16", device=CUDA)
     engine.publish(policy, 7)
     before = gap(policy, generate(engine, PROMPTS + LONG)).mean()

@@ -5,7 +5,19 @@ import json
 import bitsandbytes
 import pytest
 import torch
-from helpers import MINIMAL, ROOT, adapted_policy, changed, command, fake_completions, write_yaml
+from helpers import (
+    MINIMAL,
+    ROOT,
+    adapted_policy,
+    changed,
+    command,
+    fake_completions,
+    make_learner,
+    objective,
+    packed,
+    write_yaml,
+)
+from memory import peak_bytes
 from random_model import QWEN3, build, qwen3
 from transformers import PhiConfig
 
@@ -16,6 +28,7 @@ from stapo_lite.model.policy import make_optimizer
 from stapo_lite.planning import plan
 from stapo_lite.planning.choice import apply, choose
 from stapo_lite.planning.plan import GIB, Cards, as_json, count_activations, make_plan, model_sizes, served_bytes
+from stapo_lite.training.update import update
 
 LORA_OF_RANK_32 = 36 * 32 * ((4096 + 4096) * 2 + (4096 + 1024) * 2 + (4096 + 12288) * 3)  # in the 8B, all projections
 PARAMETERS = {
@@ -84,6 +97,11 @@ def test_the_real_models_counted_and_the_8b_by_hand():
     assert found.update["trainer: adapter"] == found.update["trainer: gradients"] == 4 * LORA_OF_RANK_32
     assert found.update["trainer: optimiser"] == 2 * 4 * LORA_OF_RANK_32
     assert found.rollout["vLLM: adapter slots"] == 2 * LORA_OF_RANK_32
+    # Pinned memory comes in powers of two: of queries, keys and values together, and of both projections to 12,288.
+    layer = 2 * (2**25 + 2**24 + 2**27 + 2**26)
+    norms = 36 * (2 * 2**13 + 2 * 2**8) + 2**13
+    assert found.host["vLLM: weights"] == 36 * layer + 2 * 2**31 + norms
+    assert found.host["vLLM: adapter slots"] == 4 * LORA_OF_RANK_32
     share = sum(size for name, size in found.rollout.items() if name.startswith("vLLM"))
     assert share == int(0.45 * 48 * GIB)
     assert found.kv_tokens == found.rollout["vLLM: KV cache"] // 147_456
@@ -137,6 +155,27 @@ def test_activations_as_the_profiler_sees_them(small, tmp_path, checkpointing, d
     assert decoder + head == pytest.approx(real - gradients, rel=0.1)
 
 
+def test_an_update_takes_no_more_than_its_largest_micro_batch(small, tmp_path):
+    """The passes that the mask needs beside the first one's graph would add a layer's activations to it."""
+    build(tmp_path, small)
+    changes = {"train__gradient_checkpointing": 4, "train__lm_head_memory_gb": 2 / 1024}
+    policy = adapted_policy(tmp_path, "bfloat16", **changes)
+    completions = fake_completions(0, [1.0] * 24, longest=1)
+    for completion in completions:
+        completion.prompt.token_ids[:] = [5] * 64
+        completion.token_ids[:] = [5] * 64
+        completion.rollout_logprobs = [-1.0] * 64
+    learner, batch = make_learner(policy, objective(), 1024, longest=64), packed(policy, completions)
+    found = config(
+        **changes, dtype="bfloat16", lora__r=8, train__max_tokens_per_microbatch=1024, data__max_prompt_length=64,
+        rollout__max_completion_length=64,
+    )  # fmt: skip
+    _, decoder, head = count_activations(found, small)
+    gradients = sum(p.nbytes for p in policy.parameters.values())
+    assert update(learner, batch) is not None
+    assert peak_bytes(lambda: update(learner, batch)) < 1.1 * (decoder + head) + gradients
+
+
 def allocated(run, trace):
     """Most bytes allocated at one time, beyond those before, from the allocator's events."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -158,6 +197,7 @@ def test_parking_sleeping_and_offloading_move_memory():
     assert sum(plain.update.values()) - sum(moved.update.values()) == pytest.approx(inputs, rel=0.1)
     assert sum(awake.update.values()) - sum(plain.update.values()) == pytest.approx(0.45 * 24 * GIB, rel=0.1)
     assert "vLLM: weights" in plain.host
+    assert plain.host["vLLM: CUDA graphs"] == moved.host["vLLM: CUDA graphs"] > 0
     assert "vLLM: weights" not in moved.host
     assert moved.host["trainer: base weights"] >= weights
     parked = make_plan(config(quantization="nf4", train__park_trainer=True), model, cards)

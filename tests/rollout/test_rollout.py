@@ -560,7 +560,10 @@ def test_auto_is_vllm_where_it_is_installed(monkeypatch):
     with pytest.raises(InputError, match="rollout.engine=vllm: vLLM is not installed"):
         resolve_engine("vllm")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("stapo_lite.rollout.vllm_options.version", lambda name: "0.32.0+cpu")
     assert [resolve_engine(name) for name in ("auto", "vllm", "transformers")] == ["vllm", "vllm", "transformers"]
+    monkeypatch.setattr("stapo_lite.rollout.vllm_options.version", lambda name: "0.32.0")
+    assert resolve_engine("auto") == ("vllm" if torch.cuda.is_available() else "transformers")
 
 
 @pytest.mark.parametrize(
@@ -626,8 +629,10 @@ def test_a_card_that_is_full_when_vllm_wakes_is_one_line(start, tiny_model):
     llm.wake_up.side_effect = [None, full, full]
     engine = make_vllm(tiny_model, "bfloat16")
     options = start.call_args.kwargs
-    assert options["max_num_batched_tokens"] == BATCHED_TOKENS  # what the planner counts on
+    assert options["max_num_batched_tokens"] == 16 * SAMPLING.max_model_len  # there cannot be more
     assert options["hf_overrides"] == {"head_dtype": "float32"}  # logits as the trainer's
+    many = engine_arguments(str(tiny_model), "bfloat16", 1024, Engine(max_num_seqs=16), None, max_loras=1, on_cpu=False)
+    assert many["max_num_batched_tokens"] == BATCHED_TOKENS  # what the planner counts on
     rope = {"rope_scaling": {"factor": 2.0}}
     lengthened = Engine(engine="vllm", vllm={"hf_overrides": rope})
     both = engine_arguments(str(tiny_model), "bfloat16", 64, lengthened, None, max_loras=1, on_cpu=False)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import datasets
 import pytest
+import torch
 import yaml
 from helpers import ROOT, without_times
 
@@ -226,6 +227,10 @@ def test_lines_to_copy(write_config, tmp_path, monkeypatch, page):
     assert (tmp_path / "runs" / "brief-adapter" / "adapter_model.safetensors").exists()
 
 
+async def of_trl(prompts, trainer):
+    """A rollout function as TRL calls it."""
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -234,6 +239,13 @@ def test_lines_to_copy(write_config, tmp_path, monkeypatch, page):
         ({"train_dataset": ROWS, "reward_funcs": ["nowhere:f"]}, "reward.functions=nowhere:f: cannot be imported"),
         ({"reward_funcs": len}, "key 'data.source' is required: add it"),
         ({"train_dataset": ROWS, "reward_funcs": ["math", "math"]}, "one is listed twice"),
+        ({"train_dataset": ROWS, "reward_funcs": []}, r"reward_funcs=\[\]: give a function"),
+        ({"train_dataset": ROWS, "reward_funcs": torch.nn.Linear(1, 1)}, "reward_funcs: Linear is a model or a class"),
+        ({"train_dataset": ROWS, "overrides": "seed=1"}, r"overrides='seed=1': must be a list, \['seed=1'\]"),
+        ({"train_dataset": {"train": ROWS}}, r"a dictionary of train: give one of them, rows\[...\]"),
+        ({"train_dataset": iter(ROWS)}, "must be a list or a datasets.Dataset, got list_iterator"),
+        ({"train_dataset": ROWS, "rollout_func": len}, "rollout_func: must be a coroutine function"),
+        ({"train_dataset": ROWS, "rollout_func": of_trl}, "rollout_func: must take one argument, the episode"),
     ],
 )
 def test_mistakes(tree, given, message):

@@ -129,9 +129,11 @@ def test_trackers_get_the_metrics_under_names_that_trl_logs():
     by_transformers = {"loss", "grad_norm", "learning_rate"}
     assert [name for name in TRL_METRICS.values() if f'"{name}"' not in source and name not in by_transformers] == []
     metrics = {"reward": 0.5, "reward_std": 0.1, "reward/math": 1.0, "reward_std/a.b:tidy": 0.2, "tau_p": 0.002}
+    metrics |= {"sampled_nll": 1.5, "entropy": 1.25}
     assert trl_metrics(metrics) == {
         "train/reward": 0.5,
         "train/reward_std": 0.1,
+        "train/entropy": 1.5,
         "train/rewards/math/mean": 1.0,
         "train/rewards/tidy/std": 0.2,
     }
