@@ -35,8 +35,9 @@ FIGURE = (
     ("stapo", "full", "high-entropy", "random", "lower-half", "upper-half"),
 )
 """Methods in each row of the figure."""
-COMPARED = ("held-out reward", "reward, all steps", "entropy at reward 0.3", "entropy at the end")
-"""Measures whose differences are tested: where a run ends, how fast it learns, entropy on the way and at the end."""
+COMPARED = ("held-out reward", "reward, all steps", "entropy at reward 0.3", "entropy at the end", "NLL under the base")
+"""Measures whose differences are tested: where a run ends, how fast it learns, entropy on the way and at the end, how
+improbable its last answers are to the untrained base."""
 Runs = dict[str, dict[int, dict[str, float]]]
 """Method -> seed -> measure -> value."""
 
@@ -86,6 +87,7 @@ def measures(metrics: list[dict[str, Any]], held_out: list[dict[str, Any]]) -> d
         "entropy at reward 0.3": entropy[learned - 1] if learned else math.nan,
         "entropy at the end": entropy[-1],
         "KL from the base": last["base_nll"] - last["nll"],
+        "NLL under the base": last["base_nll"],
         "spurious, %, first steps": percent("spurious_share", WINDOW),
         "norm share, %, first steps": percent("spurious_gradient_share", WINDOW),
         "silenced, %": percent("silenced_share"),

@@ -92,9 +92,12 @@ def test_a_report_of_runs_by_hand(tmp_path):
             ]  # fmt: skip
             write_lines(folder / "metrics.jsonl", lines)
             looks = [
-                {"step": 10, "reward": 0.9 if rises else 0.2 + seed / 10, "base_nll": 4.0, "nll": 1.5},
+                {
+                    "step": 10, "reward": 0.9 if rises else 0.2 + seed / 10, "base_nll": 4.0 if rises else 4.5 + seed,
+                    "nll": 1.5,
+                },
                 {"step": 20, "reward": 0.0, "base_nll": 0.0, "nll": 0.0},
-            ]
+            ]  # fmt: skip
             write_lines(folder / "held_out.jsonl", looks)
     found = experiments_report.load(tmp_path)
     runs = {m: {s: experiments_report.measures(*lines) for s, lines in seeds.items()} for m, seeds in found.items()}
@@ -104,7 +107,7 @@ def test_a_report_of_runs_by_hand(tmp_path):
     assert stapo["entropy at the end"] == 0
     assert stapo["entropy at reward 0.3"] == 5  # at step 5, the mean of 7 to 3
     assert stapo["spurious, %, first steps"] == 2
-    assert stapo["KL from the base"] == 2.5
+    assert (stapo["KL from the base"], stapo["NLL under the base"]) == (2.5, 4.0)
     assert math.isnan(stapo["greedy, step 20"])
     assert stapo["silenced, %"] == pytest.approx(1.0)
     assert math.isnan(runs["grpo"][1]["steps to 0.5"])
@@ -113,7 +116,7 @@ def test_a_report_of_runs_by_hand(tmp_path):
     assert "none" in cells["grpo"]
     difference = experiments_report.differences(runs, "stapo").splitlines()[-1]
     # Reward: 0.2 and 0.3 less 0.9; 0.2 less the mean of 1/8 to 8/8 and four times 1; entropy: 3 less 0 and 1.
-    compared = ["-0.65 ± 0.07", "0.50", "-0.51 ± 0.00", "0.50", "", "", "+2.50 ± 0.71", "0.50"]
+    compared = ["-0.65 ± 0.07", "0.50", "-0.51 ± 0.00", "0.50", "", "", "+2.50 ± 0.71", "0.50", "+1.00 ± 0.71", "0.50"]
     assert [cell.strip() for cell in difference.split("|")[1:-1]] == ["grpo", "2", *compared]
     experiments_report.draw(found, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
