@@ -92,6 +92,11 @@ class TokenBudget:
     def tokens(self) -> int:
         return max(1, self._tokens >> self.halvings)
 
+    def cut(self, batch: MiniBatch, rows: Sequence[int]) -> list[list[int]]:
+        """The rows of each micro-batch within the budget as it is now."""
+        lengths = [sequence_length(completion) for completion in batch.select(rows)]
+        return [[rows[i] for i in part] for part in split_by_tokens(lengths, self.tokens)]
+
     def fit(self, batch: MiniBatch, rows: Sequence[int], work: Callable[[list[list[int]]], T]) -> T:
         """Do `work` on completions in micro-batches, from the start again in smaller ones where memory runs out.
 
@@ -102,9 +107,8 @@ class TokenBudget:
         Raises:
             RunError: a single sequence is too much.
         """
-        lengths = [sequence_length(completion) for completion in batch.select(rows)]
         while True:
-            micro_batches = [[rows[i] for i in part] for part in split_by_tokens(lengths, self.tokens)]
+            micro_batches = self.cut(batch, rows)
             if self._in_step is not None:
                 micro_batches += [[]] * (self._in_step(len(micro_batches)) - len(micro_batches))
             try:

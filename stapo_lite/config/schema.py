@@ -53,8 +53,8 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Python would take it for 1, in a key that is a switch in TRL, such as `log_completions`."""
+    def _no_number_is_true_or_false(cls, value: Any, info: ValidationInfo) -> Any:
+        """Python would take them for 1 and 0, in keys that are switches in TRL, such as `log_completions`."""
         numbers = (int, float, int | None, float | None)
         if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation in numbers:
             raise PydanticCustomError("number", "must be a number")
@@ -163,7 +163,7 @@ class Engine(Section):
     """The engine that samples completions."""
 
     engine: Literal["auto", "vllm", "transformers"] = "auto"
-    """`auto` takes vLLM where it is installed, else transformers' `generate`."""
+    """`auto` takes vLLM where it is installed and has a device, else transformers' `generate`."""
     max_completion_length: int = Field(2048, ge=1)
     """Longest completion, in tokens."""
     gpu_memory_utilization: float = Field(0.45, gt=0, lt=1)
@@ -194,8 +194,8 @@ class Rollout(Engine):
     max_sampling_rounds: int = Field(10, ge=1)
     """`dynamic_sampling` only: after this many rounds the step goes on with the groups it has."""
     engine: Literal["auto", "vllm", "server", "transformers"] = "auto"  # type: ignore[assignment]
-    """`auto` takes vLLM in the trainer's process where it is installed, else transformers' `generate`; `server` is a
-    vLLM of its own, on another card or machine (docs/scaling.md)."""
+    """`auto` takes vLLM in the trainer's process where it is installed and has a device, else transformers' `generate`;
+    `server` is a vLLM of its own, on another card or machine (docs/scaling.md)."""
     servers: list[str] = Field(["http://127.0.0.1:8000"], min_length=1)
     """`server` only: addresses of servers that `stapo serve` started; they share the work."""
     max_lag: int = Field(0, ge=0)

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import os
 import pkgutil
 import reprlib
 from array import array
@@ -55,12 +56,8 @@ def check_rows(rows: Sequence[Any], where: str) -> Sequence[dict[str, Any]]:
     Raises:
         InputError: there are none, they have no number (a stream), or one is no dictionary.
     """
-    if isinstance(rows, Mapping):
-        raise InputError(f"{where}: a dictionary of {', '.join(map(str, rows))}: give one of them, rows[...]")
-    if not hasattr(rows, "__len__"):
-        raise InputError(
-            f"{where}: must be a list or a datasets.Dataset, got {type(rows).__name__}: list(rows) makes one"
-        )
+    if isinstance(rows, Mapping) or not hasattr(rows, "__len__"):  # a DatasetDict, a stream
+        raise InputError(f"{where}: must be a list of rows or a datasets.Dataset, got {type(rows).__name__}")
     if not len(rows):
         raise InputError(f"{where}: no rows")
     if not all(isinstance(row, dict) for row in rows):
@@ -83,9 +80,9 @@ def _read_dataset(data: Data) -> Sequence[dict[str, Any]]:
 
 def prompt_text(prompt: Any) -> str:
     """The text of a prompt that is text or messages; empty for anything else."""
-    if not isinstance(prompt, str) and not _fault(prompt, templated=True):
-        return "\n".join(message["content"] for message in prompt)
-    return prompt if isinstance(prompt, str) else ""
+    if isinstance(prompt, str):
+        return prompt
+    return "" if _fault(prompt, templated=True) else "\n".join(message.get("content") or "" for message in prompt)
 
 
 class Prompts(Sequence[Prompt]):
@@ -125,7 +122,8 @@ class Prompts(Sequence[Prompt]):
                 "model the prompt as it is, or choose an instruction-tuned model"
             )
         longest, digest = data.max_prompt_length, hashlib.sha256()
-        markers = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+        noticing = data.apply_chat_template and os.environ.get("RANK", "0") == "0"
+        markers = [str(t) for t in tokenizer.added_tokens_decoder.values() if t.special] if noticing else []
         # More characters than this are too many tokens for certain, and slow to tokenize; 4: NFC may shorten a text so.
         self._enough = 4 * (longest + 1) * max(map(len, tokenizer.get_vocab()))
         self._kept = array("q")
@@ -133,8 +131,8 @@ class Prompts(Sequence[Prompt]):
             if number in left_out:
                 continue
             prompt = self._prompt(number, row)
-            wrapped = prompt.prompt if data.apply_chat_template and isinstance(prompt.prompt, str) else ""
-            if found := [marker for marker in markers if marker in wrapped]:
+            text = prompt.prompt if isinstance(prompt.prompt, str) else ""
+            if found := [marker for marker in markers if marker in text]:
                 message = "%s: the text holds %s and gets the chat template; if it has been through one, set %s=false"
                 logger.warning(message, self._where(number), found[0], "data.apply_chat_template")
                 markers = []  # once is enough
@@ -169,7 +167,8 @@ class Prompts(Sequence[Prompt]):
         where, d = self._where(number), self._data
         prompt: Any = row.get(d.prompt_column)
         for name in ("image", "images"):
-            if row.get(name):
+            value = row.get(name)
+            if not isinstance(value, str | int | float | None) and not (isinstance(value, list) and not value):
                 raise InputError(
                     f"{where}: images are not supported; without the column {name!r} it trains on the text"
                 )
@@ -197,14 +196,14 @@ def _render(prompt: Any, tokenizer: Any, prompting: Prompting, where: str) -> st
     if fault := _fault(prompt, templated):
         raise InputError(f"{where}: {fault}")
     messages = [{"role": "user", "content": prompt}]
-    if not isinstance(prompt, str):  # a data set's columns have None where a message lacks a field that others have
-        messages = [{key: value for key, value in message.items() if value is not None} for message in prompt]
+    if not isinstance(prompt, str):
+        messages = _without_none(prompt)
     if prompting.system_prompt is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": prompting.system_prompt})
     of_user = [message for message in messages if message["role"] == "user"]
     if of_user:
         of_user[-1]["content"] += prompting.prompt_suffix
-    text = messages[-1]["content"]
+    text = messages[-1].get("content", "")
     if templated:
         continues = messages[-1]["role"] == "assistant"
         end = {"add_generation_prompt": not continues, "continue_final_message": continues}
@@ -235,11 +234,19 @@ def _fault(prompt: Any, templated: bool) -> str:
     """What keeps a prompt from being text, or messages for a chat template; empty where nothing does."""
     if isinstance(prompt, str):
         return ""
-    if not (templated and prompt and isinstance(prompt, list) and all(isinstance(one, dict) for one in prompt)):
+    if not (templated and isinstance(prompt, list) and prompt and all(isinstance(one, dict) for one in prompt)):
         expected = "text or a list of {role, content} messages" if templated else "text"
         return f"the prompt must be {expected}, got {reprlib.repr(prompt)}"
     for number, message in enumerate(prompt, start=1):
         for name in ("role", "content"):
-            if not isinstance(message.get(name), str):
+            calls = name == "content" and message.get(name) is None and message.get("tool_calls")
+            if not (isinstance(message.get(name), str) or calls):
                 return f"message {number} of the prompt: {name} must be text, got {reprlib.repr(message.get(name))}"
     return ""
+
+
+def _without_none(value: Any) -> Any:
+    """A copy of messages without the fields that are None: a data set has one wherever another row has a value."""
+    if isinstance(value, dict):
+        return {key: _without_none(part) for key, part in value.items() if part is not None}
+    return [_without_none(part) for part in value] if isinstance(value, list) else value

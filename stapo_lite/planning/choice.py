@@ -62,7 +62,7 @@ def fit(config: Config, engine: str, going_on: Path | None, processes: int, shar
     if going_on is not None and (going_on / "config.yaml").exists():
         before = flatten(load_config(going_on / "config.yaml").model_dump())
         return apply(config, {key: before[key] for key in KEYS})
-    if processes > 1:  # NCCL takes its buffers with the first one
+    if processes > 1:  # NCCL takes its buffers with the first collective
         reduce(torch.zeros(1, device="cuda"))
     clear_device_cache(garbage_collection=True)  # what a run before this one, in a notebook, has left in caches
     torch.accelerator.empty_host_cache()

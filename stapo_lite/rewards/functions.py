@@ -82,8 +82,6 @@ class RewardModel:
             completion.scores = {name: score for name, score in scores.items() if score is not None}
             weighted = [weights[name] * score for name, score in completion.scores.items()]
             completion.reward = sum(weighted) if weighted else None
-        if completions and all(completion.reward is None for completion in completions):
-            logger.warning("no reward function judged any of the %d completions of step %d", len(completions), step)
 
     def close(self) -> None:
         """End all calls, also those under way."""

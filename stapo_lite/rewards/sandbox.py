@@ -171,7 +171,7 @@ def serve(connection: Connection) -> None:
 
 def _place(error: Exception, function: Callable) -> str:
     """Where in the function's own file an error arose; empty where it was elsewhere."""
-    file = getattr(sys.modules.get(function.__module__), "__file__", None)
+    file = getattr(sys.modules.get(getattr(function, "__module__", "")), "__file__", None)
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     return f" ({os.path.basename(file)}, line {lines[-1]})" if file and lines else ""
 

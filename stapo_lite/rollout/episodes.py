@@ -126,22 +126,16 @@ def find_function(path: str) -> RolloutFunction:
     """
     with explained(f"rollout.function={path}: cannot be imported"):
         function = pkgutil.resolve_name(path)
-    return check_function(function, f"rollout.function={path}")
+    if not inspect.iscoroutinefunction(function):
+        raise InputError(f"rollout.function={path}: must be a coroutine function (async def)")
+    check_argument(function, f"rollout.function={path}")
+    return function
 
 
-def check_function(function: Any, where: str) -> RolloutFunction:
-    """The function itself.
-
-    Raises:
-        InputError: it is no coroutine function of one argument.
-    """
-    if not any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
-        raise InputError(
-            f"{where}: must be a coroutine function (async def), which makes one completion (docs/turns.md)"
-        )
+def check_argument(function: RolloutFunction, where: str) -> None:
+    """Raises InputError where it does not take an episode alone; TRL calls its own with prompts and trainer."""
     with explained(f"{where}: must take one argument, the episode (docs/turns.md)", TypeError):
         inspect.signature(function).bind(None)
-    return function
 
 
 def play(

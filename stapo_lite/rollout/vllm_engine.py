@@ -20,7 +20,7 @@ from accelerate.utils import set_seed
 from accelerate.utils.memory import clear_device_cache
 
 from stapo_lite.config import Engine, Lora
-from stapo_lite.errors import RunError, explained, one_line, out_of_memory
+from stapo_lite.errors import InputError, RunError, explained, one_line, out_of_memory
 from stapo_lite.rollout import MAX_RETRIES, Decoding, Publisher, RolloutEngine, Sampling, progress_bar, write_adapter
 from stapo_lite.rollout.vllm_options import engine_arguments, prepare_vllm
 from stapo_lite.types import Completion, Prompt
@@ -64,8 +64,11 @@ class VLLMEngine(RolloutEngine):
         self._sleep_level, self._asleep = 0 if on_cpu else sleep_level, False
         arguments: dict[str, Any] = {"enable_sleep_mode": self._sleep_level > 0, "use_tqdm_on_load": False}
         if not on_cpu:
-            with explained("rollout.engine=vllm: torch cannot use the card"):
-                torch.cuda.synchronize()  # vLLM works in a stream of its own; up to 0.29 it does not wait for ours
+            if not torch.cuda.is_available():
+                raise InputError(
+                    "rollout.engine=vllm: torch cannot use the card; its driver may be older than its CUDA"
+                )
+            torch.cuda.synchronize()  # vLLM works in a stream of its own; up to 0.29 it does not wait for ours
             if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # an engine per process, each on its process's card
                 arguments["distributed_executor_backend"] = "external_launcher"
         length = sampling.max_model_len

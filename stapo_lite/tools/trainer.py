@@ -13,7 +13,7 @@ from accelerate import PartialState
 from stapo_lite.config import IN_PYTHON, Config, Prompting, load_config, load_eval_config
 from stapo_lite.errors import InputError
 from stapo_lite.evaluation.evaluate import evaluate
-from stapo_lite.rollout.episodes import RolloutFunction, check_function
+from stapo_lite.rollout.episodes import RolloutFunction, check_argument
 from stapo_lite.tools.export import export
 from stapo_lite.training.loop import train
 from stapo_lite.training.opening import Given
@@ -65,7 +65,7 @@ class Trainer:
         if isinstance(overrides, str):
             raise InputError(f"overrides={overrides!r}: must be a list, [{overrides!r}]")
         if rollout_func is not None:
-            check_function(rollout_func, "rollout_func")
+            check_argument(rollout_func, "rollout_func")
         names = _names(functions or [])
         own = {name: f for name, f in zip(names, functions or [], strict=True) if not isinstance(f, str)}
         self._given = Given(own, train_dataset, rollout_func)

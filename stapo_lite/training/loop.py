@@ -7,6 +7,7 @@ departs from the paper; first of all, a LoRA adapter trains instead of the whole
 """
 
 import itertools
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -26,6 +27,8 @@ from stapo_lite.training.opening import Given, open_run
 from stapo_lite.training.run import Rollouts, Run
 from stapo_lite.training.update import mask_inputs, measure, old_inputs, update, with_gradient
 from stapo_lite.types import Completion, derived_seed
+
+logger = logging.getLogger(__name__)
 
 
 def train(
@@ -118,6 +121,8 @@ def assign_advantages(run: Run, groups: Sequence[Sequence[Completion]]) -> None:
             completion.advantage = advantage
         if run.accelerator.is_main_process:
             run.learner.tally.add(batch_completions=len(group), overlong_penalty=sum(penalties))
+    if run.accelerator.is_main_process and groups and all(c.reward is None for group in groups for c in group):
+        logger.warning("no reward function judged a completion of step %d", run.progress.step + 1)
 
 
 def mini_batches(run: Run, groups: Sequence[Sequence[Completion]]) -> Iterator[MiniBatch]:

@@ -206,14 +206,14 @@ def mask_statistics(learner: Learner, batch: MiniBatch) -> tuple[TokenStatistics
     inputs, trained = mask_inputs(batch.completions, objective), with_gradient(batch.completions, objective)
     if not inputs or not trained or policy.sharded or objective.beta:
         return measure(policy, batch, inputs, budget), None
-
-    def run(micro_batches: list[list[int]]) -> tuple[TokenStatistics, Forward]:
-        statistics = measure(policy, batch, [row for row in inputs if row not in micro_batches[0]], budget)
-        first = forward(learner, batch, micro_batches[0])
-        put(statistics, first.tokens, first.statistics)
-        return statistics, first
-
-    return budget.fit(batch, trained, run)
+    rows = budget.cut(batch, trained)[0]
+    statistics = measure(policy, batch, [row for row in inputs if row not in rows], budget)
+    first = budget.fit(batch, trained, lambda micro_batches: forward(learner, batch, micro_batches[0]))
+    if first.rows != rows:  # memory ran out on the way: the cut is another one now
+        del first
+        return measure(policy, batch, inputs, budget), None
+    put(statistics, first.tokens, first.statistics)
+    return statistics, first
 
 
 def weigh_tokens(learner: Learner, batch: MiniBatch, masks: Masks) -> Weights | None:

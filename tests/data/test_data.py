@@ -6,6 +6,7 @@ import tracemalloc
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pytest
 from helpers import command, shared_data
 from transformers import AutoTokenizer
@@ -13,7 +14,7 @@ from transformers import AutoTokenizer
 from stapo_lite.config import Data
 from stapo_lite.data.benchmarks import Problem
 from stapo_lite.data.contamination import find_overlaps, load_problems
-from stapo_lite.data.prompts import Prompts, load_rows, stop_token_ids
+from stapo_lite.data.prompts import Prompts, load_rows, prompt_text, stop_token_ids
 from stapo_lite.errors import InputError
 from stapo_lite.files import read_lines, write_lines
 from stapo_lite.training.run import prompt_order
@@ -57,6 +58,11 @@ def test_other_fields_of_messages_reach_the_chat_template(tokenizer):
     )
     chat = [{"role": "assistant", "content": "a", "calls": "b", "x": None}, {"role": "user", "content": "c"}]
     assert tokenizer.decode(render(tokenizer, chat)[0].token_ids) == "assistant=abFalseuser=cFalse"
+    # As a data set has them: every call with the arguments of all.
+    tokenizer.chat_template = "{% for m in messages %}{{ m.tool_calls }}{{ m.content }}{% endfor %}"
+    calls = [{"role": "assistant", "content": None, "tool_calls": [{"a": {"b": 1, "c": None}}]}, CHAT[0]]
+    assert tokenizer.decode(render(tokenizer, calls)[0].token_ids) == "[{'a': {'b': 1}}]2+2?"
+    assert prompt_text(calls) == "\n2+2?"
 
 
 def test_text_that_has_been_through_a_template_is_noticed_once(tokenizer, caplog):
@@ -76,13 +82,16 @@ def test_text_that_has_been_through_a_template_is_noticed_once(tokenizer, caplog
         ([{"prompt": [{"role": "assistant", "content": None}]}], "row 1: message 1 .*: content must be text, got None"),
         ([{"prompt": [CHAT[0], {"value": "2"}]}], "row 1: message 2 of the prompt: role must be text, got None"),
         ([{"prompt": []}], r"row 1: the prompt must be text or a list .*, got \[\]"),
+        ([{"prompt": np.array([CHAT[0]])}], "row 1: the prompt must be text or a list"),
         ([{"prompt": "a"}, {"prompt": "what?", "images": ["a.png"]}], "row 2: images are not supported"),
+        ([{"prompt": "what?", "image": np.zeros((2, 2))}], "row 1: images are not supported"),
     ],
 )
 def test_rows_that_are_no_prompts(tokenizer, rows, message):
     with pytest.raises(InputError, match=message):
         Prompts(rows, tokenizer, Data(source="a"), graded=False)
-    assert Prompts([{"prompt": "a", "images": []}], tokenizer, Data(source="a"), graded=False)
+    text = {"prompt": "a", "images": [], "image": "of a docker container"}
+    assert Prompts([text], tokenizer, Data(source="a"), graded=False)
 
 
 def test_overlong_prompts_are_an_error_or_dropped_and_missing_answers_an_error_where_one_is_needed(tokenizer):

@@ -131,7 +131,7 @@ def test_scales_and_weights_and_completions_that_were_cut_off():
     assert score(["math"], completions, truncated_is_incorrect=False) == [1.0, -1.0, 1.0]  # it states no answer
 
 
-def test_a_user_function_is_called_as_trl_calls_it(tmp_path, monkeypatch, caplog):
+def test_a_user_function_is_called_as_trl_calls_it(tmp_path, monkeypatch):
     (tmp_path / "my_rewards.py").write_text(
         "def length(prompts, completions, completion_ids, level, **columns):\n"
         "    state = columns.pop('trainer_state')\n"
@@ -154,9 +154,6 @@ def test_a_user_function_is_called_as_trl_calls_it(tmp_path, monkeypatch, caplog
     (tmp_path / "broken_rewards.py").write_text("raise ValueError('two\\nlines')\n", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert score(["my_rewards:length"], [completion("abc", level=0), completion("abc", level=1)]) == [3.0, None]
-    assert "no reward function" not in caplog.text
-    assert score(["my_rewards:length"], [completion("abc", level=1)] * 2) == [None, None]
-    assert "no reward function judged any of the 2 completions of step 4" in caplog.text
     messages = [{"role": "user", "content": "2+2?"}]
     chat = [completion("abcd", prompt=messages), completion("", prompt=messages)]
     assert score(["my_rewards:chat"], chat) == [4.0, 0.0]

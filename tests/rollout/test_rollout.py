@@ -9,6 +9,7 @@ import threading
 import weakref
 from contextlib import closing, nullcontext
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 from unittest.mock import Mock, call
 
@@ -562,8 +563,12 @@ def test_auto_is_vllm_where_it_is_installed(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr("stapo_lite.rollout.vllm_options.version", lambda name: "0.32.0+cpu")
     assert [resolve_engine(name) for name in ("auto", "vllm", "transformers")] == ["vllm", "vllm", "transformers"]
+    monkeypatch.setattr("stapo_lite.rollout.vllm_options.version", Mock(side_effect=PackageNotFoundError))
+    assert resolve_engine("auto") == "vllm"  # the CPU build on PyPI has another name
     monkeypatch.setattr("stapo_lite.rollout.vllm_options.version", lambda name: "0.32.0")
-    assert resolve_engine("auto") == ("vllm" if torch.cuda.is_available() else "transformers")
+    for usable, engine in ((True, "vllm"), (False, "transformers")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda usable=usable: usable)
+        assert resolve_engine("auto") == engine
 
 
 @pytest.mark.parametrize(
@@ -611,6 +616,7 @@ def start(monkeypatch):
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda platform: False)
     for name in ("synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(vllm, "LLM", start := Mock())
     return start
 

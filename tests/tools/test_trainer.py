@@ -227,7 +227,15 @@ def test_lines_to_copy(write_config, tmp_path, monkeypatch, page):
     assert (tmp_path / "runs" / "brief-adapter" / "adapter_model.safetensors").exists()
 
 
-async def of_trl(prompts, trainer):
+def test_a_batch_that_no_function_judges_is_noticed(tree, caplog):
+    def unjudged(completions, **columns):
+        return [None] * len(completions)
+
+    Trainer(tree, ["train.max_steps=1"], reward_funcs=unjudged, train_dataset=ROWS).train()
+    assert "no reward function judged a completion of step 1" in caplog.text
+
+
+def of_trl(prompts, trainer):
     """A rollout function as TRL calls it."""
 
 
@@ -242,9 +250,8 @@ async def of_trl(prompts, trainer):
         ({"train_dataset": ROWS, "reward_funcs": []}, r"reward_funcs=\[\]: give a function"),
         ({"train_dataset": ROWS, "reward_funcs": torch.nn.Linear(1, 1)}, "reward_funcs: Linear is a model or a class"),
         ({"train_dataset": ROWS, "overrides": "seed=1"}, r"overrides='seed=1': must be a list, \['seed=1'\]"),
-        ({"train_dataset": {"train": ROWS}}, r"a dictionary of train: give one of them, rows\[...\]"),
-        ({"train_dataset": iter(ROWS)}, "must be a list or a datasets.Dataset, got list_iterator"),
-        ({"train_dataset": ROWS, "rollout_func": len}, "rollout_func: must be a coroutine function"),
+        ({"train_dataset": {"train": ROWS}}, "must be a list of rows or a datasets.Dataset, got dict"),
+        ({"train_dataset": iter(ROWS)}, "must be a list of rows or a datasets.Dataset, got list_iterator"),
         ({"train_dataset": ROWS, "rollout_func": of_trl}, "rollout_func: must take one argument, the episode"),
     ],
 )
