@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from stapo_lite.data.contamination import find_overlaps, load_problems
 from stapo_lite.data.prompts import Prompts, check_rows, load_rows, prompt_text, stop_token_ids
 from stapo_lite.errors import InputError
 from stapo_lite.evaluation.exam import Exam
-from stapo_lite.files import write_text
+from stapo_lite.files import read_object, write_text
 from stapo_lite.model.loading import find_start, load_tokenizer
 from stapo_lite.model.policy import load_policy, make_optimizer
 from stapo_lite.model.processes import resolve_dtype
@@ -29,7 +29,7 @@ from stapo_lite.rollout.episodes import RolloutFunction, find_function, play
 from stapo_lite.training import checkpoint, lifecycle
 from stapo_lite.training.checkpoint import Progress
 from stapo_lite.training.push import HubMirror
-from stapo_lite.training.run import Run, Sampler
+from stapo_lite.training.run import SCORE_FILE, Run, Sampler
 from stapo_lite.training.token_log import TokenLog
 from stapo_lite.training.tracking import ENVIRONMENT_FILE, RunLog, read_metrics
 from stapo_lite.training.update import Learner
@@ -154,9 +154,16 @@ def open_folder(config: Config, accelerator: Accelerator, surroundings: dict[str
             write_text(folder / ENVIRONMENT_FILE, json.dumps(surroundings, indent=1))
             if step < config.train.max_steps:
                 shutil.rmtree(folder / "adapter", ignore_errors=True)  # of an earlier end of this run
-            if step == 0:
-                shutil.rmtree(folder / "best", ignore_errors=True)  # of a run that was killed in its first step
+            drop_best(folder / "best", step)
     return log
+
+
+def drop_best(best: Path, step: int) -> None:
+    """Delete the best adapter where it is of a later step than the one that the run goes on from, or of a run that was
+    killed in its first."""
+    with suppress(InputError):  # none, or one that cannot be read
+        if step == 0 or read_object(best / SCORE_FILE)["step"] > step:
+            shutil.rmtree(best, ignore_errors=True)
 
 
 def load_prompts(

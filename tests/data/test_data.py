@@ -22,6 +22,8 @@ from stapo_lite.training.run import prompt_order
 SYSTEM = "<|im_start|>system\nShort.<|im_end|>\n"
 ASKED = "<|im_start|>user\n2+2? Go.<|im_end|>\n<|im_start|>assistant\n"
 CHAT = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "2+2 ="}]
+TURNS = [{"role": "system", "content": "Own."}, {"role": "user", "content": "1?"}, {"role": "user", "content": "2+2?"}]
+BEFORE = "<|im_start|>system\nOwn.<|im_end|>\n<|im_start|>user\n1?<|im_end|>\n"
 
 
 @pytest.fixture
@@ -40,9 +42,10 @@ def render(tokenizer, *prompts, graded=True, **data):
     [
         ("2+2?", {"system_prompt": "Short.", "prompt_suffix": " Go."}, SYSTEM + ASKED),
         (CHAT, {"prompt_suffix": " Go."}, ASKED + "2+2 ="),
+        (TURNS, {"system_prompt": "Short.", "prompt_suffix": " Go."}, BEFORE + ASKED),
         ("2+2=", {"apply_chat_template": False}, "2+2="),
     ],
-    ids=["text becomes a user turn", "an assistant message is continued", "without the template"],
+    ids=["text becomes a user turn", "an assistant message is continued", "its own system message", "no template"],
 )
 def test_prompts_as_the_model_reads_them(tokenizer, prompt, prompting, text):
     (rendered,) = render(tokenizer, prompt, **prompting)
@@ -152,8 +155,9 @@ def test_rows_on_the_disk_stay_there(tokenizer):
     assert len(prompts) == 1998
     assert (prompts[1].prompt, prompts[1].answer, prompts[-1].columns["more"]) == ("2+2?", 2, "x" * 5000)
     some = [rows[0], rows[2]]
-    digests = [Prompts(given, tokenizer, Data(source="b"), graded=True).digest for given in (some, rows)]
-    assert digests[0] != digests[1]
+    other = [rows[0], rows[2] | {"answer": 7}]
+    digests = {Prompts(given, tokenizer, Data(source="b"), graded=True).digest for given in (some, rows, other)}
+    assert len(digests) == 3
     ungraded = Prompts(some, tokenizer, Data(source="b"), graded=False)
     assert [p.token_ids for p in ungraded] == [p.token_ids for p in (prompts[0], prompts[1])]
 

@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoTokenizer
 from stapo_lite.config import PROJECTIONS, Engine, load_config
 from stapo_lite.errors import InputError, RunError
 from stapo_lite.planning.plan import as_json, model_sizes
-from stapo_lite.rollout import MAX_RETRIES, Decoding, check_engine, resolve_engine
+from stapo_lite.rollout import MAX_RETRIES, Decoding, check_engine, make_sampling, resolve_engine
 from stapo_lite.rollout import vllm_engine as vllm_engine_module
 from stapo_lite.rollout.episodes import play, until_stop
 from stapo_lite.rollout.transformers_engine import TransformersEngine
@@ -571,6 +571,10 @@ def test_auto_is_vllm_where_it_is_installed(monkeypatch):
         assert resolve_engine("auto") == engine
 
 
+def test_rollouts_have_the_configs_temperature():
+    assert make_sampling(load_config(MINIMAL, ["rollout.temperature=0.6"]), ()).temperature == 0.6
+
+
 @pytest.mark.parametrize(
     ("vllm", "plugin", "quantization", "level", "problem"),
     [
@@ -660,3 +664,21 @@ def test_a_quantised_head_keeps_its_type(tiny_model, tmp_path):
     config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     assert fp32_head(str(tmp_path), Engine()) == {}
+
+
+def test_each_turn_of_each_completion_has_draws_of_its_own(tiny_model):
+    asked = []
+
+    class Noted(TransformersEngine):
+        def stream(self, prompts, seeds, decodings):
+            asked.extend(seeds)
+            yield from super().stream(prompts, seeds, decodings)
+
+    async def two_turns(episode):
+        await episode.generate(1)
+        await episode.generate(1)
+
+    engine = Noted(SAMPLING, 64)
+    engine.publish(adapted_policy(tiny_model), 1)
+    play(engine, SAMPLING, AutoTokenizer.from_pretrained(tiny_model), two_turns, PROMPTS, [1, 2, 3])
+    assert len(set(asked)) == len(asked) == 2 * len(PROMPTS) * SAMPLING.num_generations

@@ -27,6 +27,7 @@ from helpers import (
     run,
     run_update,
     same_metrics,
+    sampled_by_an_engine,
     without_times,
 )
 from safetensors.torch import load_file
@@ -65,6 +66,18 @@ def memory_for(policy, tokens, error=None, phase="forward", spare=0):
         yield
     finally:
         hook.remove()
+
+
+def test_memory_that_runs_out_in_the_masks_passes(make_policy):
+    """The first micro-batch of the gradient is another one then: no row counts twice."""
+    found = []
+    for budget, tokens in ((TokenBudget(200), 40), (TokenBudget(100), 10**9)):
+        policy = make_policy()
+        policy.model.double()
+        completions = sampled_by_an_engine(policy, fake_completions(3, [-1.0, -0.7, -0.4, 1.0] + [0.0] * 12))
+        with memory_for(policy, tokens, spare=1):
+            found.append(run_update(policy, completions, objective(s2t={"preset": "paper-v1"}), max_tokens=budget))
+    assert_same(*found)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,8 +29,8 @@ from stapo_lite.tools.export import export
 from stapo_lite.training import opening
 from stapo_lite.training.lifecycle import make_accelerator
 from stapo_lite.training.loop import train
-from stapo_lite.training.metrics import Tally
-from stapo_lite.training.run import Run, learning_rate
+from stapo_lite.training.metrics import Tally, has_variance
+from stapo_lite.training.run import Run, learning_rate, prompt_order
 from stapo_lite.training.tracking import read_metrics
 from stapo_lite.types import Completion, Prompt, derived_seed
 
@@ -382,6 +383,42 @@ def test_a_best_score_that_cannot_be_read_costs_a_warning(tmp_path, caplog):
     )
     Run.keep_best(run, {"reward": 1.0})
     assert re.search(r"best was not written \(.*score.json: not JSON", caplog.text)
+
+
+def test_the_best_adapter_of_steps_that_are_taken_again_is_dropped(write_config, tmp_path):
+    write_lines(tmp_path / "held_out.jsonl", [{"prompt": f"say {word}"} for word in ("five", "six", "seven")])
+    held_out = {"steps": 1, "source": str(tmp_path / "held_out.jsonl"), "best": "reward", "num_samples": 4}
+    changes = {"evaluation": held_out, "log": {"save_steps": 1, "save_total_limit": 9}}
+    run(write_config(train__max_steps=3, train__learning_rate=0.1, **changes))
+    folder = tmp_path / "run"
+    score = {"metric": "reward", "score": 1e6, "step": 3}  # as a lucky one
+    (folder / "best" / "score.json").write_text(json.dumps(score), encoding="utf-8")
+    for step in (2, 3):
+        shutil.rmtree(folder / f"checkpoint-{step}")
+    run(write_config(train__max_steps=3, train__learning_rate=0.1, **changes), resume=True)
+    kept = json.loads((folder / "best" / "score.json").read_text(encoding="utf-8"))
+    again = {line["step"]: line["reward"] for line in read_lines(folder / "evaluations.jsonl") if line["step"] > 1}
+    assert kept == {"metric": "reward", "score": max(again.values()), "step": max(again, key=again.get)}
+
+
+def test_what_a_seed_decides(make_policy):
+    """Two runs have other prompts, other draws and another first adapter; a group of one reward has no variance."""
+    assert prompt_order(10, 0, 10, 10) != prompt_order(10, 1, 0, 10)
+    alone = SimpleNamespace(num_processes=1, process_index=0)
+    progress, seeds = SimpleNamespace(prompts_drawn=4), []
+    for seed in (0, 1):
+        one = SimpleNamespace(
+            progress=progress, accelerator=alone, prompts=[0, 1, 2], config=SimpleNamespace(seed=seed)
+        )
+        seeds.append(Run.share(one, 2).seeds)
+    assert not set(seeds[0]) & set(seeds[1])
+    first, second = (make_policy(seed=seed).parameters for seed in (0, 1))
+    assert any(not torch.equal(first[name], second[name]) for name in first if "lora_A" in name)
+
+
+def test_unjudged_completions_make_no_variance():
+    group = [Completion(Prompt("", [1], None), [1], [0.0], False, 0, reward=reward) for reward in (None, 1.0, 1.0)]
+    assert not has_variance(group)
 
 
 def test_learning_rates_by_hand():

@@ -32,7 +32,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from stapo_lite.algorithm.s2t import random_scores
-from stapo_lite.training.update import old_inputs, update
+from stapo_lite.training.update import find_masks, old_inputs, update, weigh_tokens
 
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean", "constant"])
@@ -229,3 +229,39 @@ def test_gradient_is_clipped_once_by_its_global_norm(make_policy):
     assert again.grad_norm == pytest.approx(result.grad_norm, rel=1e-4)
     assert clipped.norm().item() == pytest.approx(1e-3, rel=1e-2)
     assert relative(clipped / clipped.norm(), whole / whole.norm()) < 1e-3
+
+
+def test_later_updates_need_old_statistics_of_all_that_the_masks_read():
+    """Rows without advantage count for a threshold over all tokens; with entropy 0 they would lower it."""
+    pair = fake_completions(0, [1.0, 0.0])
+    for kind in (objective(s2t={"preset": "paper-v1"}), objective("20-entropy")):
+        assert old_inputs(pair, kind) == [0, 1]
+    assert old_inputs(pair, objective()) == [0]
+
+
+def test_a_later_update_measures_no_gap_that_it_has_no_statistics_for(make_policy):
+    policy = make_policy()
+    completions = sampled_by_an_engine(policy, fake_completions(3, ADVANTAGES))
+    kind = objective(old_logprobs="rollout")
+    metrics = run_update(policy, completions, kind, old=measured(policy, completions))[1]
+    assert (metrics["gap_tokens"], metrics["gap_max"]) == (0, None)
+
+
+def test_the_random_ablation_draws_anew_for_each_adapter(make_policy):
+    policy, found = make_policy(), []
+    for version in (0, 1):
+        completions = fake_completions(3, ADVANTAGES)
+        for completion in completions:
+            completion.adapter_version = version
+        learner = make_learner(policy, objective(s2t={"preset": "random"}), 10_000)
+        found.append(find_masks(learner, packed(policy, completions)).silenced)
+    assert not torch.equal(*found)
+
+
+def test_the_scale_of_float16_grows_after_64_good_updates(make_policy):
+    policy, completions = make_policy("float16"), fake_completions(3, ADVANTAGES)
+    learner, batch = make_learner(policy, objective(), 10_000), packed(policy, completions)
+    masks, scales = find_masks(learner, batch), []
+    for learner.progress.backoff in (4.0, 4 - 1 / 64, 3.0):
+        scales.append(weigh_tokens(learner, batch, masks).scale)
+    assert scales[0] == scales[1] == scales[2] / 2
