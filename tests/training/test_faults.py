@@ -74,7 +74,7 @@ def test_memory_that_runs_out_in_the_masks_passes(make_policy):
     for budget, tokens in ((TokenBudget(200), 40), (TokenBudget(100), 10**9)):
         policy = make_policy()
         policy.model.double()
-        completions = sampled_by_an_engine(policy, fake_completions(3, [-1.0, -0.7, -0.4, 1.0] + [0.0] * 12))
+        completions = sampled_by_an_engine(policy, fake_completions(3, [-1.0, 1.0, -0.4, 1.0] * 4 + [0.0] * 6))
         with memory_for(policy, tokens, spare=1):
             found.append(run_update(policy, completions, objective(s2t={"preset": "paper-v1"}), max_tokens=budget))
     assert_same(*found)
