@@ -171,7 +171,8 @@ def test_an_update_that_is_not_finite_is_skipped(write_config, user_reward, tmp_
         (HUGE.format("True"), "5 updates in a row had a loss or gradient that is not finite: lower train.learning_", 4),
         (
             "def even(**columns): raise ConnectionError('judge is down')",
-            "reward.functions=parity:even: raised ConnectionError: judge is down; it failed on 3 batches in",
+            "reward.functions=parity:even: raised ConnectionError: judge is down (parity.py, line 1); it failed on 3 "
+            "batches in",
             0,
         ),
     ],
