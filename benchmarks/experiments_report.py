@@ -1,7 +1,8 @@
 """What the experiments found: a table, paired differences and a figure, from the results of `experiments.py`.
 
-    python benchmarks/experiments_report.py [--results FOLDER] [--less METHOD] [--figure docs/experiments.png]
+    python benchmarks/experiments_report.py [--results FOLDER ...] [--less METHOD] [--figure docs/experiments.png]
 
+Several folders are read as one study, cut to its shortest run: `--results results/writing results/sensitivity`.
 Everything is a number per run first; methods are compared seed by seed. The training's rewards and entropies at a step
 are means of five, entropy is the sampled negative log-probability in nats, and "first steps" are five. The test of a
 difference is the exact paired permutation test (the sign of each seed's difference is flipped), whose smallest p with n
@@ -42,10 +43,10 @@ Runs = dict[str, dict[int, dict[str, float]]]
 """Method -> seed -> measure -> value."""
 
 
-def load(folder: Path) -> dict[str, dict[int, tuple[list[dict], list[dict]]]]:
+def load(folders: Sequence[Path]) -> dict[str, dict[int, tuple[list[dict], list[dict]]]]:
     """Metrics and held-out lines by method and seed, as far as all runs go."""
     found: dict[str, dict[int, tuple[list[dict], list[dict]]]] = {}
-    for run in sorted(folder.glob("*/environment.json")):
+    for run in sorted(path for folder in folders for path in folder.glob("*/environment.json")):
         method, _, seed = run.parent.name.rpartition("-")
         lines = read_lines(run.parent / "metrics.jsonl"), read_lines(run.parent / "held_out.jsonl")
         found.setdefault(method, {})[int(seed)] = lines
@@ -179,13 +180,13 @@ def place_names(axes: Axes, ends: dict[str, tuple[int, float]], colours: dict[st
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=HERE / "results/writing")
+    parser.add_argument("--results", type=Path, nargs="+", default=[HERE / "results/writing"], metavar="FOLDER")
     parser.add_argument("--less", default="stapo", metavar="METHOD", help="which the others are compared with")
     parser.add_argument("--figure", type=Path)
     given = parser.parse_args()
     found = load(given.results)
     if not found:
-        raise SystemExit(f"{given.results}: no finished run")
+        raise SystemExit(f"{' '.join(map(str, given.results))}: no finished run")
     runs = {method: {seed: measures(*lines) for seed, lines in seeds.items()} for method, seeds in found.items()}
     if given.less not in runs:
         parser.error(f"--less {given.less}: choose from {', '.join(runs)}")

@@ -79,8 +79,8 @@ def test_a_report_of_runs_by_hand(tmp_path):
     """Two methods, two seeds: rewards rise to 1 or stay at 0.2, entropies fall to 0 or 1 or stay at 3."""
     for method, rises in (("stapo", True), ("grpo", False)):
         for seed in (0, 1):
-            folder = tmp_path / f"{method}-{seed}"
-            folder.mkdir()
+            folder = tmp_path / ("one" if rises else "other") / f"{method}-{seed}"
+            folder.mkdir(parents=True)
             (folder / "environment.json").write_text("{}", encoding="utf-8")
             lines = [
                 {
@@ -99,7 +99,7 @@ def test_a_report_of_runs_by_hand(tmp_path):
                 {"step": 20, "reward": 0.0, "base_nll": 0.0, "nll": 0.0},
             ]  # fmt: skip
             write_lines(folder / "held_out.jsonl", looks)
-    found = experiments_report.load(tmp_path)
+    found = experiments_report.load([tmp_path / "one", tmp_path / "other"])
     runs = {m: {s: experiments_report.measures(*lines) for s, lines in seeds.items()} for m, seeds in found.items()}
     stapo = runs["stapo"][0]
     assert stapo["steps to 0.5"] == 6  # the mean of 2/8 to 6/8
@@ -161,7 +161,7 @@ def test_a_finished_run_is_not_made_again(experiment, tmp_path):
 @pytest.mark.slow
 def test_trl_takes_the_same_task(experiment, tmp_path):
     experiment("experiments_trl.py", "--seed", "3")
-    metrics, held_out = experiments_report.load(tmp_path / "out")["trl-dapo"][3]
+    metrics, held_out = experiments_report.load([tmp_path / "out"])["trl-dapo"][3]
     assert [line["step"] for line in metrics] == [1, 2]
     assert [line["learning_rate"] for line in metrics] == pytest.approx([1e-4, 2e-4])  # the warm-up, a step at a time
     # Two steps change little: TRL's measure of entropy is ours.

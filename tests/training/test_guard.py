@@ -49,6 +49,41 @@ RUNS = {
         {"silenced_share": [33, 74]},
     ),
     "gap": ({"sampler_gap_mean": lambda step: 0.015 if step < 30 else 0.04}, {"sampler_gap": [37]}),
+    "each at its limit": (
+        {
+            "entropy": lambda step: 0.8 if step < 30 else 1.6,
+            "zero_variance_groups": 0.95,
+            "silenced_share": 0.01,
+            "sampler_gap_mean": lambda step: 0.015 if step < 30 else 0.03,
+            "clip_low_share": 0.1,
+            "clip_high_share": 0.1,
+        },
+        {},
+    ),
+    "small values at their limit": (
+        {
+            "entropy": lambda step: 0.125 if step < 30 else 0.625,
+            "sampler_gap_mean": lambda step: 0.005 if step < 30 else 0.02,
+        },
+        {},
+    ),
+    "each just above": (
+        {
+            "entropy": lambda step: 0.125 if step < 30 else 0.626,
+            "zero_variance_groups": 0.951,
+            "silenced_share": 0.0101,
+            "sampler_gap_mean": lambda step: 0.005 if step < 30 else 0.0201,
+            "clip_low_share": 0.1,
+            "clip_high_share": 0.101,
+        },
+        {
+            "entropy_explosion": [40],
+            "no_signal": [20],
+            "silenced_share": [20],
+            "sampler_gap": [40],
+            "ratio": [20],
+        },
+    ),
     "clipped": ({"clip_low_share": lambda step: 0.01 if step < 30 else 0.3}, {"ratio": [37]}),
 }
 

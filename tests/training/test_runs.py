@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from helpers import MINIMAL, RARELY_RIGHT, ROOT, command, run, without_times
 from packaging.version import Version
 
@@ -25,11 +26,12 @@ from stapo_lite.evaluation.evaluate import evaluate
 from stapo_lite.files import read_lines, write_lines
 from stapo_lite.rewards.functions import RewardModel
 from stapo_lite.rollout import vllm_options
+from stapo_lite.rollout.transformers_engine import TransformersEngine
 from stapo_lite.tools.export import export
 from stapo_lite.training import opening
 from stapo_lite.training.lifecycle import make_accelerator
 from stapo_lite.training.loop import train
-from stapo_lite.training.metrics import Tally, has_variance
+from stapo_lite.training.metrics import Tally, Update, has_variance, step_metrics
 from stapo_lite.training.run import Run, learning_rate, prompt_order
 from stapo_lite.training.tracking import read_metrics
 from stapo_lite.types import Completion, Prompt, derived_seed
@@ -110,6 +112,8 @@ def test_metrics_and_token_log_of_a_step_by_hand(write_config, trained, monkeypa
     trains = active - t["silenced"]
     assert active > trains > 0
     assert t["candidate"] > t["spurious"] > 0
+    assert len(t["entropies"]) == active
+    assert m["entropy"] == pytest.approx(t["entropies"].double().mean().item())
     for p in (10, 50, 90):
         assert m[f"entropy_p{p}"] == pytest.approx(np.quantile(t["entropies"].double(), p / 100))
     for count in ("kept", "silenced", "candidate", "spurious", "negative_rare", "negative_sure"):
@@ -132,6 +136,47 @@ def test_metrics_and_token_log_of_a_step_by_hand(write_config, trained, monkeypa
     assert (sum(step["tokens"][:2]), step["tokens"][0]) == (t["candidate"], t["spurious"])
     assert step["tau_h"] == pytest.approx(m["tau_h"])
     assert len(read_lines(tmp_path / "run" / "tokens.jsonl")) == 3 < t["candidate"]
+
+
+def test_means_over_the_updates_of_a_step_by_hand():
+    tally = Tally(torch.device("cpu"), [])
+    tally.add(loss=3.0, tokens=50)
+    updates = [Update(2.0, 0.5), Update(4.0), Update(9.0, 1.5)]
+    seconds = {"rollout": 3.0, "reward": 1.0, "update": 6.0}
+    m = step_metrics(7, tally.reduce(Accelerator(cpu=True)), updates, seconds)
+    assert (m["step"], m["updates"], m["loss"], m["grad_norm"]) == (7, 3, 1.0, 5.0)
+    assert m["tau_h"] == 1.0  # of the updates that have one
+    assert (m["seconds_step"], m["seconds_update"], m["tokens_per_second"]) == (10.0, 6.0, 5.0)
+    none = step_metrics(7, tally.reduce(Accelerator(cpu=True)), [], seconds)
+    assert (none["loss"], none["grad_norm"], none["tau_h"]) == (None, None, None)
+
+
+def test_a_step_gives_the_memory_back_before_it_updates(write_config, monkeypatch):
+    """Engine and trainer take turns: what was published is sampled, and the engine sleeps while the policy trains."""
+    events = []
+    for name in ("wake", "publish", "generate", "sleep"):
+        original = getattr(TransformersEngine, name)
+
+        def note(self, *arguments, _name=name, _original=original, **options):
+            events.append(_name)
+            return _original(self, *arguments, **options)
+
+        monkeypatch.setattr(TransformersEngine, name, note)
+    original_update = loop.update
+    monkeypatch.setattr(loop, "update", lambda *arguments: events.append("update") or original_update(*arguments))
+    run(write_config(train__max_steps=2))
+    assert events == 2 * ["wake", "publish", "generate", "sleep", "update", "update"]
+
+
+def test_random_rewards_follow_the_seed_and_differ_from_step_to_step(write_config, user_reward, trained, tmp_path):
+    user_reward("import random\ndef even(prompts, **columns): return [random.random() for _ in prompts]")
+    rewards = []
+    for seed in (0, 0, 1):
+        trained.clear()
+        run(write_config(seed=seed, train__max_steps=2, output_dir=str(tmp_path / f"run{len(rewards)}")))
+        rewards.append([c.reward for c in trained])
+    assert rewards[0] == rewards[1]
+    assert len({*rewards[0], *rewards[2]}) == 4 * 16  # no draw comes twice
 
 
 def test_the_best_adapter_by_held_out_rows_with_ones_own_reward(write_config, tmp_path, monkeypatch, capsys):
