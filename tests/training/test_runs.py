@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,6 +30,7 @@ from stapo_lite.rollout import vllm_options
 from stapo_lite.rollout.transformers_engine import TransformersEngine
 from stapo_lite.tools.export import export
 from stapo_lite.training import opening
+from stapo_lite.training.checkpoint import check_resume
 from stapo_lite.training.lifecycle import make_accelerator
 from stapo_lite.training.loop import train
 from stapo_lite.training.metrics import Tally, Update, has_variance, step_metrics
@@ -318,6 +320,54 @@ def test_who_stops_early_goes_on_bit_for_bit(write_config, user_reward, tmp_path
     for name in ("adapter_model.safetensors", "optimizer.pt"):
         expected, actual = ((path / "checkpoint-4" / name).read_bytes() for path in (tmp_path / "whole", folder))
         assert expected == actual
+
+
+def test_a_resumed_run_keeps_the_adapter_that_it_began_from_as_its_reference(write_config, tmp_path):
+    run(write_config(output_dir=str(tmp_path / "start"), train__max_steps=1, train__learning_rate=0.5))
+    changes = {"lora__adapter": str(tmp_path / "start" / "adapter"), "objective__beta": 0.1}
+    whole = run(write_config(**changes, output_dir=str(tmp_path / "whole")))
+    assert 0 <= whole[0]["kl"] < whole[-1]["kl"]
+    run(write_config(**changes, train__max_steps=2))
+    run(write_config(**changes), resume=True)
+    assert without_times(read_metrics(tmp_path / "run")) == without_times(whole)
+
+
+ALWAYS = {
+    "output_dir": "p", "train.max_steps": 9, "reward.function_timeout": 1.0, "rollout.servers": ["http://b:1"],
+    "stop_on": ["ratio"], "log.save_steps": 1, "evaluation.steps": 3,
+}  # fmt: skip
+WITH_FORCE = {
+    "seed": 1, "model": "n", "dtype": "float32", "algorithm": "justrl", "data.source": "q.jsonl",
+    "reward.weights": [2.0], "rollout.num_generations": 4, "rollout.engine": "server", "objective.beta": 0.1,
+    "train.learning_rate": 1.0, "train.max_tokens_per_microbatch": 2048, "lora.adapter": "start",
+}  # fmt: skip
+NEVER = {
+    "lora.r": 8, "lora.lora_alpha": 8, "lora.use_rslora": True, "lora.target_modules": ["q_proj"],
+    "train.optim": "paged_adamw_8bit",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "value"), (ALWAYS | WITH_FORCE | NEVER).items())
+def test_what_may_change_when_a_run_is_resumed(key, value, tmp_path):
+    """Always, what changes nothing that is computed; never, what the checkpoint's tensors have their shapes from."""
+    before = load_config(MINIMAL).model_dump()
+    now = load_config(MINIMAL, [f"{key}={json.dumps(value)}"]).model_dump()
+    state = {"progress": {"tau_p": 0.002}, "config": before, "environment": {"torch": "1"}}
+    (tmp_path / "state.json").write_text(json.dumps(state), encoding="utf-8")
+    for force in (False, True):
+        may = key in ALWAYS or (force and key in WITH_FORCE)
+        with nullcontext() if may else pytest.raises(InputError, match=f"--resume: .*{re.escape(key)}"):
+            assert check_resume(tmp_path, now, {"torch": "1"}, force)
+
+
+def test_servers_are_told_of_no_prompt_past_the_end(write_config, monkeypatch):
+    """Three steps' prompts of four while there are as many steps, counted from the one that begins."""
+    told = []
+    monkeypatch.setattr(TransformersEngine, "prefetch", lambda self, prompts, seeds: told.append(len(prompts)))
+    config = load_config(write_config())
+    run = config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_lag": 2})})
+    list(loop.train(run))
+    assert told == [12, 12, 8, 4]
 
 
 def test_resuming_with_another_config_names_the_key(write_config, tmp_path, capsys):
