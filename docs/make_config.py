@@ -1,6 +1,7 @@
 """The config reference as Markdown, generated from the fields' docstrings: `make docs` writes docs/config.md."""
 
-from typing import Any, get_args
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
@@ -24,7 +25,8 @@ def reference() -> str:
                 continue
             default = "required" if field.is_required() else f"`{field.default!r}`"
             meaning = " ".join((field.description or "").split())
-            lines.append(f"| `{prefix}{name}` | {_type_name(kind)} | {default} | {meaning} |")
+            kind_name = _type_name(kind).replace("|", "\\|")
+            lines.append(f"| `{prefix}{name}` | `{kind_name}` | {default} | {meaning} |")
         lines.append("")
         for kind, path in nested:
             add(kind, path, title)
@@ -35,10 +37,17 @@ def reference() -> str:
 
 
 def _type_name(kind: Any) -> str:
-    name = kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind)
-    for noise in ("typing.", "<class '", "'>"):
-        name = name.replace(noise, "")
-    return f"`{name}`".replace("|", "\\|")
+    """A type as a person writes it: `'nf4' | None`, `list[str]`."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _type_name(parts[0])
+    if origin is Literal:
+        return " | ".join(map(repr, parts))
+    if origin in (Union, UnionType):
+        return " | ".join(map(_type_name, parts))
+    if origin is not None:
+        return f"{origin.__name__}[{', '.join(map(_type_name, parts))}]"
+    return "None" if kind is NoneType else kind.__name__
 
 
 if __name__ == "__main__":

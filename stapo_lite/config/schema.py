@@ -379,8 +379,8 @@ class Config(Section):
     """A whole run."""
 
     algorithm: Literal["stapo", "grpo", "dr-grpo", "dapo", "justrl", "20-entropy"] = "stapo"
-    """Sets fields of `objective`, `rollout` and `reward`; a field that is given explicitly stays as given. Where an
-    override names another algorithm than the file, what only repeats the values of the file's own is not kept."""
+    """Sets fields of `objective`, `rollout` and `reward`; a field that you give stays as given. If you override the
+    algorithm on the command line, keys of the file that only repeat the old one's values follow the new one."""
     model: UserPath
     """Base model: a folder, or a name on the Hub."""
     output_dir: UserPath

@@ -19,7 +19,7 @@ def test_every_config_loads_and_opens_with_its_launch_command(name):
     path = ROOT / "configs" / f"{name}.yaml"
     load(path)
     first, second, third = path.read_text(encoding="utf-8").splitlines()[:3]
-    assert first.startswith(f"# accelerate launch -m stapo_lite.{command} configs/{name}.yaml")
+    assert first.startswith(f"# stapo {command} configs/{name}.yaml")
     assert second.startswith("# For: ")
     assert third.startswith("# Expect: ")
 

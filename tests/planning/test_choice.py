@@ -1,6 +1,7 @@
 """`memory: auto` over models, cards and lengths, by the plan's own arithmetic."""
 
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -190,6 +191,23 @@ def test_seconds_of_a_step_by_hand():
     decoding = 512 / 64 * 1024 * reads / (0.6 * 3.35e12)
     training = 512 * context * 2 * linears * 3 / (0.35 * 990e12)
     assert step_seconds(given, model, plan, KNOWN_CARDS["H100"]) == pytest.approx(decoding + training, rel=1e-6)
+
+
+def test_the_memory_that_configs_ask_for_is_what_the_planner_needs():
+    """`For: one card of 24 GB or more and 30 GiB of free host memory`: with a GiB less on the host nothing fits."""
+    reported = {8: 7.6, 12: 11.6, 16: 14.6, 24: 23.5}  # GiB
+    sizes = {"1.7b": "1.7B", "8b": "8B", "14b": "14B"}
+    checked = 0
+    for path in (ROOT / "configs").glob("qwen*.yaml"):
+        found = re.search(r"card of (\d+) GB or more and (\d+) GiB of free host memory", path.read_text("utf-8"))
+        if found is None:  # of servers
+            continue
+        given, model = load_config(path), qwen3(sizes[re.search(r"[\d.]+b", path.stem)[0]])
+        card, host = int(reported[int(found[1])] * GIB), int(found[2])
+        fitting = [find(given, model, Cards(card, gib * GIB)) is not None for gib in (host - 1, host)]
+        assert fitting == [False, True], path
+        checked += 1
+    assert checked == 5
 
 
 def test_the_tables_of_cards_in_the_docs_are_the_planners():
