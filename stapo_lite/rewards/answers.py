@@ -36,6 +36,10 @@ SAME = Fraction(5, 10**6)
 
 _BOX = r"\\(?:boxed|fbox)\s*\{"
 _TEXT = r"\\(?:text(?:bf|it|rm|normal)?|mbox|math(?:rm|bf|it))\s*\{"
+_GREEK = (
+    r"\\(?:alpha|beta|gamma|delta|(?:var)?epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|rho|sigma|tau|(?:var)?phi|"
+    r"chi|psi|omega|Gamma|Delta|Theta|Lambda|Xi|Sigma|Phi|Psi|Omega)(?![a-zA-Z])"
+)
 _SPELLINGS = [
     (r"(?<!\\)\$|\\displaystyle(?![a-zA-Z])", ""),
     (r"\\\\\[[^\]]*\]", r"\\\\"),  # the height of a matrix's row
@@ -43,6 +47,8 @@ _SPELLINGS = [
     (_TEXT, r"\\text{"),
     (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
     (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
+    (rf"\\frac\s*(\\pi(?![a-zA-Z])|{_GREEK})\s*", r"\\frac{\1}"),
+    (rf"(\\frac\s*(?:\{{[^{{}}]*\}}|\w))\s*(\\pi(?![a-zA-Z])|{_GREEK})", r"\1{\2}"),
     (r"(?<![\w.\\])(\d+\.?\d*|\.\d+)[eE]([+-]?\d+)(?!\w|\.\d)", r"\1\\times 10^{\2}"),  # 4.5e33
     (r"(?<=[\d.])\s*(?:\\times|\\cdot|\*|x|×|·)\s*10\s*\^\s*\{?\s*([+-]?\d+)\s*\}?", r"\\times 10^{\1}"),  # noqa: RUF001
     (r"(?<![a-zA-Z\\])np\.", r"\\"),  # np.arcsin (Minerva)
@@ -70,20 +76,22 @@ _PROSE = re.compile(r"\\[(\[]|(?<![\\a-zA-Z])[^\W\d_]{4,}|[^\W\d_]{2,}\s+[^\W\d_
 _LITERAL = re.compile(r"[a-zA-Z]|[a-zA-Z]{4,}|[0-9A-Z]+_(?:\d|\{\d+\})")  # C; ellipse; 52_8
 _NAME = r"[A-Za-z](?:_\w|_\{[^{}]*\})?(?:\s*\([^()=]*\))?"
 _LABELLED = re.compile(rf"({_NAME})\s*=([^=<>]*)")  # x = 5, f(x) = 2x
-_GREEK = (
-    "alpha|beta|gamma|delta|(?:var)?epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|rho|sigma|tau|(?:var)?phi|chi|"
-    "psi|omega|Gamma|Delta|Theta|Lambda|Xi|Sigma|Phi|Psi|Omega"
-)
 _PRIME = r"\s*\^\s*\{?\\prime"
-_MARKS = rf"(?:\s*_\s*(?:\w|\\[a-zA-Z]+|\{{[^{{}}]*\}}))?(?:{_PRIME}(?:\s*\\prime)*\s*\}}?)?"  # subscript and primes
+_SUBSCRIPT = r"\s*_\s*(?:\w|\\text\s*\{[^{}]*\}|\\[a-zA-Z]+|\{(?:[^{}]|\{[^{}]*\})*\})"
+_MARKS = rf"(?:{_SUBSCRIPT})?(?:{_PRIME}(?:\s*\\prime)*\s*\}}?)?"
 _SYMBOL = re.compile(
     r"(?P<as_is>\\(?:begin|end|mathbb|text|operatorname)\s*\{[^{}]*\})"
     r"|\\frac\{d(?:\^\{?\d\}?)?\s*[^{}]*(?:\{[^{}]*\}[^{}]*)?\}\{d\s*[^{}]*(?:\{[^{}]*\})?\}"  # dx/dt
     rf"|\\d{{1,4}}ot\s*(?:\{{[^{{}}]*\}}|\\?[a-zA-Z]+){_MARKS}"
-    rf"|\\(?:{_GREEK})(?![a-zA-Z]){_MARKS}"
+    rf"|{_GREEK}{_MARKS}"
     rf"|(?P<command>\\[a-zA-Z]+)|[A-Z]{_MARKS}|[a-z](?=\s*_|{_PRIME}){_MARKS}"
 )
-_CONFUSED = re.compile(rf"[A-Z]|_|'|\\prime|\\d+ot|\\(?:{_GREEK})|\\frac\{{d|(?<![a-zA-Z\\])[a-z]?\s*i(?![a-zA-Z])")
+_DERIVATIVE = re.compile(  # by the time, in three notations: d^2x/dt^2, \ddot{x}, x''
+    r"\\frac\{d(?:\^\{?(?P<order>\d)\}?)?\s*(?P<of>[^{}]*(?:\{[^{}]*\}[^{}]*)?)\}\{d\s*t(?(order)\^\{?(?P=order)\}?)\}"
+    r"|\\(?P<dots>d{1,4})ot\s*(?P<dotted>\{[^{}]*\}.*|\\?[a-zA-Z].*)"
+    rf"|(?P<primed>[^^]*?){_PRIME}(?:\s*\\prime)*\s*\}}?"
+)
+_CONFUSED = re.compile(rf"[A-Z]|_|'|\\prime|\\d+ot|{_GREEK}|\\frac\{{d|(?<![a-zA-Z\\])[a-z]?\s*i(?![a-zA-Z])")
 
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs each answer that it cannot parse
@@ -214,6 +222,10 @@ def _equal(gold: str, answer: str, ordered: bool, tolerance: Fraction) -> bool:
     numbers = _number(gold, units), _number(answer, units)
     if numbers[0] and numbers[1]:
         return _close(numbers[0], numbers[1], tolerance)
+    if gold.endswith("%") != answer.endswith("%"):  # 17.5 per cent is 17.5, or 0.175 below
+        shares = [_number(re.sub(r"\s*\\?%$", "", side), units) for side in (gold, answer)]
+        if shares[0] and shares[1] and _close(shares[0], shares[1], tolerance):
+            return True
     golds, answers = _parts(gold), _parts(answer)
     if len(golds) == len(answers) > 1 and _equal_lists(golds, answers, ordered, tolerance):
         return True
@@ -239,8 +251,8 @@ def _without_labels(gold: str, answer: str) -> tuple[str, str]:
 
 
 def _has_letters(text: str) -> bool:
-    r"""Whether a text has variables; `\text{cents}`, commands and words of four letters or more are none."""
-    rest = re.sub(r"\\text\{[^{}]*\}|\\[a-zA-Z]+|(?<![a-zA-Z])[a-z]{4,}", "", text)
+    r"""Whether a text has variables; `\text{cents}`, other commands and words of four letters or more are none."""
+    rest = re.sub(r"\\text\{[^{}]*\}|\\[a-zA-Z]+|(?<![a-zA-Z])[a-z]{4,}", "", re.sub(_GREEK, "x", text))
     return re.search("[a-zA-Z]", rest) is not None
 
 
@@ -350,5 +362,8 @@ def _parse(text: str, units: bool, renamed: bool) -> Any:
 
 def _symbol(latex: str) -> str:
     r"""A symbol that the parser keeps apart from others: `E_{1}` -> `q_{ue1}`, `\gamma` -> `q_{gamma}`."""
-    name = re.sub("([A-Z])", r"u\1", re.sub("[^a-zA-Z0-9]", "", latex)).lower()
+    if match := _DERIVATIVE.fullmatch(latex.strip()):
+        order = int(match["order"] or 1) if match["of"] else len(match["dots"] or re.findall("prime", latex))
+        latex = f"{match['of'] or match['dotted'] or match['primed']} derivative {order}"
+    name = re.sub("([A-Z])", r"u\1", re.sub(r"\\text(?![a-zA-Z])|[^a-zA-Z0-9]", "", latex)).lower()
     return f" q_{{{name}}} "

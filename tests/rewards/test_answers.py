@@ -53,6 +53,7 @@ GSM8K = "48 / 2 = <<48/2=24>>24 clips in May,\n48 + 24 = 72 in all.\n#### 72"
 ERGS = r"4.5\cdot10^{33} \mathrm{~erg} / \mathrm{s}"
 FIELD = r"\frac{1}{3} E_{1}+\frac{2}{3} E_{2}"
 MOTION = r"m \frac{d v}{d t}+b v=f"
+WAVE = r"\lambda_{\text {red}} / \sqrt{2}"
 RESPONSE = r"\frac{2-\omega^{2}-\omega i / 4}{\omega^{4}-\frac{63}{16} \omega^{2}+4}"
 # pairs of a gold and an answer
 EQUAL = {
@@ -66,6 +67,12 @@ EQUAL = {
     "mixed numbers": [(r"1\frac{4}{5}", "1.8"), (r"137 \frac12", "137 1/2")],
     "thousands": [(r"\$32,\!348", "32348"), (r"10,\!080", "10{,}080"), ("1 000 000", "1,000,000")],
     "per cent and degrees": [(r"28\%", "28"), (r"28\%", "0.28"), (r"90^\circ", "90")],
+    "per cent with decimals": [("17.5%", "17.5"), ("17.5%", "0.175"), ("12.5", r"12.5\%"), (r"8 \%", "8.0")],
+    "fractions of commands": [(r"\frac{\pi}{4}", r"\frac\pi4"), (r"\frac{1}{\pi}", r"\frac1\pi")],
+    "points with fractions": [(r"\left( 3, \frac{\pi}{2} \right)", r"(3,\frac\pi2)"), (r"\frac{a}{2}", r"\frac a2")],
+    "fractions of Greek letters": [(r"\frac{\alpha}{2}", r"\frac\alpha2"), (r"\frac{2}{\omega}", r"\frac 2\omega")],
+    "Greek labels": [("11.2", r"\theta \approx 11.2^\circ"), ("589", r"\lambda \approx 589 \text{ nm}")],
+    "Greek formulas": [(r"2 \pi / \omega", r"\frac{2\pi}{\omega}"), (WAVE, r"\frac{\lambda_{\text{red}}}{\sqrt{2}}")],
     "units": [(r"864 \mbox{ inches}^2", "864"), ("5.4", r"5.4 \text{ cents}"), ("310", "310 K"), ("10", "10 m/s^2")],
     "units in words": [("45", "45 minutes"), ("125", "125 miles"), ("125 miles", "125"), ("1.6", "1.6cm")],
     "units of physics": [("9.81", r"9.81 \, \mathrm{m/s^{2}}"), ("5", r"5 \mathrm{~W~m^{-2}}")],
@@ -93,6 +100,8 @@ EQUAL = {
     "fractions with roots": [(r"\frac1{\sqrt2}c", r"\frac c{\sqrt2}")],
     "subscripts": [(FIELD, r"\frac{E_1+2E_2}{3}")],
     "derivatives": [(MOTION, r"b v + m\frac{dv}{dt} = f"), (r"y^{\prime}+r y-r x(t)=0", "y' + ry - r x(t) = 0")],
+    "notations of derivatives": [(MOTION, r"m\dot{v}+bv=f"), (MOTION, "mv' + bv = f"), (MOTION, r"m\dot v + bv = f")],
+    "second derivatives": [(r"\ddot{x}+x=0", r"\frac{d^2x}{dt^2}+x=0"), (r"\ddot{x}+x=0", "x''+x=0")],
     "powers of letters": [(r"\frac{a M^{1 / 3}}{G M^{2 / 3}+b}", r"\frac{aM^{1/3}}{GM^{2/3}+b}")],
     "constants": [(r"\hbar \omega(v+1 / 2)", r"\hbar\omega(v+\frac12)")],
 }
@@ -106,7 +115,13 @@ DIFFERENT = {
     "rounded integers": [("142857", "1000000/7"), ("333333", r"\frac{1000000}3"), ("16", "32/3")],
     "decimals of powers": [("10^{7}", "10000001.0"), ("2^{20}", "1048577.0")],
     "signs": [("-5", "5"), (r"\frac{1}{2}", r"-\frac{1}{2}"), (r"\pm 2021", "2021")],
-    "per cent": [("28/100", "28"), (r"28\%", r"0.28\%")],
+    "per cent": [("28/100", "28"), (r"28\%", r"0.28\%"), ("17.5%", "17.6"), ("17.5%", "1.75")],
+    "Greek letters": [
+        (r"2 \pi / \omega", r"2\pi/\Omega"),
+        (r"-\tau \ln \Delta", r"-\tau\ln\delta"),
+        (r"\omega", r"\Omega"),
+    ],
+    "Greek subscripts": [(WAVE, r"\frac{\lambda_{\text{blue}}}{\sqrt{2}}"), (r"\frac{\pi}{4}", r"\frac\pi3")],
     "spaces": [("32349", "32, 349"), ("11/2", "1 1/2"), ("56", "5 6"), ("12", r"1\,2"), ("8/9", "4 4/9")],
     "counts": [("1,1,2", "1,2"), ("7", "7, 7"), ("42", "41 or 42"), ("42", ""), ("C", "(C) (D)")],
     "brackets": [("(1,2)", "(2,1)"), ("(3,4]", "(3,4)"), ("1,2", "(1,2]"), (r"x\in[-2,7]", "-2,7")],
@@ -121,6 +136,8 @@ DIFFERENT = {
     "subscripts": [(FIELD, r"\frac{1}{4} E_{1}+\frac{2}{3} E_{2}"), ("c_1+c_2 t", "c_1+c_2")],
     "powers": [(r"m_{p} c^{2}\left(\gamma^{2}-1\right)", r"m_{p} c^{2}\gamma^{2}")],
     "derivatives": [(MOTION, r"m \frac{d w}{d t}+b v=f"), ("f'", "f"), ("y'+ry=0", "y+ry=0")],
+    "orders of derivatives": [(MOTION, r"m\ddot{v}+bv=f"), (r"\frac{d^2x}{dt^2}", r"\frac{d^2x}{dt^1}")],
+    "variables of derivatives": [(r"\frac{dM}{dr}", r"\frac{dM}{dt}"), (r"\frac{dM}{dr}", r"\dot{M}")],
     "letters that are no units": [("$6m$", "6"), ("5m", "5"), ("x + 5", "x + 5 m")],
     "letters behind fractions": [(r"\frac{37}{4} m", r"\frac{37}{4}"), (r"\frac1m t", r"\frac1m")],
     "factors": [("2ab", "2"), ("2 xyz", "2"), (r"\frac12 abc", r"\frac12"), ("4h^2", "4"), (r"2\pi r h", r"2\pi r")],
