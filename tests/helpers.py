@@ -125,13 +125,14 @@ def adapted_policy(
 
 
 def randomise_adapter(policy: Policy, seed: int, scale: float = 0.1, only: str = "") -> None:
-    """Give B (zero at first) random values, in the modules whose name contains `only`; zero elsewhere."""
+    """Give B (zero at first) random values, in the modules whose name contains `only`; zero elsewhere. Drawn on the
+    CPU, they are the same on a card."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in policy.parameters.items():
             if "lora_B" in name:
-                parameter.normal_(std=scale, generator=generator)
-                parameter.mul_(float(only in name))
+                drawn = torch.empty(parameter.shape).normal_(std=scale, generator=generator)
+                parameter.copy_(drawn.mul_(float(only in name)))
 
 
 def fake_completions(seed: int, advantages: list[float], longest: int = 9, vocabulary: int = 260) -> list[Completion]:

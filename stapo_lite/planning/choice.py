@@ -27,6 +27,7 @@ from stapo_lite.machine import host_memory_left
 from stapo_lite.model.loading import load_model_config
 from stapo_lite.planning.plan import CUDA_CONTEXT, GIB, Cards, Plan, checkpointed_layers, make_plan
 from stapo_lite.planning.speed import KNOWN_CARDS, MEAN_LENGTH, step_seconds
+from stapo_lite.rollout.vllm_options import reads_base_again
 
 Choice = dict[str, Any]
 """Values of some of KEYS."""
@@ -65,7 +66,8 @@ def fit(config: Config, engine: str, going_on: Path | None, processes: int, shar
     if processes > 1:  # NCCL takes its buffers with the first collective
         reduce(torch.zeros(1, device="cuda"))
     clear_device_cache(garbage_collection=True)  # what a run before this one, in a notebook, has left in caches
-    torch.accelerator.empty_host_cache()
+    if hasattr(torch.accelerator, "empty_host_cache"):  # torch 2.11, of vLLM 0.26, has none
+        torch.accelerator.empty_host_cache()
     here, total = memory_left()
     host = host_memory_left() / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     memory, host = map(min, zip(*gather_object([(here, host)]), strict=True))
@@ -177,7 +179,7 @@ def rollouts(config: Config, cards: Cards) -> int:
 def residencies(config: Config, cards: Cards) -> Iterator[tuple[Choice, bool]]:
     """Choices of where the trainer's base and vLLM's weights stay while the other works, the fastest first; and with
     each, whether it is only for a card whose KV cache holds all sequences of a step at their longest."""
-    can_reload = config.rollout.quantization != "bitsandbytes"
+    can_reload = config.rollout.quantization != "bitsandbytes" and reads_base_again()
     for park, sleep, only_with_room in (
         (False, 1, True),
         (True, 1, False),

@@ -219,11 +219,9 @@ def plan_host(config: Config, weights: Weights, cards: Cards, kept: int) -> dict
         host["base weights, once a machine"] = sum(base)
     if config.train.park_trainer:
         host["trainer: base weights"] = pinned(base)
-    if config.rollout.sleep_level and config.rollout.engine != "server":
-        if config.rollout.sleep_level == 1:
-            host["vLLM: weights"] = pinned(weights.served)
-            host["vLLM: adapter slots"] = 2 * weights.slots  # of many sizes: at most
-        host["vLLM: CUDA graphs"] = 2 * CUDA_GRAPHS  # by vLLM 0.32; older ones leave them on the card
+    if config.rollout.sleep_level == 1 and config.rollout.engine != "server":
+        host["vLLM: weights"] = pinned(weights.served)
+        host["vLLM: adapter slots"] = 2 * weights.slots  # of many sizes: at most
     if config.train.offload_activations:
         host["activations"] = 2 * kept  # pinned memory is rounded up to powers of two
     return host

