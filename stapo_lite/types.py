@@ -37,6 +37,8 @@ class Prompt:
     answer: Any
     columns: dict[str, Any] = field(default_factory=dict)
     """Every column of the row but the prompt, passed to user rewards by name."""
+    opens_thinking: bool = False
+    """Whether the chat template ends it with `<think>`, so that a completion begins within."""
 
 
 @dataclass(eq=False)  # compared and hashed by identity: two samples may be equal token for token
@@ -57,6 +59,11 @@ class Completion:
     loss_mask: list[bool] | None = None
     """Which tokens the model wrote; None for all. The others, such as a tool's results, are read and never trained;
     their `rollout_logprobs` are 0."""
+
+    @property
+    def whole_text(self) -> str:
+        """The text with the `<think>` that the prompt has opened: what stands within is no answer."""
+        return f"<think>{self.text}" if self.prompt.opens_thinking else self.text
 
 
 class TokenStatistics(NamedTuple):

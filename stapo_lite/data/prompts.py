@@ -178,7 +178,7 @@ class Prompts(Sequence[Prompt]):
         if not token_ids:
             raise InputError(f"{where}: the prompt is empty")
         columns = {name: value for name, value in row.items() if name != d.prompt_column}
-        return Prompt(prompt, token_ids, answer, columns)
+        return Prompt(prompt, token_ids, answer, columns, opens_thinking=text.rstrip().endswith("<think>"))
 
 
 def _read_answer(row: dict[str, Any], column: str, where: str) -> Any:

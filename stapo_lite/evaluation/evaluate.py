@@ -135,6 +135,8 @@ def open_folder(config: EvalConfig, engine: str, state: PartialState) -> Path:
         with explained(f"adapter={config.adapter}: cannot be read", OSError):
             contents = b"".join(Path(config.adapter, name).read_bytes() for name in names)
         settings["adapter (its files)"] = hashlib.sha256(contents).hexdigest()
+    if (base := Path(config.model)).is_dir():
+        settings["model (its files)"] = sampled_digest(base)
     path = folder / "settings.json"
     before = read_object(path) if path.exists() else settings
     for key in sorted(before.keys() | settings.keys()):
@@ -150,6 +152,19 @@ def open_folder(config: EvalConfig, engine: str, state: PartialState) -> Path:
             write_text(path, json.dumps(settings, indent=1))
             write_text(folder / "config.yaml", to_yaml(config))
     return folder
+
+
+def sampled_digest(model: Path) -> str:
+    """A digest of a model's folder: names, sizes, and some of what is in each file of weights, which may be large."""
+    digest = hashlib.sha256((model / "config.json").read_bytes())
+    for path in sorted(model.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for place in range(0, size, max(1, size // 64)):
+                file.seek(place)
+                digest.update(file.read(4096))
+    return digest.hexdigest()
 
 
 def read_samples(folder: Path) -> dict[tuple[str, str, int, str], dict[str, Any]]:

@@ -78,12 +78,13 @@ def draw(
     """The samples as they finish, each as a line of `samples.jsonl`."""
     prompts, seeds = [task.prompt for task in tasks], [task.problem.seed(seed, task.number) for task in tasks]
     for index, completion in engine.stream(prompts, seeds, [decoding] * len(prompts)):
+        completion.text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
         yield {
             **dict(zip(("benchmark", "id", "sample", "prompt"), tasks[index].key, strict=True)),
             "seed": seeds[index],
             "tokens": len(completion.token_ids),
             "truncated": completion.truncated,
-            "response": tokenizer.decode(completion.token_ids, skip_special_tokens=True),
+            "response": completion.whole_text,
         }
 
 

@@ -52,7 +52,7 @@ class RewardModel:
     def _score_math(self, completions: Sequence[Completion], *_: Any) -> list[float | None]:
         # With token-mean, all text between an early box and the limit would be reinforced.
         asked = [c for c in completions if not (c.truncated and self._settings.truncated_is_incorrect)]
-        questions = [Question(c.prompt.answer, c.text, not c.truncated) for c in asked]
+        questions = [Question(c.prompt.answer, c.whole_text, not c.truncated) for c in asked]
         right = {c for c, verdict in zip(asked, self.grader.grade(questions), strict=True) if verdict.correct}
         return [self._settings.correct if c in right else self._settings.incorrect for c in completions]
 

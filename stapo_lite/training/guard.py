@@ -82,3 +82,8 @@ RULES: dict[Symptom, Rule] = {
 def new_symptoms(history: Metrics) -> list[Symptom]:
     """Symptoms that hold after the last of these steps and did not after the one before."""
     return [name for name, rule in RULES.items() if rule.holds(history) and not rule.holds(history[:-1])]
+
+
+def ending_symptom(history: Metrics, stop_on: Sequence[Symptom]) -> Symptom | None:
+    """The symptom that ends a run after the last of these steps, if one does."""
+    return next((name for name in new_symptoms(history) if name in stop_on), None)

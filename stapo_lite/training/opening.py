@@ -28,6 +28,7 @@ from stapo_lite.rollout import check_engine, make_engine, make_sampling, resolve
 from stapo_lite.rollout.episodes import RolloutFunction, find_function, play
 from stapo_lite.training import checkpoint, lifecycle
 from stapo_lite.training.checkpoint import Progress
+from stapo_lite.training.guard import ending_symptom
 from stapo_lite.training.push import HubMirror
 from stapo_lite.training.run import SCORE_FILE, Run, Sampler
 from stapo_lite.training.token_log import TokenLog
@@ -97,7 +98,7 @@ def begin(config: Config, resume: bool, force: bool, given: Given, closing: Exit
     newest = checkpoint.newest_checkpoint(folder) if resume else None
     surroundings = lifecycle.environment(engine_name, processes, prompts.digest)
     if newest is not None:
-        for note in checkpoint.check_resume(newest, config.model_dump(), surroundings, force):
+        for note in checkpoint.check_resume(newest, config.model_dump(mode="json"), surroundings, force):
             accelerator.print(note)
     hub = None
     if config.log.hub_model_id and accelerator.is_main_process:
@@ -117,10 +118,12 @@ def begin(config: Config, resume: bool, force: bool, given: Given, closing: Exit
     log.start_trackers(config.log.project, settings)
     if config.log.audit_tokens:
         learner.token_log = TokenLog(folder, config.log.audit_tokens, learner.policy, tokenizer, accelerator)
+    history = read_metrics(folder)
     return Run(
         config, accelerator, prompts, tokenizer, surroundings, rewards, learner, engine, sample, log, exam, hub,
         snapshot=checkpoint.take_snapshot(learner.progress, learner.policy, learner.optimizer),
-        history=read_metrics(folder),
+        history=history,
+        symptom=ending_symptom(history, config.stop_on),  # one that ended the run which is resumed ends it still
     )  # fmt: skip
 
 

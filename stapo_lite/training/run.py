@@ -26,7 +26,7 @@ from stapo_lite.rewards.functions import RewardModel
 from stapo_lite.rollout import RolloutEngine
 from stapo_lite.training import checkpoint
 from stapo_lite.training.checkpoint import Progress, Snapshot
-from stapo_lite.training.guard import RULES, new_symptoms
+from stapo_lite.training.guard import RULES, ending_symptom, new_symptoms
 from stapo_lite.training.lifecycle import card_memory, full_disk_is_a_run_error
 from stapo_lite.training.metrics import count_rollouts, step_metrics
 from stapo_lite.training.push import HubMirror
@@ -208,10 +208,9 @@ class Run:
         if self.learner.token_log is not None:
             self.learner.token_log.write(step, self.learner.objective.s2t.tau_p)
         self.history.append(metrics)
-        symptoms = new_symptoms(self.history)
-        for symptom in symptoms if is_main else []:
+        for symptom in new_symptoms(self.history) if is_main else []:
             logger.warning("step %d, %s: %s", step, symptom, RULES[symptom].cause)
-        self.symptom = next((symptom for symptom in symptoms if symptom in config.stop_on), None)
+        self.symptom = ending_symptom(self.history, config.stop_on)
 
     def flush_logs(self) -> None:
         """Write all lines of the logs to the disk.
@@ -229,7 +228,7 @@ class Run:
             return
         try:
             self.flush_logs()
-            limit, config = self.config.log.save_total_limit, self.config.model_dump()
+            limit, config = self.config.log.save_total_limit, self.config.model_dump(mode="json")
             checkpoint.save_checkpoint(self.folder, self.snapshot, self.policy, config, self.surroundings, limit)
             if self.hub is not None:
                 self.hub.push()

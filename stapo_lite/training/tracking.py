@@ -12,6 +12,7 @@ from typing import Any
 from accelerate import Accelerator
 from tqdm.auto import tqdm
 
+from stapo_lite.data.prompts import prompt_text
 from stapo_lite.errors import InputError, one_line
 from stapo_lite.evaluation.results import markdown, results_table
 from stapo_lite.files import Journal, read_lines, size_until, stream_lines
@@ -141,7 +142,7 @@ class RunLog:
     def samples(self, step: int, group: Sequence[Completion]) -> None:
         """Print the best and the worst completion of a prompt."""
         group = sorted(group, key=lambda c: -math.inf if c.reward is None else c.reward)
-        lines = [f"  samples of step {step} | prompt: {_shorten(_text(group[0].prompt.prompt))}"]
+        lines = [f"  samples of step {step} | prompt: {_shorten(prompt_text(group[0].prompt.prompt))}"]
         for completion in (group[-1], group[0]):
             lines.append(f"    reward {show(completion.reward)} | {_shorten(completion.text)}")
         tqdm.write("\n".join(lines))
@@ -151,7 +152,7 @@ def completion_line(step: int, completion: Completion) -> dict[str, Any]:
     """A line of completions.jsonl."""
     return {
         "step": step,
-        "prompt": _text(completion.prompt.prompt),
+        "prompt": prompt_text(completion.prompt.prompt),
         "text": completion.text,
         "reward": completion.reward,
         "scores": completion.scores,
@@ -225,10 +226,6 @@ def step_line(m: dict[str, Any], max_steps: int) -> str:
 def show(value: float | None, form: str = ".3f") -> str:
     """A number, or a dash where there is none."""
     return "-" if value is None else f"{value:{form}}"
-
-
-def _text(prompt: str | list[dict[str, str]]) -> str:
-    return prompt if isinstance(prompt, str) else " / ".join(message["content"] for message in prompt)
 
 
 def _shorten(text: str, limit: int = 300) -> str:

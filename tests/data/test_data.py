@@ -17,7 +17,9 @@ from stapo_lite.data.contamination import find_overlaps, load_problems
 from stapo_lite.data.prompts import Prompts, load_rows, prompt_text, stop_token_ids
 from stapo_lite.errors import InputError
 from stapo_lite.files import read_lines, write_lines
+from stapo_lite.rewards.answers import final_answer
 from stapo_lite.training.run import prompt_order
+from stapo_lite.types import Completion
 
 SYSTEM = "<|im_start|>system\nShort.<|im_end|>\n"
 ASKED = "<|im_start|>user\n2+2? Go.<|im_end|>\n<|im_start|>assistant\n"
@@ -53,6 +55,16 @@ def test_prompts_as_the_model_reads_them(tokenizer, prompt, prompting, text):
     assert rendered.prompt == prompt
     assert rendered.columns == {"answer": "0", "level": 0}
     assert CHAT[0]["content"] == "2+2?"  # the user's row is as it was
+
+
+def test_a_template_that_opens_the_models_thoughts(tokenizer):
+    """What a completion says before `</think>` is no answer, though the opening tag is in the prompt."""
+    tokenizer.chat_template += "<think>\n"
+    (prompt,) = render(tokenizer, "2+2?")
+    assert prompt.opens_thinking
+    cut, done = (Completion(prompt, [5], [0.0], False, 0, text=t) for t in (r"is it \boxed{4}?", r"</think>\boxed{4}"))
+    assert [final_answer(completion.whole_text) for completion in (cut, done)] == [None, "4"]
+    assert not render(AutoTokenizer.from_pretrained(tokenizer.name_or_path), "2+2?")[0].opens_thinking
 
 
 def test_other_fields_of_messages_reach_the_chat_template(tokenizer):

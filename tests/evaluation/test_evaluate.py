@@ -10,21 +10,24 @@ import subprocess
 import sys
 from contextlib import redirect_stdout
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import changed, command, write_yaml
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stapo_lite.config import load_eval_config
 from stapo_lite.data.benchmarks import Problem
 from stapo_lite.errors import InputError
 from stapo_lite.evaluation.evaluate import evaluate
-from stapo_lite.evaluation.exam import Task, judge, sample_key, summarise
+from stapo_lite.evaluation.exam import Task, draw, judge, sample_key, summarise
 from stapo_lite.evaluation.verifier import INSTRUCTION, Case, Verifier
 from stapo_lite.files import read_lines, read_object, write_lines
 from stapo_lite.rewards.grading import MathGrader
-from stapo_lite.types import Prompt
+from stapo_lite.rollout import Decoding
+from stapo_lite.types import Completion, Prompt
 
 evaluation = importlib.import_module("stapo_lite.evaluation.evaluate")
 
@@ -184,6 +187,29 @@ def test_adapters_that_the_engines_would_not_apply_alike(run, adapter, tmp_path,
         (adapter / "adapter_model.safetensors").unlink()
     with pytest.raises(InputError, match=message):
         run(adapter=str(adapter), output_dir=str(tmp_path / "new"))
+
+
+def test_another_model_under_the_same_path_is_another_evaluation(run, tiny_model, tmp_path):
+    """An export that was made anew: its weights differ somewhere, not their names and sizes."""
+    shutil.copytree(tiny_model, tmp_path / "merged")
+    new = {"model": str(tmp_path / "merged"), "output_dir": str(tmp_path / "new")}
+    run(**new)
+    run(**new)
+    weights = load_file(tmp_path / "merged" / "model.safetensors")
+    changed = {name: value + 0.01 if "layers.1" in name else value for name, value in weights.items()}
+    save_file(changed, tmp_path / "merged" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InputError, match=r"holds samples drawn with model \(its files\)"):
+        run(**new)
+
+
+def test_what_a_prompt_opens_is_no_answer(grader):
+    """A sample that was cut off in its reasoning."""
+    task = Task(Problem("b", "0", "p", "4", False, 0.0), 0, Prompt("", [1], None, opens_thinking=True))
+    engine = SimpleNamespace(stream=lambda *_: [(0, Completion(task.prompt, [5], [], True, 0))])
+    words = SimpleNamespace(decode=lambda ids, skip_special_tokens: r"is it \boxed{4}?")
+    lines = list(draw(engine, [task], Decoding(9, 1.0, 1.0), 0, words))
+    (sample,) = judge([task], lines, grader)
+    assert (sample.correct, sample.answer) == (False, None)
 
 
 def test_grading_by_hand(grader):

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import signal
+import sys
 from contextlib import contextmanager
 
 import interrupted
@@ -38,6 +39,7 @@ from stapo_lite.errors import RunError
 from stapo_lite.files import read_lines
 from stapo_lite.training import checkpoint, opening
 from stapo_lite.training.checkpoint import find_damage, list_checkpoints, read_state
+from stapo_lite.training.run import Run
 from stapo_lite.training.token_log import TokenLog
 from stapo_lite.training.tracking import read_metrics
 
@@ -254,6 +256,20 @@ def test_stop_on_ends_a_run_with_adapter_and_checkpoint(write_config, user_rewar
     assert (last["updates"], last["loss"], last["zero_variance_groups"]) == (0, None, 1)
     assert command("train", write_config(train__max_steps=22, log__save_steps=0), "--resume") == 0
     assert caplog.text.count("no_signal") == 1  # it is no news
+
+
+def test_stop_on_ends_a_run_that_was_killed_before_it_had_written_its_adapter(
+    write_config, user_reward, tmp_path, monkeypatch
+):
+    user_reward("def even(completions, **columns): return [1.0 for c in completions]")
+    config = write_config(train__max_steps=30, log__save_steps=0, stop_on=["no_signal"])
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "finish", lambda self: sys.exit(143))
+        assert command("train", config) == 143
+    assert not (tmp_path / "run" / "adapter").exists()
+    assert command("train", config, "--resume") == 0
+    assert len(read_metrics(tmp_path / "run")) == 20
+    assert (tmp_path / "run" / "adapter").exists()
 
 
 DEADLY = """

@@ -1,5 +1,6 @@
 """Whole runs: in the process on the tiny model, and through the real command with a real model and vLLM."""
 
+import datetime
 import importlib
 import itertools
 import json
@@ -18,6 +19,7 @@ import torch
 from accelerate import Accelerator
 from helpers import MINIMAL, RARELY_RIGHT, ROOT, command, run, without_times
 from packaging.version import Version
+from transformers import AutoTokenizer
 
 from stapo_lite.algorithm.microbatches import cut_evenly
 from stapo_lite.config import Log, Train, load_config, load_eval_config
@@ -237,6 +239,25 @@ def test_completions_are_kept_with_their_rewards_and_read_again(write_config, tr
     assert [float(reward) for reward in shown] == sorted(line["reward"] for line in lines[6:12])[:3]
     assert command("completions", tmp_path / "run", "--step", 9) == 2
     assert "no completions of step 9 were kept; see log.completions" in capsys.readouterr().err
+
+
+def test_prompts_with_a_tool_call_and_configs_with_a_date_are_kept(write_config, tmp_path):
+    """A message may have no text, and YAML reads `2024-07-26` as a date."""
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
+    messages = [{"role": "user", "content": "1+1?"}, call, {"role": "user", "content": "So?"}]
+    write_lines(tmp_path / "calls.jsonl", [{"prompt": messages}])
+    template = "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}"
+    tokenizer = AutoTokenizer.from_pretrained(load_config(write_config()).model)
+    shutil.copytree(load_config(write_config()).model, tmp_path / "model")
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path / "model")
+    changes = {"model": str(tmp_path / "model"), "data__source": str(tmp_path / "calls.jsonl")}
+    changes |= {"data__chat_template_kwargs": {"day": datetime.date(2024, 7, 26)}, "train__max_steps": 1}
+    run(write_config(**changes))
+    lines = read_lines(tmp_path / "run" / "completions.jsonl")
+    assert {line["prompt"] for line in lines} == {"1+1?\n\nSo?"}
+    assert (tmp_path / "run" / "checkpoint-1").exists()
+    assert command("train", write_config(**changes), "--resume") == 0
 
 
 def test_the_reward_rises(write_config):
