@@ -15,7 +15,8 @@ from stapo_lite.errors import InputError, one_line_errors
 
 def train(parser: ArgumentParser, arguments: list[str]) -> None:
     """Train a LoRA adapter with STAPO."""
-    parser.add_argument("--processes", type=int, metavar="N", help="how many processes train; by default one per card")
+    what = "how many processes train; by default one per card"
+    parser.add_argument("--processes", type=positive(int), metavar="N", help=what)
     parser.add_argument("--dry-run", action="store_true", help="print config and batch arithmetic, and stop")
     parser.add_argument("--resume", action="store_true", help="continue from output_dir's newest checkpoint, if any")
     parser.add_argument("--force", action="store_true", help="resume with a config that makes it another run")
@@ -85,7 +86,8 @@ def plan(parser: ArgumentParser, arguments: list[str]) -> None:
 
 def evaluate(parser: ArgumentParser, arguments: list[str]) -> None:
     """Evaluate on math benchmarks; or: compare FOLDER FOLDER ..., evaluations side by side."""
-    parser.add_argument("--processes", type=int, metavar="N", help="how many processes sample; by default one per card")
+    what = "how many processes sample; by default one per card"
+    parser.add_argument("--processes", type=positive(int), metavar="N", help=what)
     given = _with_config(parser, arguments)
     if given.config == Path("compare"):
         from stapo_lite.evaluation.results import compare

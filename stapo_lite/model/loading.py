@@ -203,6 +203,22 @@ def read_adapter(folder: Path) -> dict[str, Any]:
     return adapter
 
 
+def load_adapter(model: Any, folder: Path) -> None:
+    """Give a PeftModel the values of a saved adapter of the same shape.
+
+    Raises:
+        InputError: it has values for other layers or of another shape, or none for some.
+    """
+    from peft import set_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    with explained(f"{folder}: the adapter does not fit the model", RuntimeError):
+        result: Any = set_peft_model_state_dict(model, load_file(folder / "adapter_model.safetensors"))
+    wrong = [*result.unexpected_keys, *(name for name in result.missing_keys if "lora_" in name)]
+    if wrong:
+        raise InputError(f"{folder}: the adapter does not fit the model, {wrong[0]} is on one side only")
+
+
 def find_start(lora: Lora) -> Path | None:
     """The folder of the adapter to start from, fetched from the Hub where there is no such folder; None without one.
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from stapo_lite.algorithm.lm_head import token_statistics, top_tokens
 from stapo_lite.algorithm.microbatches import send
 from stapo_lite.config import Config, Train
-from stapo_lite.errors import InputError, explained
-from stapo_lite.model.loading import add_adapter, load_weights
+from stapo_lite.model.loading import add_adapter, load_adapter, load_weights
 from stapo_lite.types import Completion, TokenStatistics
 
 
@@ -41,7 +40,7 @@ def load_policy(
             module.compile(dynamic=True)
     policy = Policy(peft_model, config, sharded=shard is not None)
     if start is not None:
-        policy.load_adapter(start)
+        load_adapter(policy.model, start)
         if config.objective.beta:
             policy.refer_to_now()
     return policy
@@ -184,21 +183,6 @@ class Policy:
         """
         # "auto" would ask the Hub whether the embedding was resized; adapters here never touch it.
         self.model.save_pretrained(folder, save_embedding_layers=False, state_dict=values or self.parameters)
-
-    def load_adapter(self, folder: Path) -> None:
-        """Replace the adapter's values by those of a saved one of the same shape.
-
-        Raises:
-            InputError: it has values for other layers or of another shape, or none for some.
-        """
-        from peft import set_peft_model_state_dict
-        from safetensors.torch import load_file
-
-        with explained(f"{folder}: the adapter does not fit the model", RuntimeError):
-            result: Any = set_peft_model_state_dict(self.model, load_file(folder / "adapter_model.safetensors"))
-        wrong = [*result.unexpected_keys, *(name for name in result.missing_keys if "lora_" in name)]
-        if wrong:
-            raise InputError(f"{folder}: the adapter does not fit the model, {wrong[0]} is on one side only")
 
 
 def make_optimizer(policy: Policy, train: Train) -> torch.optim.Optimizer:

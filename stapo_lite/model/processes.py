@@ -19,15 +19,13 @@ def count_processes(wanted: int | None) -> int:
     """The processes of this launch; where nothing has launched this one, those wanted, or one for each card.
 
     Raises:
-        InputError: fewer than one are wanted, or others than were launched.
+        InputError: others are wanted than were launched.
     """
     if _is_launched():
         launched = int(os.environ.get("WORLD_SIZE", "1"))
         if wanted not in (None, launched):
             raise InputError(f"--processes={wanted}: {launched} were launched (WORLD_SIZE): leave --processes out")
         return launched
-    if wanted is not None and wanted < 1:
-        raise InputError(f"--processes={wanted}: at least one is needed")
     if wanted is None and NVIDIA_DRIVER.exists():
         import torch  # slow, and of no use here without a driver
 

@@ -30,6 +30,7 @@ from torch import Tensor
 from stapo_lite.config import S2T, flatten
 from stapo_lite.errors import InputError, explained, one_line
 from stapo_lite.files import read_object, sync
+from stapo_lite.model.loading import load_adapter
 from stapo_lite.model.policy import Policy
 
 logger = logging.getLogger(__name__)
@@ -126,7 +127,7 @@ def load_checkpoint(folder: Path, policy: Policy, optimizer: torch.optim.Optimiz
     """
     with explained(f"{folder}: does not fit this run"):  # files with intact checksums may still be wrong
         state = read_state(folder)
-        policy.load_adapter(folder)
+        load_adapter(policy.model, folder)
         decays = [group["weight_decay"] for group in optimizer.param_groups]  # those of the config count, too
         optimizer.load_state_dict(torch.load(folder / "optimizer.pt", "cpu", weights_only=True))  # runs no code
         for parameter, moments in optimizer.state.items():

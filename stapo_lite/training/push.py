@@ -2,10 +2,11 @@
 
 import json
 import logging
-import shutil
-import tempfile
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from huggingface_hub import HfApi
@@ -78,35 +79,34 @@ class HubMirror:
         """
         if self._under_way is not None and not self._under_way.done() and not last:
             return
-        try:
+        with self._warned():
             run = read_run(self._run_folder, None)
-            folder = Path(tempfile.mkdtemp(prefix="stapo_lite-hub-"))
-            try:
-                for path in run.adapter.glob("adapter_*"):  # now: a checkpoint goes when newer ones are saved
-                    shutil.copy(path, folder)
-            except BaseException:
-                shutil.rmtree(folder, ignore_errors=True)
-                raise
-        except Exception as error:  # a full disk, above all
-            logger.warning("log.hub_model_id: not pushed this time (%s)", one_line(error))
-            return
-        self._under_way = self._thread.submit(self._upload, folder, run)
-        if last:
-            self._under_way.result()
+            # Now: a checkpoint goes when newer ones are saved.
+            files = {path.name: path.read_bytes() for path in run.adapter.glob("adapter_*")}
+            self._under_way = self._thread.submit(self._upload, files, run)
+            if last:
+                self._under_way.result()
 
-    def _upload(self, folder: Path, run: FinishedRun) -> None:
-        try:
+    def _upload(self, files: dict[str, bytes], run: FinishedRun) -> None:
+        with self._warned(), TemporaryDirectory(prefix="stapo_lite-hub-") as name:
+            folder, base = Path(name), run.config.model
+            for file, content in files.items():
+                (folder / file).write_bytes(content)
             self._tokenizer.save_pretrained(folder)
-            config, base = read_object(folder / "adapter_config.json"), run.config.model
+            config = read_object(folder / "adapter_config.json")
             config["base_model_name_or_path"] = Path(base).name if Path(base).exists() else base
             write_text(folder / "adapter_config.json", json.dumps(config, indent=2))
             card = model_card(self.repository, run, base, merged=False, stops=self._stops)
             write_text(folder / "README.md", card)
             HfApi().upload_folder(repo_id=self.repository, folder_path=folder, commit_message=MESSAGE)
-        except Exception as error:  # the Hub's client raises errors of many kinds
+
+    @contextmanager
+    def _warned(self) -> Iterator[None]:
+        """Go on with a warning, whatever fails: disk, network, or the Hub, whose client raises errors of many kinds."""
+        try:
+            yield
+        except Exception as error:
             logger.warning("log.hub_model_id: not pushed this time (%s)", one_line(error))
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
         """Wait for the upload under way."""

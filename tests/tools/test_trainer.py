@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -143,7 +142,14 @@ def test_a_run_that_is_mirrored_on_the_hub(hub, write_config, tmp_path, caplog, 
 def test_what_cannot_be_copied_for_the_hub_leaves_nothing(hub, write_config, tmp_path, caplog, monkeypatch):
     (temporary := tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    monkeypatch.setattr(shutil, "copy", lambda *_: (_ for _ in ()).throw(OSError("No space left on device")))
+    write = Path.write_bytes
+
+    def refuse(path, content):
+        if temporary in path.parents:
+            raise OSError("No space left on device")
+        return write(path, content)
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
     Trainer(write_config(train__max_steps=1), ["log.hub_model_id=mine"]).train()
     assert "log.hub_model_id: not pushed this time (No space left on device)" in caplog.text
     assert not list(temporary.iterdir())
