@@ -73,8 +73,8 @@ STUDIES = {
     "writing": Study(
         ("stapo", "justrl", "grpo", "20-entropy", "full", "high-entropy", "random", "lower-half", "upper-half")
     ),
-    "slow": Study(("stapo", "justrl"), ["train.learning_rate=1.0e-4"]),
     "unstable": Study(("stapo", "justrl"), ["train.learning_rate=1.0e-3"]),
+    "unstable-3e-3": Study(("stapo", "justrl"), ["train.learning_rate=3.0e-3"]),
     "alliteration": Study(("stapo", "justrl", "random"), task=alliteration),
     "sensitivity": Study(("tau_p=0.0005", "tau_p=0.008", "q=0.9"), ["train.max_steps=30"]),
 }
