@@ -229,7 +229,7 @@ def stop_token_ids(tokenizer: Any, model_eos: int | list[int] | None, apply_chat
 
 
 def _fault(prompt: Any, templated: bool) -> str:
-    """What keeps a prompt from being text, or messages for a chat template; empty where nothing does."""
+    """The fault that keeps a prompt from being text, or messages for a chat template; empty without one."""
     if isinstance(prompt, str):
         return ""
     if not (templated and isinstance(prompt, list) and prompt and all(isinstance(one, dict) for one in prompt)):
