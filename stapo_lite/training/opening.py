@@ -30,7 +30,7 @@ from stapo_lite.training import checkpoint, lifecycle
 from stapo_lite.training.checkpoint import Progress
 from stapo_lite.training.guard import ending_symptom
 from stapo_lite.training.push import HubMirror
-from stapo_lite.training.run import SCORE_FILE, Run, Sampler
+from stapo_lite.training.run import BEST, SCORE_FILE, Run, Sampler, take_next_best
 from stapo_lite.training.token_log import TokenLog
 from stapo_lite.training.tracking import ENVIRONMENT_FILE, RunLog, read_metrics
 from stapo_lite.training.update import Learner
@@ -157,7 +157,8 @@ def open_folder(config: Config, accelerator: Accelerator, surroundings: dict[str
             write_text(folder / ENVIRONMENT_FILE, json.dumps(surroundings, indent=1))
             if step < config.train.max_steps:
                 shutil.rmtree(folder / "adapter", ignore_errors=True)  # of an earlier end of this run
-            drop_best(folder / "best", step)
+            take_next_best(folder)
+            drop_best(folder / BEST, step)
     return log
 
 

@@ -37,8 +37,10 @@ from stapo_lite.types import Completion, Prompt, derived_seed
 
 logger = logging.getLogger(__name__)
 
+BEST, NEXT_BEST = "best", ".best"
+"""Folders of the best adapter, and of one that is taking its place."""
 SCORE_FILE = "score.json"
-"""Metric, score and step of the adapter in `best/`."""
+"""Metric, score and step of the adapter in them."""
 
 
 Sampler = Callable[..., list[list[Completion]]]
@@ -242,7 +244,7 @@ class Run:
         Args:
             results: of its evaluation, on the main process.
         """
-        metric, best, partial = self.config.evaluation.best, self.folder / "best", self.folder / ".best"
+        metric, best, partial = self.config.evaluation.best, self.folder / BEST, self.folder / NEXT_BEST
         now = main_score(results, metric) if results and metric else None
         if now is None:
             return
@@ -253,8 +255,7 @@ class Run:
                 return
             self.policy.save_adapter(partial)
             write_text(partial / SCORE_FILE, json.dumps(score))
-            shutil.rmtree(best, ignore_errors=True)
-            partial.rename(best)
+            take_next_best(self.folder)
             self.accelerator.print(f"best so far: {metric} {now:.3f} after step {self.progress.step}, kept in {best}")
         except (OSError, InputError, SafetensorError) as error:
             logger.warning("%s was not written (%s)", best, one_line(error))
@@ -274,6 +275,16 @@ class Run:
         print(f"{report}\nadapter: {self.folder / 'adapter'}")
         if self.hub is not None:
             self.hub.push(last=True)
+
+
+def take_next_best(folder: Path) -> None:
+    """Put a complete `.best` in the place of `best`, or finish doing so after a kill: either has its score file, which
+    comes last and goes first, or counts as none."""
+    best, new = folder / BEST, folder / NEXT_BEST
+    if (new / SCORE_FILE).exists():
+        (best / SCORE_FILE).unlink(missing_ok=True)
+        shutil.rmtree(best, ignore_errors=True)
+        new.rename(best)
 
 
 def learning_rate(train: Train, step: int) -> float:

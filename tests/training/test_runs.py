@@ -36,7 +36,7 @@ from stapo_lite.training.checkpoint import check_resume
 from stapo_lite.training.lifecycle import make_accelerator
 from stapo_lite.training.loop import train
 from stapo_lite.training.metrics import Tally, Update, has_variance, step_metrics
-from stapo_lite.training.run import Run, learning_rate, prompt_order
+from stapo_lite.training.run import Run, learning_rate, prompt_order, take_next_best
 from stapo_lite.training.tracking import read_metrics
 from stapo_lite.types import Completion, Prompt, derived_seed
 
@@ -515,6 +515,25 @@ def test_the_best_adapter_of_steps_that_are_taken_again_is_dropped(write_config,
     kept = json.loads((folder / "best" / "score.json").read_text(encoding="utf-8"))
     again = {line["step"]: line["reward"] for line in read_lines(folder / "evaluations.jsonl") if line["step"] > 1}
     assert kept == {"metric": "reward", "score": max(again.values()), "step": max(again, key=again.get)}
+
+
+@pytest.mark.parametrize("killed", ["before the old one goes", "while it goes", "before the new one comes"])
+def test_no_kill_loses_the_best_adapter(tmp_path, killed):
+    for name, step in (("best", 1), (".best", 2)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_model.safetensors").write_text(name, encoding="utf-8")
+        (tmp_path / name / "score.json").write_text(json.dumps({"step": step}), encoding="utf-8")
+    if killed != "before the old one goes":
+        (tmp_path / "best" / "score.json").unlink()
+    if killed == "before the new one comes":
+        shutil.rmtree(tmp_path / "best")
+    take_next_best(tmp_path)
+    take_next_best(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+    assert (tmp_path / "best" / "adapter_model.safetensors").read_text(encoding="utf-8") == ".best"
+    (tmp_path / ".best").mkdir()  # one that was killed while it was written
+    take_next_best(tmp_path)
+    assert json.loads((tmp_path / "best" / "score.json").read_text(encoding="utf-8")) == {"step": 2}
 
 
 def test_what_a_seed_decides(make_policy):
