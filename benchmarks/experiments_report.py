@@ -11,6 +11,7 @@ seeds is 2 / 2^n: with three seeds nothing can be significant, and the table say
 
 import argparse
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, stdev
@@ -69,7 +70,8 @@ def smooth(metrics: Sequence[dict[str, Any]], name: str) -> list[float]:
 
 def measures(metrics: list[dict[str, Any]], held_out: list[dict[str, Any]]) -> dict[str, float]:
     """One run in numbers; NaN for what it does not reach, or did not measure."""
-    reward, entropy, last = smooth(metrics, "reward"), smooth(metrics, "sampled_nll"), held_out[-1]
+    reward, entropy = smooth(metrics, "reward"), smooth(metrics, "sampled_nll")
+    last = defaultdict(lambda: math.nan, held_out[-1] if held_out else {})
 
     def reaches(level: float) -> int | None:
         """The first step where the mean reward does."""

@@ -109,6 +109,7 @@ def test_a_report_of_runs_by_hand(tmp_path):
     assert stapo["spurious, %, first steps"] == 2
     assert (stapo["KL from the base"], stapo["NLL under the base"]) == (2.5, 4.0)
     assert math.isnan(stapo["greedy, step 20"])
+    assert math.isnan(experiments_report.measures(*found["stapo"][0][:1], [])["held-out reward"])  # cut before a look
     assert stapo["silenced, %"] == pytest.approx(1.0)
     assert math.isnan(runs["grpo"][1]["steps to 0.5"])
     cells = {row.split("|")[1].strip(): row for row in experiments_report.table(runs).splitlines()}
