@@ -142,7 +142,7 @@ def perturb(policy: Policy, std: float, seed: int, only: str = "") -> None:
 
 def sample(engine: Any, prompts: Sequence[Prompt], count: int = 32) -> list[Completion]:
     """Completions of `count` prompts, evenly spread."""
-    drawn = list(prompts)[:: max(1, len(prompts) // count)][:count]
+    drawn = prompts[:: max(1, len(prompts) // count)][:count]
     groups = engine.generate(drawn, [1000 * i for i in range(len(drawn))])
     return [completion for group in groups for completion in group]
 

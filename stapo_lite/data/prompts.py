@@ -154,6 +154,8 @@ class Prompts(Sequence[Prompt]):
         return len(self._kept)
 
     def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
         number = self._kept[index]
         return self._prompt(number, self._rows[number])
 

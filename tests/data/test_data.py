@@ -53,6 +53,7 @@ def test_prompts_as_the_model_reads_them(tokenizer, prompt, prompting, text):
     (rendered,) = render(tokenizer, prompt, **prompting)
     assert tokenizer.decode(rendered.token_ids) == text
     assert rendered.prompt == prompt
+    assert [one.token_ids for one in render(tokenizer, prompt, "no", **prompting)[:1]] == [rendered.token_ids]
     assert rendered.columns == {"answer": "0", "level": 0}
     assert CHAT[0]["content"] == "2+2?"  # the user's row is as it was
 
