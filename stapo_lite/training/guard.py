@@ -84,6 +84,6 @@ def new_symptoms(history: Metrics) -> list[Symptom]:
     return [name for name, rule in RULES.items() if rule.holds(history) and not rule.holds(history[:-1])]
 
 
-def ending_symptom(history: Metrics, stop_on: Sequence[Symptom]) -> Symptom | None:
-    """The symptom that ends a run after the last of these steps, if one does."""
-    return next((name for name in new_symptoms(history) if name in stop_on), None)
+def ending_symptom(symptoms: Sequence[Symptom], stop_on: Sequence[Symptom]) -> Symptom | None:
+    """The one of a step's new symptoms that ends the run, if one does."""
+    return next((symptom for symptom in symptoms if symptom in stop_on), None)

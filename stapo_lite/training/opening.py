@@ -28,7 +28,7 @@ from stapo_lite.rollout import check_engine, make_engine, make_sampling, resolve
 from stapo_lite.rollout.episodes import RolloutFunction, find_function, play
 from stapo_lite.training import checkpoint, lifecycle
 from stapo_lite.training.checkpoint import Progress
-from stapo_lite.training.guard import ending_symptom
+from stapo_lite.training.guard import ending_symptom, new_symptoms
 from stapo_lite.training.push import HubMirror
 from stapo_lite.training.run import BEST, SCORE_FILE, Run, Sampler, take_next_best
 from stapo_lite.training.token_log import TokenLog
@@ -123,7 +123,7 @@ def begin(config: Config, resume: bool, force: bool, given: Given, closing: Exit
         config, accelerator, prompts, tokenizer, surroundings, rewards, learner, engine, sample, log, exam, hub,
         snapshot=checkpoint.take_snapshot(learner.progress, learner.policy, learner.optimizer),
         history=history,
-        symptom=ending_symptom(history, config.stop_on),  # one that ended the run which is resumed ends it still
+        symptom=ending_symptom(new_symptoms(history), config.stop_on),  # what ended it ends it still
     )  # fmt: skip
 
 

@@ -210,9 +210,10 @@ class Run:
         if self.learner.token_log is not None:
             self.learner.token_log.write(step, self.learner.objective.s2t.tau_p)
         self.history.append(metrics)
-        for symptom in new_symptoms(self.history) if is_main else []:
+        symptoms = new_symptoms(self.history)
+        for symptom in symptoms if is_main else []:
             logger.warning("step %d, %s: %s", step, symptom, RULES[symptom].cause)
-        self.symptom = ending_symptom(self.history, config.stop_on)
+        self.symptom = ending_symptom(symptoms, config.stop_on)
 
     def flush_logs(self) -> None:
         """Write all lines of the logs to the disk.

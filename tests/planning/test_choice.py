@@ -141,9 +141,8 @@ def card(monkeypatch):
     monkeypatch.setattr(choice, "clear_device_cache", lambda garbage_collection: cached.update(card=0))
     if hasattr(torch.accelerator, "empty_host_cache"):  # not in torch 2.11
         monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: cached.update(host=0))
-    available = psutil.virtual_memory().available
     monkeypatch.setattr(
-        psutil, "virtual_memory", lambda: SimpleNamespace(available=available - cached["host"], total=64 * GIB)
+        psutil, "virtual_memory", lambda: SimpleNamespace(available=40 * GIB - cached["host"], total=64 * GIB)
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -183,7 +182,6 @@ def test_a_run_takes_what_others_leave_of_the_fullest_card_and_keeps_it(card, tm
 
 def test_torch_2_11_has_no_cache_of_host_memory_to_empty(card, monkeypatch):
     monkeypatch.delattr(torch.accelerator, "empty_host_cache", raising=False)
-    card["host"] = 0
     assert fit(config(), "vllm", None, 1, False).rollout.gpu_memory_utilization > 0.5
     assert card["card"] == 0
 
@@ -210,7 +208,7 @@ def test_a_vllm_that_cannot_read_its_base_again_is_not_made_to(monkeypatch):
 
 
 def test_the_memory_that_configs_ask_for_is_what_the_planner_needs(monkeypatch):
-    """`For: one card of 24 GB or more and 30 GiB of free host memory`: with a GiB less on the host nothing fits."""
+    """`For: one card of 24 GB or more and 29 GiB of free host memory`: with a GiB less on the host nothing fits."""
     reported = {8: 7.6, 12: 11.6, 16: 14.6, 24: 23.5}  # GiB
     sizes = {"1.7b": "1.7B", "8b": "8B", "14b": "14B"}
     monkeypatch.setattr(choice, "reads_base_again", lambda: True)  # whatever vLLM is installed
