@@ -8,8 +8,8 @@ a token belongs. A micro-batch is a set of completions, and its tokens an index 
 padded, [B, L], in `Policy.hidden_states`.
 
 Four streams of log-probabilities never share a name: `rollout_logprobs` (the engine, when it sampled), `old_logprobs`
-(the trainer, before the step's first update), `logprobs` (the trainer, now) and `ref_logprobs` (the base model). Two
-masks: `loss_mask` (the model wrote the token) and `keep` (the token trains).
+(the trainer, before the step's first update), `logprobs` (the trainer, now) and `ref_logprobs` (the reference of the
+KL term). Two masks: `loss_mask` (the model wrote the token) and `keep` (it stays in the loss and its denominator).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Prompt:
 
 @dataclass(eq=False)  # compared and hashed by identity: two samples may be equal token for token
 class Completion:
-    """One sampled answer. `token_ids` ends with the stop token unless `truncated`."""
+    """One sampled answer. `token_ids` ends with the stop token, unless it was `truncated` or made in several turns."""
 
     prompt: Prompt
     token_ids: list[int]

@@ -34,8 +34,8 @@ class MiniBatch:
     rollout_logprobs: Tensor
     """[N] fp32"""
     old: TokenStatistics | None = None
-    """Statistics of the policy before the step's first update, [N], 0 where no update needs them; None where that is
-    the policy now, so that the ratio is 1 and its gradient that of the log-probability."""
+    """Statistics of the policy before the step's first update, [N], 0 where no update needs them. None at that first
+    update itself, where it is the policy now: every ratio is 1, and its gradient that of the log-probability."""
 
     def tokens(self, rows: Sequence[int]) -> Tensor:
         """Places in [N] of the tokens of some completions, in the order of these; [n] int64."""
@@ -92,11 +92,6 @@ class TokenBudget:
     def tokens(self) -> int:
         return max(1, self._tokens >> self.halvings)
 
-    def cut(self, batch: MiniBatch, rows: Sequence[int]) -> list[list[int]]:
-        """The rows of each micro-batch within the budget as it is now."""
-        lengths = [sequence_length(completion) for completion in batch.select(rows)]
-        return [[rows[i] for i in part] for part in split_by_tokens(lengths, self.tokens)]
-
     def fit(self, batch: MiniBatch, rows: Sequence[int], work: Callable[[list[list[int]]], T]) -> T:
         """Do `work` on completions in micro-batches, from the start again in smaller ones where memory runs out.
 
@@ -107,8 +102,9 @@ class TokenBudget:
         Raises:
             RunError: a single sequence is too much.
         """
+        lengths = [sequence_length(completion) for completion in batch.select(rows)]
         while True:
-            micro_batches = self.cut(batch, rows)
+            micro_batches = [[rows[i] for i in part] for part in split_by_tokens(lengths, self.tokens)]
             if self._in_step is not None:
                 micro_batches += [[]] * (self._in_step(len(micro_batches)) - len(micro_batches))
             try:

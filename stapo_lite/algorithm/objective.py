@@ -1,7 +1,6 @@
 """The token loss of every preset, from the same few functions. Sums and weights only, never means: the
-denominators belong to the whole mini-batch, across micro-batches and processes, see `update.py`. Tokens are flat [n].
-
-    loss = sum over kept tokens of  weight * (correction * clipped loss + beta * k3 - entropy_coef * H)
+denominators belong to the whole mini-batch, across micro-batches and processes; `update.add_gradient` puts them
+together. Tokens are flat [n].
 """
 
 import math
@@ -58,7 +57,7 @@ def k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
 def sampler_correction(
     old_logprobs: Tensor, rollout_logprobs: Tensor, rows: Tensor, sequences: int, mode: str, cap: float
 ) -> tuple[Tensor, Tensor]:
-    """Importance weights for tokens that the engine sampled and the trainer scores a little differently.
+    """Importance weights for tokens that the engine sampled and the trainer scores differently.
 
     Args:
         old_logprobs, rollout_logprobs: [n] fp32.
@@ -91,7 +90,7 @@ class Totals(NamedTuple):
     the model wrote."""
 
     tokens: int
-    trained_sequences: int
+    counted_sequences: int
     """Sequences with at least one such token."""
     sequences: int
 
@@ -108,7 +107,7 @@ def sequence_weights(counts: Tensor, totals: Totals, aggregation: str, max_compl
         [B] fp32.
     """
     if aggregation == "sequence-mean":
-        return (1 / (counts.clamp(min=1) * totals.trained_sequences)).float()
+        return (1 / (counts.clamp(min=1) * totals.counted_sequences)).float()
     return torch.full_like(counts, 1 / _denominator(totals, aggregation, max_completion_length), dtype=torch.float32)
 
 

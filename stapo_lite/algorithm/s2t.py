@@ -103,7 +103,7 @@ def next_tau_p(tau_p: float, silenced_share: float, target: float, given: float)
     Args:
         silenced_share: of the step's completion tokens.
         target: the share to stay near.
-        given: tau_p of the config; a tenth and ten times of it are the bounds.
+        given: tau_p of the config; a tenth and ten times of it, at most 1, are the bounds.
     """
     change = 0.1 * max(-10.0, 1 - silenced_share / target)
-    return min(10 * given, max(given / 10, tau_p * math.exp(change)))
+    return min(1.0, 10 * given, max(given / 10, tau_p * math.exp(change)))

@@ -266,7 +266,7 @@ class Objective(Section):
     epsilon_high: float = Field(0.28, ge=0)
     """Upper clip: the ratio is not rewarded for rising above 1 + epsilon_high."""
     beta: float = Field(0.0, ge=0)
-    """Coefficient of the KL divergence (k3 estimator) from the reference: the base without the adapter."""
+    """Coefficient of the KL divergence (k3 estimator) from the reference: `lora.adapter`'s adapter, else the base."""
     entropy_coef: float = Field(0.0, ge=0)
     """Coefficient of the entropy bonus. Its gradient needs the slower LM head, which computes the logits twice."""
     top_entropy_quantile: float = Field(1.0, gt=0, le=1)

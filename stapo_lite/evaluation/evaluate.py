@@ -29,7 +29,7 @@ from stapo_lite.model.loading import load_adapter, load_model_config, load_token
 from stapo_lite.model.processes import check_launch, resolve_dtype
 from stapo_lite.rewards.grading import MathGrader
 from stapo_lite.rollout import Decoding, RolloutEngine, Sampling, resolve_engine
-from stapo_lite.rollout.vllm_options import check_vllm, vllm_version
+from stapo_lite.rollout.vllm_options import check_vllm, prepare_vllm, vllm_version
 
 # These decide which samples are drawn, or where, but not what is in one.
 FREE_KEYS = (
@@ -55,6 +55,7 @@ def evaluate(config: EvalConfig) -> dict[str, Any] | None:
     r, v = config.rollout, config.verifier
     engine_name = resolve_engine(r.engine)
     if engine_name == "vllm":
+        prepare_vllm()
         check_vllm(r)
     elif r.quantization:
         raise InputError(f"rollout.quantization={r.quantization} needs vLLM")

@@ -154,7 +154,7 @@ class Policy:
             for name, parameter in self.parameters.items():
                 parameter.data = self._reference[name]
             return self.statistics(completions).logprobs
-        finally:  # a graph from before this pass needs the current values in its backward pass
+        finally:  # also where memory runs out
             for name, parameter in self.parameters.items():
                 parameter.data = now[name]
 

@@ -72,35 +72,40 @@ class Publisher(Protocol):
 
 
 class RolloutEngine(Protocol):
-    """Samples completions from the adapter version that was published last.
+    """Samples completions from the adapter version that was published last."""
 
-    `generate` returns one group of `num_generations` completions per prompt, in order; each carries
-    the version it was sampled from and the log-probability of each token at the sampling temperature.
-    Completion g of a prompt with seed s has the seed `derived_seed(s, g)`; vLLM in the process draws all from
-    the first prompt's seed.
-    `prefetch` announces what later calls of `generate` will ask for. `stream` yields the index of a prompt and its one
-    completion as they finish; each draw follows from the prompt's own seed, and has log-probabilities for certain only
-    where its decoding asks for them. `sleep` gives the device's memory to the trainer; after `wake` the engine serves
-    the version that it served before.
-    """
+    def publish(self, policy: Publisher, version: int) -> None:
+        """Sample from this adapter from now on."""
+        ...
 
-    def publish(self, policy: Publisher, version: int) -> None: ...
-    def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[list[Completion]]: ...
+    def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[list[Completion]]:
+        """One group of `num_generations` completions per prompt, in order; each has the version that it was sampled
+        from, and the log-probability of each token at the sampling temperature. Completion g of a prompt with seed s
+        has the seed `derived_seed(s, g)`; vLLM in the process draws all from the first prompt's seed."""
+        ...
+
     def stream(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], decodings: Sequence[Decoding]
-    ) -> Iterator[tuple[int, Completion]]: ...
+    ) -> Iterator[tuple[int, Completion]]:
+        """The index of a prompt and its one completion, as they finish. Each draw follows from the prompt's own seed,
+        and has log-probabilities for certain only where its decoding asks for them."""
+        ...
+
     def prefetch(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> None:
-        """Do nothing: an engine in the trainer's process cannot sample while the trainer runs."""
+        """Learn what later calls of `generate` will ask for. An engine in the trainer's process does nothing with it:
+        it cannot sample while the trainer runs."""
         return
 
     def sleep(self) -> None:
-        """Do nothing: an engine that uses the trainer's model, or has a card of its own, has no memory to give."""
+        """Give the device's memory to the trainer; by default there is none to give."""
         return
 
     def wake(self) -> None:
+        """Take the memory back, and serve the version that was served before."""
         return
 
     def close(self) -> None:
+        """Give back what the engine holds."""
         return
 
 

@@ -44,7 +44,7 @@ class Episode:
         return self._sampling.max_completion_length - len(self.token_ids)
 
     async def generate(self, max_tokens: int | None = None, **options: Any) -> str:
-        """Let the model go on; returns what it wrote, nothing where no room is left.
+        """Let the model go on; returns what it wrote, nothing where no token is left.
 
         Args:
             max_tokens: of this turn; all that is left by default.
@@ -57,8 +57,8 @@ class Episode:
             raise RunError(
                 "rollout.function: an episode asked for two turns at once, or after its end: await generate()"
             )
-        limit = min(self.room, max_tokens or self.room)
-        if limit == 0:
+        limit = self.room if max_tokens is None else min(self.room, max_tokens)
+        if limit <= 0:
             self.finished = False
             return ""
         so_far = Prompt("", self.prompt.token_ids + self.token_ids, None)

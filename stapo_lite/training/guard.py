@@ -52,9 +52,9 @@ RULES: dict[Symptom, Rule] = {
     ),
     "no_signal": Rule(
         _is("zero_variance_groups", when=lambda _, last: last > 0.95),
-        "more than 95 % of the groups have equal rewards, so nothing is learned: the problems are too hard or too "
-        "easy, or the reward is constant; change data.source or reward.functions, raise rollout.num_generations or "
-        "rollout.max_completion_length",
+        "more than 95 % of the groups have equal rewards, so nothing is learned (but from reward.overlong_penalty): "
+        "the problems are too hard or too easy, or the reward is constant; change data.source or reward.functions, or "
+        "raise rollout.num_generations or rollout.max_completion_length",
     ),
     "reward_stuck": Rule(
         _not_rising,

@@ -89,9 +89,16 @@ def environment(engine: str, processes: int, prompts: str) -> dict[str, str]:
     }
 
 
-def check_no_run(folder: Path) -> None:
-    """Raises InputError where the folder holds a run, which a new one would overwrite."""
-    if read_metrics(folder) or list_checkpoints(folder) or (folder / "adapter").exists():
+def check_no_run(folder: Path, resume: bool) -> None:
+    """Raises InputError where the folder holds a run, which a new one would overwrite.
+
+    Args:
+        resume: the run there is wanted, and has no checkpoint: one that was killed before its first begins again.
+    """
+    ended = (folder / "adapter").exists()
+    if resume and ended:
+        raise InputError(f"output_dir={folder} holds a run without a checkpoint to resume: choose another folder")
+    if not resume and (ended or read_metrics(folder) or list_checkpoints(folder)):
         raise InputError(f"output_dir={folder} holds a run: continue it with --resume, or choose another folder")
 
 

@@ -103,7 +103,7 @@ def sample_round(run: Run, step: int, wanted: int, rollouts: Rollouts) -> list[l
 
 
 def prompts_wanted(filled: int, size: int, drawn: int) -> int:
-    """Prompts of the next round: a whole batch, or what fills it if as many groups are usable as so far."""
+    """Prompts of the next round: a whole batch at first, then what fills it if the share of usable groups stays."""
     return min(size, math.ceil((size - filled) * drawn / filled)) if filled else size
 
 
@@ -128,7 +128,7 @@ def assign_advantages(run: Run, groups: Sequence[Sequence[Completion]]) -> None:
 def mini_batches(run: Run, groups: Sequence[Sequence[Completion]]) -> Iterator[MiniBatch]:
     """Cut a step's groups into mini-batches; yield our share of each, as much work as that of any other process.
 
-    What later mini-batches need of the policy as it was before the step's first update is measured before that.
+    All are measured here, before the step's first update: later ones need the policy as it was then.
     """
     objective, accelerator, device = run.learner.objective, run.accelerator, run.policy.device
     batches: list[MiniBatch] = []

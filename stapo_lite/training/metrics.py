@@ -29,7 +29,7 @@ class Update(NamedTuple):
     grad_norm: float
     """Before clipping."""
     tau_h: float | None = None
-    """None without candidates."""
+    """None where its population is empty."""
     skipped: bool = False
     """Loss or gradient was not finite: nothing changed, and nothing was tallied."""
 

@@ -80,9 +80,9 @@ def begin(config: Config, resume: bool, force: bool, given: Given, closing: Exit
     shard = make_sharding(accelerator.device)
     if shard is not None:
         check_sharded(config, engine_name)
-    if not resume:
-        lifecycle.check_no_run(folder)
     resumed = resume and checkpoint.list_checkpoints(folder)
+    if not resumed:
+        lifecycle.check_no_run(folder, resume)
     config = config.model_copy(update={"dtype": resolve_dtype(config.dtype)})
     config = fit(config, engine_name, folder if resumed else None, processes, shard is not None)
     check_engine(engine_name, config)  # with what was chosen for this card
@@ -96,9 +96,9 @@ def begin(config: Config, resume: bool, force: bool, given: Given, closing: Exit
         closing.enter_context(lifecycle.lock(folder))
     accelerator.wait_for_everyone()
     newest = checkpoint.newest_checkpoint(folder) if resume else None
-    surroundings = lifecycle.environment(engine_name, processes, prompts.digest)
+    environment = lifecycle.environment(engine_name, processes, prompts.digest)
     if newest is not None:
-        for note in checkpoint.check_resume(newest, config.model_dump(mode="json"), surroundings, force):
+        for note in checkpoint.check_resume(newest, config.model_dump(mode="json"), environment, force):
             accelerator.print(note)
     hub = None
     if config.log.hub_model_id and accelerator.is_main_process:
@@ -112,7 +112,7 @@ def begin(config: Config, resume: bool, force: bool, given: Given, closing: Exit
     sample: Sampler = engine.generate
     if function is not None:
         sample = partial(play, engine, make_sampling(config, stop_tokens), tokenizer, function)
-    log = open_folder(config, accelerator, surroundings, learner.progress.step)
+    log = open_folder(config, accelerator, environment, learner.progress.step)
     closing.callback(log.close)
     settings = {k: str(v) for k, v in flatten(config.model_dump()).items()}
     log.start_trackers(config.log.project, settings)
@@ -120,7 +120,7 @@ def begin(config: Config, resume: bool, force: bool, given: Given, closing: Exit
         learner.token_log = TokenLog(folder, config.log.audit_tokens, learner.policy, tokenizer, accelerator)
     history = read_metrics(folder)
     return Run(
-        config, accelerator, prompts, tokenizer, surroundings, rewards, learner, engine, sample, log, exam, hub,
+        config, accelerator, prompts, tokenizer, environment, rewards, learner, engine, sample, log, exam, hub,
         snapshot=checkpoint.take_snapshot(learner.progress, learner.policy, learner.optimizer),
         history=history,
         symptom=ending_symptom(new_symptoms(history), config.stop_on),  # what ended it ends it still
@@ -147,14 +147,14 @@ def make_learner(
     return Learner(config, policy, optimizer, budget, accelerator, progress)
 
 
-def open_folder(config: Config, accelerator: Accelerator, surroundings: dict[str, str], step: int) -> RunLog:
+def open_folder(config: Config, accelerator: Accelerator, environment: dict[str, str], step: int) -> RunLog:
     """Note in the run folder what begins, and drop what was written after the step that it continues from."""
     folder = Path(config.output_dir)
     with lifecycle.full_disk_is_a_run_error(folder):
         log = RunLog(folder, config.train.max_steps, step, accelerator)
         if accelerator.is_main_process:
             write_text(folder / "config.yaml", to_yaml(config))
-            write_text(folder / ENVIRONMENT_FILE, json.dumps(surroundings, indent=1))
+            write_text(folder / ENVIRONMENT_FILE, json.dumps(environment, indent=1))
             if step < config.train.max_steps:
                 shutil.rmtree(folder / "adapter", ignore_errors=True)  # of an earlier end of this run
             take_next_best(folder)

@@ -100,7 +100,7 @@ class Run:
     """The state of a training run, which the loop, the update and the record share.
 
     Attributes:
-        surroundings: hardware, versions and data, as in environment.json.
+        environment: hardware, versions and data, as in environment.json.
         sample: groups of completions, by the engine alone or in several turns.
         exam: the evaluation during training; None where there is none.
         hub: uploads what is saved; None where no repository was named, and on other processes than the main one.
@@ -114,7 +114,7 @@ class Run:
     accelerator: Accelerator
     prompts: Sequence[Prompt]
     tokenizer: Any
-    surroundings: dict[str, str]
+    environment: dict[str, str]
     rewards: RewardModel
     learner: Learner
     engine: RolloutEngine
@@ -232,7 +232,7 @@ class Run:
         try:
             self.flush_logs()
             limit, config = self.config.log.save_total_limit, self.config.model_dump(mode="json")
-            checkpoint.save_checkpoint(self.folder, self.snapshot, self.policy, config, self.surroundings, limit)
+            checkpoint.save_checkpoint(self.folder, self.snapshot, self.policy, config, self.environment, limit)
             if self.hub is not None:
                 self.hub.push()
         except (OSError, RuntimeError, SafetensorError) as error:  # a full disk, above all

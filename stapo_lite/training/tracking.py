@@ -79,21 +79,21 @@ class RunLog:
 
     def start_trackers(self, project: str, config: dict[str, str]) -> None:
         """Start accelerate's trackers."""
-        with self._untracked():
+        with self._or_untracked():
             self._accelerator.init_trackers(project, config)
 
     def _track(self, values: dict[str, Any], step: int) -> None:
-        with self._untracked():
+        with self._or_untracked():
             self._accelerator.log(values, step=step)
 
     def close(self) -> None:
         """Finish the trackers."""
-        with self._untracked():
+        with self._or_untracked():
             for tracker in self._accelerator.trackers:
                 tracker.finish()
 
     @contextmanager
-    def _untracked(self) -> Iterator[None]:
+    def _or_untracked(self) -> Iterator[None]:
         """Go on without trackers, with a warning, where they fail: a service out of reach, a folder that cannot be
         written."""
         try:
@@ -131,7 +131,7 @@ class RunLog:
         lines = [completion_line(step, completion) for completion in completions]
         self._completions.add(lines)
         cells = [[_shorten(str(value)) for value in line.values()] for line in lines]
-        with self._untracked():
+        with self._or_untracked():
             for tracker in self._accelerator.trackers:
                 if hasattr(tracker, "log_table"):
                     tracker.log_table("completions", columns=list(lines[0]), data=cells, step=step)
@@ -208,13 +208,14 @@ def run_metrics(folder: Path) -> list[dict[str, Any]]:
 
 def step_line(m: dict[str, Any], max_steps: int) -> str:
     """One compact line of a step's metrics for a person."""
+    no_update = "no update: not finite" if m["skipped_updates"] else "no update: no token to train"
     parts = [
         f"step {m['step']:>{len(str(max_steps))}}/{max_steps}",
         f"reward {show(m['reward'])}",
         f"entropy {show(m['entropy'])}",
         f"silenced {show(m['silenced_share'], '.3%').replace('%', ' %')}",
         f"length {show(m['completion_length'], '.1f')}",
-        f"grad {show(m['grad_norm'])}" if m["updates"] else "no update: no token to train",
+        f"grad {show(m['grad_norm'])}" if m["updates"] else no_update,
         f"{m['tokens_per_second']:.0f} tok/s",
         f"rollout {m['seconds_rollout']:.1f} s, update {m['seconds_update']:.1f} s",
     ]

@@ -96,38 +96,17 @@ class Learner:
             )
 
 
-class Forward(NamedTuple):
-    """A micro-batch's forward pass with its graph."""
-
-    rows: list[int]
-    tokens: Tensor
-    """[n] int64: places in [N]."""
-    hidden: Tensor
-    """[n, D] without gradient; empty where there is no token log."""
-    statistics: TokenStatistics
-    """[n]"""
-
-
-@dataclass
-class Masks:
-    """Which tokens of a mini-batch train, and what that was decided by."""
+class Masks(NamedTuple):
+    """Which tokens of a mini-batch stay in the loss, and what that was decided by."""
 
     keep: Tensor
-    """[N] bool: the token trains."""
+    """[N] bool: the token stays in the loss and its denominator."""
     silenced: Tensor
     """[N] bool: S2T takes it out."""
     statistics: TokenStatistics
     """[N], of the tokens that the masks depend on."""
     tau_h: float | None
-    """None without candidates, or without S2T."""
-    first: Forward | None
-    """The pass through the gradient's first micro-batch, where the masks took one."""
-
-    def take_first(self, rows: list[int]) -> Forward | None:
-        """Return `first` if it ran these rows, and forget it: its graph serves one backward pass, and must not stay in
-        memory during others."""
-        first, self.first = self.first, None
-        return first if first is not None and first.rows == rows else None
+    """None where its population is empty, or without S2T."""
 
 
 class Weights(NamedTuple):
@@ -172,7 +151,7 @@ def find_masks(learner: Learner, batch: MiniBatch) -> Masks:
     it has.
     """
     objective, s2t, accelerator = learner.objective, learner.objective.s2t, learner.accelerator
-    statistics, first = mask_statistics(learner, batch)
+    statistics = mask_statistics(learner, batch)
     logprobs, entropy = statistics.logprobs, statistics.entropy
     silenced, tau_h = torch.zeros_like(batch.loss_mask), None
     if s2t.enabled:
@@ -190,30 +169,16 @@ def find_masks(learner: Learner, batch: MiniBatch) -> Masks:
     if objective.top_entropy_quantile < 1:
         lowest = threshold(entropy, batch.loss_mask, 1 - objective.top_entropy_quantile, accelerator)
         keep &= top_entropy_mask(entropy, lowest)
-    return Masks(keep, silenced, statistics, tau_h, first)
+    return Masks(keep, silenced, statistics, tau_h)
 
 
-def mask_statistics(learner: Learner, batch: MiniBatch) -> tuple[TokenStatistics, Forward | None]:
-    """Statistics that the masks are made of: those from before the step's first update, or of the policy now.
-
-    Where it takes a pass, the gradient's first micro-batch is run with a graph, so that its pass serves both: last, for
-    its graph must not be in memory during other passes. Not with a sharded base, where another process may have nothing
-    to train, and not with a KL term, whose reference has a pass of its own.
-    """
-    objective, policy, budget = learner.objective, learner.policy, learner.budget
-    if batch.old is not None and objective.s2t.statistics == "old":
-        return batch.old, None
-    inputs, trained = mask_inputs(batch.completions, objective), with_gradient(batch.completions, objective)
-    if not inputs or not trained or policy.sharded or objective.beta:
-        return measure(policy, batch, inputs, budget), None
-    rows = budget.cut(batch, trained)[0]
-    statistics = measure(policy, batch, [row for row in inputs if row not in rows], budget)
-    first = budget.fit(batch, trained, lambda micro_batches: forward(learner, batch, micro_batches[0]))
-    if first.rows != rows:  # memory ran out on the way: the cut is another one now
-        del first
-        return measure(policy, batch, inputs, budget), None
-    put(statistics, first.tokens, first.statistics)
-    return statistics, first
+def mask_statistics(learner: Learner, batch: MiniBatch) -> TokenStatistics:
+    """Statistics that the masks are made of, [N]: those from before the step's first update, or of the policy now,
+    which takes a forward pass through the completions that the masks depend on."""
+    if batch.old is not None and learner.objective.s2t.statistics == "old":
+        return batch.old
+    rows = mask_inputs(batch.completions, learner.objective)
+    return measure(learner.policy, batch, rows, learner.budget)
 
 
 def weigh_tokens(learner: Learner, batch: MiniBatch, masks: Masks) -> Weights | None:
@@ -227,12 +192,12 @@ def weigh_tokens(learner: Learner, batch: MiniBatch, masks: Masks) -> Weights | 
     counts = segment_sum(masks.keep if objective.renormalize else batch.loss_mask, batch.rows, len(batch.completions))
     places = batch.tokens(with_gradient(batch.completions, objective))
     numbers = [counts.sum(), (counts > 0).sum(), counts.new_full((), len(counts)), masks.keep[places].sum()]
-    tokens, trained_sequences, sequences, with_a_gradient = (
+    tokens, counted_sequences, sequences, with_a_gradient = (
         int(count) for count in learner.accelerator.reduce(torch.stack(numbers), "sum").tolist()
     )
     if not with_a_gradient:
         return None
-    totals = Totals(tokens, trained_sequences, sequences)
+    totals = Totals(tokens, counted_sequences, sequences)
     weights = sequence_weights(counts, totals, objective.aggregation, longest)
     scale = 1.0
     if learner.policy.dtype == torch.float16:
@@ -268,26 +233,29 @@ def add_gradient(
 
     sum over kept tokens of  weight * (correction * clipped loss + beta * k3 - entropy_coef * H)
     """
-    objective, policy, first = learner.objective, learner.policy, masks.take_first(rows)
-    ref_logprobs = policy.reference_logprobs(batch.select(rows)) if objective.beta else None
-    now = first or forward(learner, batch, rows)
-    tokens, (logprobs, entropy, _) = now.tokens, now.statistics
-    old_logprobs, correction, _ = sampling_policy(batch, tokens, logprobs.detach(), objective)
-    advantages = batch.advantages[tokens]
+    objective, policy = learner.objective, learner.policy
+    completions, tokens = batch.select(rows), batch.tokens(rows)
+    keep, advantages = masks.keep[tokens], batch.advantages[tokens]
+    ref_logprobs = policy.reference_logprobs(completions) if objective.beta else None
+    hidden = policy.hidden_states(completions)
+    now = policy.score(completions, hidden, differentiable_entropy=objective.entropy_coef > 0)
+    put(done.statistics, tokens, now)
     if learner.token_log is not None:
-        judged = deciding(batch, tokens, masks, now.statistics, objective.s2t)
+        judged = deciding(batch, tokens, masks, now, objective.s2t)
         candidates = candidate_mask(judged.logprobs, advantages, objective.s2t.tau_p)
-        learner.token_log.see(tokens, now.hidden, candidates & batch.loss_mask[tokens])
+        learner.token_log.see(tokens, hidden.detach(), candidates & batch.loss_mask[tokens])
+    del hidden  # not needed for the backward pass
+    old_logprobs, correction, _ = ratio_denominator(batch, tokens, now.logprobs.detach(), objective)
+    # A masked token's ratio may be infinite, and its gradient 0 times that, which is not 0: it gets a ratio of 1.
+    logprobs = now.logprobs.where(keep, old_logprobs)
     token = clipped_token_loss(logprobs, old_logprobs, advantages, objective.epsilon, objective.epsilon_high)
-    loss = correction * token.loss - objective.entropy_coef * entropy
+    loss = correction * token.loss - objective.entropy_coef * now.entropy
     if ref_logprobs is not None:
-        loss = loss + objective.beta * k3(logprobs, ref_logprobs)
+        loss = loss + objective.beta * k3(logprobs, ref_logprobs.where(keep, old_logprobs))
         done.ref_logprobs[tokens] = ref_logprobs
-    # A masked token's loss may be infinite, and 0 times that is not 0.
-    loss = (weights.factors[tokens] * loss).where(masks.keep[tokens], 0.0).sum(dtype=torch.float64)
+    loss = (weights.factors[tokens] * loss).where(keep, 0.0).sum(dtype=torch.float64)
     (weights.scale * loss).backward()
     done.loss.add_(loss.detach())
-    put(done.statistics, tokens, now.statistics)
     learner.on_tokens(len(tokens))
 
 
@@ -325,7 +293,7 @@ def count_gradient(learner: Learner, batch: MiniBatch, masks: Masks, gradient: G
     active = batch.loss_mask & (batch.advantages != 0)
     trains = active & masks.keep
     logprobs, entropy, collision = gradient.statistics
-    old_logprobs, correction, capped = sampling_policy(batch, slice(None), logprobs, objective)
+    old_logprobs, correction, capped = ratio_denominator(batch, slice(None), logprobs, objective)
     token = clipped_token_loss(logprobs, old_logprobs, batch.advantages, objective.epsilon, objective.epsilon_high)
     norm = logit_gradient_norm(correction * token.gradient, logprobs, collision)
     tally.add(loss=gradient.loss, active_tokens=active.sum(), trained_tokens=trains.sum())
@@ -343,8 +311,7 @@ def count_gradient(learner: Learner, batch: MiniBatch, masks: Masks, gradient: G
         tally.add(gap_k3=total(k3(batch.rollout_logprobs, trainer_logprobs), active))
         tally.raise_to(gap_max=gap.where(active, -torch.inf))
 
-    # Metrics alone: the same test for incorrect responses (A < 0), whose tokens are never silenced for it, and its
-    # mirror case, their tokens that were almost certain.
+    # Candidates and spurious tokens are counted where S2T is off, too.
     judged = deciding(batch, slice(None), masks, gradient.statistics, s2t)
     candidates = active & candidate_mask(judged.logprobs, batch.advantages, s2t.tau_p)
     tau_h = masks.tau_h
@@ -352,6 +319,8 @@ def count_gradient(learner: Learner, batch: MiniBatch, masks: Masks, gradient: G
         population = candidates if s2t.population == "candidates" else active
         tau_h = threshold(judged.entropy, population, s2t.quantile, learner.accelerator)
     spurious = spurious_mask(candidates, judged.entropy, tau_h)
+    # The same test for incorrect responses (A < 0), whose tokens are never silenced for it, and its mirror case, their
+    # tokens that were almost certain.
     rare = active & candidate_mask(judged.logprobs, -batch.advantages, s2t.tau_p)
     rare = spurious_mask(rare, judged.entropy, tau_h)
     sure = active & (batch.advantages < 0) & (-torch.expm1(judged.logprobs) < s2t.tau_p)
@@ -376,15 +345,6 @@ def measure(policy: Policy, batch: MiniBatch, rows: Sequence[int], budget: Token
     return statistics
 
 
-def forward(learner: Learner, batch: MiniBatch, rows: list[int]) -> Forward:
-    """Run a micro-batch through the policy."""
-    completions, with_entropy = batch.select(rows), learner.objective.entropy_coef > 0
-    hidden = learner.policy.hidden_states(completions)
-    statistics = learner.policy.score(completions, hidden, differentiable_entropy=with_entropy)
-    kept = hidden.detach() if learner.token_log is not None else hidden.new_empty(0)
-    return Forward(rows, batch.tokens(rows), kept, statistics)
-
-
 def blank_statistics(batch: MiniBatch) -> TokenStatistics:
     """Statistics to put those of micro-batches into, [N] zeros."""
     return TokenStatistics(*torch.zeros(3, len(batch.rows), device=batch.rows.device))
@@ -396,37 +356,30 @@ def put(statistics: TokenStatistics, tokens: Tensor, values: TokenStatistics) ->
         whole[tokens] = part.detach()
 
 
-def sampling_policy(
+def ratio_denominator(
     batch: MiniBatch, tokens: Tensor | slice, logprobs: Tensor, objective: Objective
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities of the policy that sampled: the denominator of the ratio.
+    """Log-probabilities of the ratio's denominator, and the correction for its not being the policy that sampled: the
+    engine rounds differently, and with `rollout.max_lag` had an older adapter.
 
-    Trainer and engine compute the same policy with different rounding. `old_logprobs` are the trainer's, and the
-    correction weighs each token, or sequence, by its probability in the trainer over that in the engine, up to a cap
-    (truncated importance sampling).
+    The denominator is the trainer's policy before the step. The correction weighs each token, or sequence, by its
+    probability there over that in the engine, up to a cap (truncated importance sampling). With
+    `objective.old_logprobs=rollout` the denominator is the engine's, and nothing is left to correct.
 
     Args:
         tokens: places in [N].
         logprobs: [n] of the policy now, without gradient.
 
     Returns:
-        old_logprobs and correction, [n] fp32; where the correction met its cap, [n] bool.
+        Denominator and correction, [n] fp32; where the correction met its cap, [n] bool.
     """
-    by_rollout = objective.old_logprobs == "rollout"
-    old_logprobs = logprobs if batch.old is None or by_rollout else batch.old.logprobs[tokens]
+    old_logprobs = logprobs if batch.old is None else batch.old.logprobs[tokens]
     # Tokens that the model did not write were not sampled: there both take the same value.
     rollout_logprobs = batch.rollout_logprobs[tokens].where(batch.loss_mask[tokens], old_logprobs)
-    if by_rollout:
-        return rollout_logprobs, torch.ones_like(logprobs), torch.zeros_like(logprobs, dtype=torch.bool)
-    correction, capped = sampler_correction(
-        old_logprobs,
-        rollout_logprobs,
-        batch.rows[tokens],
-        len(batch.completions),
-        objective.sampler_correction,
-        objective.sampler_cap,
-    )
-    return old_logprobs, correction, capped
+    by_rollout = objective.old_logprobs == "rollout"
+    denominator, mode = (rollout_logprobs, "off") if by_rollout else (old_logprobs, objective.sampler_correction)
+    rows, sequences, cap = batch.rows[tokens], len(batch.completions), objective.sampler_cap
+    return denominator, *sampler_correction(denominator, rollout_logprobs, rows, sequences, mode, cap)
 
 
 def deciding(batch: MiniBatch, tokens: Tensor | slice, masks: Masks, now: TokenStatistics, s2t: S2T) -> TokenStatistics:

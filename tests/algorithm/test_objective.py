@@ -62,7 +62,7 @@ def test_sampler_correction_by_hand(correction, expected, capped):
 def test_weights_make_the_three_means():
     """Two sequences of 3 and 1 kept tokens, one of none, with losses 1, 2, 3 and 10."""
     kept, losses = torch.tensor([3, 1, 0]), torch.tensor([6.0, 10.0, 0.0])
-    totals = Totals(tokens=4, trained_sequences=2, sequences=3)
+    totals = Totals(tokens=4, counted_sequences=2, sequences=3)
     expected = {"token-mean": 16 / 4, "sequence-mean": (6 / 3 + 10) / 2, "constant": 16 / (3 * 20)}
     for aggregation, mean in expected.items():
         weights = sequence_weights(kept, totals, aggregation, max_completion_length=20)

@@ -78,6 +78,7 @@ def test_next_tau_p_by_hand():
         (2e-4, 1.0, 2e-4),  # a tenth
     ):
         assert next_tau_p(tau_p, share, target=1e-4, given=0.002) == pytest.approx(expected, rel=1e-12)
+    assert next_tau_p(0.99, 0.0, target=1e-4, given=0.5) == 1.0  # a probability
 
 
 @pytest.mark.parametrize("tokens", [10_000, 2_000_000])

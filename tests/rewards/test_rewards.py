@@ -124,6 +124,8 @@ def test_scales_and_weights_and_completions_that_were_cut_off():
     sentence = "stapo_lite.tools.one_sentence:reward"
     assert score(["math"], pair, incorrect=0.0, correct=2.0) == [0.0, 2.0]
     assert score([sentence, "math"], pair, weights=[2.0, 0.5]) == [1.5, 0.5]
+    ways = {"a": lambda **_: [0.1, 0.3], "b": lambda **_: [0.2, 0.0]}
+    assert len(set(score(["a", "b"], pair, ways))) == 1  # 0.1 + 0.2 is not another reward than 0.3
     texts = ("the answer is 4", "the answer is 4", r"\boxed{4}" + " and so on" * 3000)
     completions = [completion(text) for text in texts]
     completions[1].truncated = completions[2].truncated = True

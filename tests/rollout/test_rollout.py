@@ -175,6 +175,7 @@ def test_tools_run_side_by_side_and_what_one_raises_ends_all(make_policy, tokeni
         episode.finished = True
         episode.add("")
         assert episode.finished
+        assert await episode.generate(max_tokens=0) == ""  # a budget of the caller's that is used up
         episode.add("a")
 
     async def full(episode):

@@ -41,7 +41,7 @@ from stapo_lite.training import checkpoint, opening
 from stapo_lite.training.checkpoint import find_damage, list_checkpoints, read_state
 from stapo_lite.training.run import Run
 from stapo_lite.training.token_log import TokenLog
-from stapo_lite.training.tracking import read_metrics
+from stapo_lite.training.tracking import read_metrics, step_line
 
 loop = importlib.import_module("stapo_lite.training.loop")
 
@@ -71,7 +71,7 @@ def memory_for(policy, tokens, error=None, phase="forward", spare=0):
 
 
 def test_memory_that_runs_out_in_the_masks_passes(make_policy):
-    """The first micro-batch of the gradient is another one then: no row counts twice."""
+    """The very masks of a smaller budget."""
     found = []
     for budget, tokens in ((TokenBudget(200), 40), (TokenBudget(100), 10**9)):
         policy = make_policy()
@@ -158,6 +158,7 @@ def test_an_update_that_is_not_finite_is_skipped(write_config, user_reward, tmp_
     """An advantage beyond fp32 in one of the two mini-batches: the step is what the other one makes of it."""
     user_reward(HUGE.format("'two' in p"))
     metrics = run(write_config(**UNSCALED, train__max_steps=6, train__max_tokens_per_microbatch=512))
+    assert "no update: not finite" in step_line(metrics[0] | {"updates": 0}, max_steps=6)
     assert [m["skipped_updates"] for m in metrics] == [1] * 6  # one more than end a run, were they in a row
     assert [m["updates"] for m in metrics] == [1] * 6
     assert all(abs(m["loss"]) < 1000 for m in metrics)  # nothing of the skipped update

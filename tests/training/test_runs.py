@@ -415,6 +415,15 @@ def test_resuming_with_another_config_names_the_key(write_config, tmp_path, caps
     assert "with another config: log.save_steps 2 -> 1, train.max_steps 4 -> 5\n" in capsys.readouterr().out
 
 
+def test_a_finished_run_without_checkpoints_is_not_begun_anew(write_config, tmp_path):
+    config = write_config(train__max_steps=1)
+    run(config)
+    shutil.rmtree(tmp_path / "run" / "checkpoint-1")
+    with pytest.raises(InputError, match="holds a run without a checkpoint to resume"):
+        run(config, resume=True)
+    assert len(read_metrics(tmp_path / "run")) == 1
+
+
 def test_a_schedule_that_falls_is_of_its_max_steps(write_config):
     """Another end is another run; a constant rate has none."""
     run(write_config(train__max_steps=1, train__lr_scheduler_type="linear"))

@@ -199,8 +199,7 @@ def test_what_changes_nothing(tiny_model, case):
     ("statistics", "later", "passes"), [("current", False, 1), ("old", True, 0), ("current", True, 1)]
 )
 def test_no_pass_that_is_not_needed(make_policy, statistics, later, passes):
-    """The first of three micro-batches' forward pass serves the mask as well; old statistics need no pass, and
-    completions without advantage none."""
+    """Old statistics need no pass for the masks, completions without advantage none at all."""
     policy, completions = make_policy(), fake_completions(0, [1.0, 1.0, 0.0, 1.0])
     old = measured(policy, completions) if later else None
     rows = {True: [], False: []}
@@ -210,8 +209,31 @@ def test_no_pass_that_is_not_needed(make_policy, statistics, later, passes):
 
     policy.model.get_base_model().get_decoder().register_forward_hook(note, with_kwargs=True)
     run_update(policy, completions, objective(s2t={"statistics": statistics}), old=old, max_tokens=1)
-    assert rows == {True: [1, 1, 1], False: [1, 1] * passes}
+    assert rows == {True: [1, 1, 1], False: [1, 1, 1] * passes}
     assert old_inputs(completions, objective("justrl", old_logprobs="rollout")) == []
+
+
+def test_a_silenced_tokens_ratio_may_be_infinite(make_policy):
+    """And so may the KL term's: the gradient is that of the other tokens."""
+    found, kind = [], objective(beta=0.1, s2t={"statistics": "current"})
+    for far in (0.0, 200.0):
+        policy = make_policy()
+        completions, old = later_update(policy)
+        silenced = find_masks(make_learner(policy, kind, 10_000), packed(policy, completions)).silenced
+        parts = silenced.split([len(c.token_ids) for c in completions])
+        offsets = {c: far * part for c, part in zip(completions, parts, strict=True)}
+        for c in completions:
+            old[c].logprobs.sub_(offsets[c])
+
+        def reference(some, policy=policy, offsets=offsets):
+            with torch.no_grad():
+                return policy.statistics(some).logprobs + torch.cat([offsets[c] for c in some])
+
+        policy.reference_logprobs = reference
+        assert silenced.sum() > 3
+        found.append(run_update(policy, completions, kind, old=old)[0])
+    assert found[0].isfinite().all()
+    assert torch.equal(*found)
 
 
 def test_kl_alone_pulls_the_policy_back(make_policy):
