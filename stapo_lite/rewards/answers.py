@@ -40,11 +40,18 @@ _GREEK = (
     r"\\(?:alpha|beta|gamma|delta|(?:var)?epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|rho|sigma|tau|(?:var)?phi|"
     r"chi|psi|omega|Gamma|Delta|Theta|Lambda|Xi|Sigma|Phi|Psi|Omega)(?![a-zA-Z])"
 )
+_ANOTHER = r"\b(?:and|or)\b|[;=]|,(?!\s*[a-z]\s*(?:,|\\in|\\text|[<>]|$))"
+_PLAIN = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | str.maketrans("、–", ",-")  # noqa: RUF001
+"""Full-width characters, and two more that models write, in ASCII."""
 _SPELLINGS = [
     (r"(?<!\\)\$|\\displaystyle(?![a-zA-Z])", ""),
     (r"\\\\\[[^\]]*\]", r"\\\\"),  # the height of a matrix's row
     (r"\\\\(?=[a-zA-Z])(?!.*matrix)", r"\\"),  # escaped twice
     (_TEXT, r"\\text{"),
+    (r"\\text\{\s*(and|or)\b([^{}]*)\}", r" \1 \2 "),  # 5 \text{ or 6}
+    (r"\\(?:lor|vee)(?![a-zA-Z])", " or "),
+    (r"\\varnothing(?![a-zA-Z])", r"\\emptyset"),
+    (r"\\(?:small|large|Large|LARGE|huge|Huge|bf|it|rm|underline)(?![a-zA-Z])|\\(?:text)?color\s*\{\w+\}", ""),
     (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
     (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
     (rf"\\frac\s*(\\pi(?![a-zA-Z])|{_GREEK})\s*", r"\\frac{\1}"),
@@ -54,11 +61,13 @@ _SPELLINGS = [
     (r"(?<![a-zA-Z\\])np\.", r"\\"),  # np.arcsin (Minerva)
     (r"(?<=\d)\.(?=/)", ""),  # -3./2 (Minerva)
     (r"(?<![\w.^{(])(\d+)/(\d+)(?=\s*\\(?:pi|sqrt)|\s+[a-z](?![a-z]))", r"\\frac{\1}{\2} "),  # 1/2 x, not 1/(2 x)
-    # f(n)=n for all n; 2 \pi k, k \in \mathbb{Z} (OlympiadBench)
-    (r",?\s*(?:\\text\{\s*)?(?:for (?:all|every|any|each)\b|\\forall).*$|,\s*[a-z]\s*\\in\s*\\mathbb.*$", ""),
+    # f(n)=n for all n; 2 \pi k, k \in \mathbb{Z} (OlympiadBench), but nothing that may be another answer
+    (rf",?\s*(?:\\text\{{\s*)?(?:for (?:all|every|any|each)\b|\\forall)(?:(?!{_ANOTHER}).)*", " "),
+    (r",\s*[a-z]\s*\\in\s*\\mathbb\s*\{?[A-Z]\}?(?:[_^](?:\{[^{}]*\}|\S))*", ""),
 ]
 _UNIT = re.compile(  # \text{ cm}^2, \mathrm{~erg} / \mathrm{s}, ^\circ
-    r"(?<=[^\s=,^_({\[+\-])(?:(?:\\[,;: ]|[\s~])*(?:(?:/|\\cdot|\\mu)\s*)?\\text\{(?:[^{}]|\{[^{}]*\})*\}"
+    r"(?<=[^\s=,^_({\[+\-])(?:(?:\\[,;: ]|[\s~])*(?:(?:/|\\cdot|\\mu)\s*)?\\text\{(?!\d|[^{}]*[\s(,]\d)"
+    r"(?:[^{}]|\{[^{}]*\})*\}(?:\s*_\s*\{?\s*(?:\\text\{[^{}]*\}|\\[a-zA-Z]+|\w)\s*\}?)?"
     r"(?:\s*\^\s*\{?-?\d+\}?)?)+$|\s*(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degree|°)$"
 )
 _UNIT_SYMBOL = "[kcmnpMG]?(?:m|g|s|eV|Hz|J|N|W|Pa|V|A|K|C|T|L|pc|mol)|erg|h|ft|in|mph|dollars?|people"
@@ -72,6 +81,8 @@ _DECIMAL = re.compile(
 _FRACTION = re.compile(  # \frac{1}{2}, 1\frac{1}{2}, 1/2, 1 1/2
     r"(?P<sign>[+-]?)(?:(?P<whole>\d*)\\frac\{(?P<a>[+-]?\d+)\}\{(?P<b>\d+)\}|(?:(?P<w>\d+) )?(?P<c>\d+)/(?P<d>\d+))"
 )
+_REPEATING = re.compile(r"(?P<sign>[+-]?)(?P<whole>\d*)\.(?P<once>\d*)\\(?:overline|bar)\{(?P<again>\d{1,30})\}")
+_CHOICE = re.compile(r"(?:\\text\{\s*)?\(?([A-J])\)(?:\s*\})?(?:\\[,;: ]|[\s~])*(?=[^\s.,}])")  # \textbf{(B)}\ 27
 _PROSE = re.compile(r"\\[(\[]|(?<![\\a-zA-Z])[^\W\d_]{4,}|[^\W\d_]{2,}\s+[^\W\d_]{2,}|=")
 _LITERAL = re.compile(r"[a-zA-Z]|[a-zA-Z]{4,}|[0-9A-Z]+_(?:\d|\{\d+\})")  # C; ellipse; 52_8
 _NAME = r"[A-Za-z](?:_\w|_\{[^{}]*\})?(?:\s*\([^()=]*\))?"
@@ -129,7 +140,7 @@ def final_answer(response: str, finished: bool = True) -> str | None:
         return stated
     as_written = LatexExtractionConfig(normalization_config=NormalizationConfig(False, boxed="none"))
     found = parse(text, [as_written, ExprExtractionConfig()], extraction_mode="first_match", parsing_timeout=None)
-    answer = str(found[-1]).strip(" *.") if found else ""
+    answer = str(found[-1]).lstrip(" *").rstrip(" *.") if found else ""
     return (answer if "(" in answer else answer.rstrip(")")) or None
 
 
@@ -137,7 +148,7 @@ def _stated(text: str) -> str | None:
     """The end of a response after its last "answer is" or "answer:", in plain words (GSM8K, base models)."""
     *_, last = [None, *re.finditer(r"(?i)\banswer(?:\s+is|\s*:)", text)]
     stated = text[last.end() :].strip(" \n:*") if last else ""
-    stated = stated.partition("I hope")[0].strip(" .*")
+    stated = stated.partition("I hope")[0].lstrip(" *").rstrip(" .*")
     return stated if not re.search(r"[\n$]", stated) and not _PROSE.search(stated) else None
 
 
@@ -193,6 +204,7 @@ def equivalent(gold: Any, answer: str, *, ordered: bool = False, tolerance: floa
 
 @lru_cache(maxsize=4096)  # the same gold comes again with every sample
 def _respell(text: str) -> str:
+    text = text.translate(_PLAIN)
     for pattern, replacement in _SPELLINGS:
         text = re.sub(pattern, replacement, text)
     return text.strip().rstrip(" .,;:\\")
@@ -215,6 +227,7 @@ def _equal(gold: str, answer: str, ordered: bool, tolerance: Fraction) -> bool:
     if _key(gold) == _key(answer):
         return True
     gold, answer = _without_labels(_one_value(gold), _one_value(answer))
+    answer = _of_choice(answer, re.fullmatch("[A-J]", _key(gold)) is not None)
     a, b = _key(gold), _key(answer)
     if _LITERAL.fullmatch(a) or _LITERAL.fullmatch(b):
         return a == b or (len(a) > 3 and a.casefold() == b.casefold())
@@ -222,11 +235,16 @@ def _equal(gold: str, answer: str, ordered: bool, tolerance: Fraction) -> bool:
     numbers = _number(gold, units), _number(answer, units)
     if numbers[0] and numbers[1]:
         return _close(numbers[0], numbers[1], tolerance)
-    if gold.endswith("%") != answer.endswith("%"):  # 17.5 per cent is 17.5, or 0.175 below
+    if gold.endswith("%") or answer.endswith("%"):  # 17.5 per cent is 17.5, or 0.175 below
         shares = [_number(re.sub(r"\s*\\?%$", "", side), units) for side in (gold, answer)]
         if shares[0] and shares[1] and _close(shares[0], shares[1], tolerance):
             return True
     golds, answers = _parts(gold), _parts(answer)
+    if numbers[0] and len(answers) > 1:
+        return False  # whatever else it says
+    names = {match[1] for part in golds if (match := _LABELLED.fullmatch(part))}
+    if len(names) == len(golds) == len(answers) > 1 and "=" not in answer:
+        return _equal_lists(golds, answers, True, tolerance)  # x = 1, y = 2 against 1, 2
     if len(golds) == len(answers) > 1 and _equal_lists(golds, answers, ordered, tolerance):
         return True
     keys = [sorted(map(_key, side)) for side in (golds, answers)]
@@ -239,6 +257,8 @@ def _one_value(text: str) -> str:
     r"""The exact side of `\frac{1}{3} \approx 0.33`, and the number in `x \approx 0.33`: an answer of many values must
     not be right for each."""
     first, *others = (side.strip() for side in re.split(r"\\(?:approx|simeq)(?![a-zA-Z])|≈", text))
+    if any(len(_parts(side)) > 1 and not _number(side, units=True) for side in (first, *others)):
+        return text  # a list: each part has its own
     return others[-1] if others and (not first or _has_letters(first.rpartition("=")[2])) else first
 
 
@@ -248,6 +268,16 @@ def _without_labels(gold: str, answer: str) -> tuple[str, str]:
     if (a and b and _key(a[1]) == _key(b[1])) or (a and "=" not in answer) or (b and "=" not in gold):
         return (a[2].strip() if a else gold), (b[2].strip() if b else answer)
     return gold, answer
+
+
+def _of_choice(answer: str, by_letter: bool) -> str:
+    """Of a choice with its letter, `(B) 27`: the letter where the gold is one, else the value."""
+    if not (choice := _CHOICE.match(answer)):
+        return answer
+    value = answer[choice.end() :]
+    if by_letter:
+        return answer if re.search(r"\([A-J]\)", value) else choice[1]
+    return value
 
 
 def _has_letters(text: str) -> bool:
@@ -268,7 +298,10 @@ def _number(text: str, units: bool) -> _Number | None:
     text = re.sub(r"\\!\s*|\{(?=,\})|(?<=,)\}", "", text)  # thousands: 12,\!345 and 12{,}345
     text = re.sub(r"(?<![\d,])\s+|\s+(?!\d)", "", re.sub(r"\\[,;: ]|~", " ", text).strip().removeprefix(r"\$"))
     digits = math.inf
-    if match := _DECIMAL.fullmatch(text):
+    if match := _REPEATING.fullmatch(text):
+        once, again = match["whole"] + match["once"], match["again"]
+        value = Fraction(int(once + again) - int(once or 0), (10 ** len(again) - 1) * 10 ** len(match["once"]))
+    elif match := _DECIMAL.fullmatch(text):
         mantissa = re.sub("[ ,]", "", match["digits"])
         value = Fraction(mantissa) * Fraction(10) ** int(match["e"] or 0)
         if "." in mantissa:
@@ -330,7 +363,9 @@ def _symbolic(gold: str, answer: str, units: bool, tolerance: Fraction) -> bool:
         if numbers and (tolerance or a.has(Float) or b.has(Float)):
             a, b = a.doit(), b.doit()  # math-verify rounds to six decimals, so that small numbers are all alike
             exact = [x for x in (a, b) if x.is_Rational and _ends(Fraction(int(x.p), int(x.q)))]
-            relative = 1e-12 if exact else float(SAME)
+            decimals = re.findall(r"\d*\.\d+", f"{gold} {answer}")
+            rounded = any(len(decimal.replace(".", "").lstrip("0")) >= 6 for decimal in decimals)
+            relative = float(SAME) if rounded and not exact else 1e-12
             return bool(abs((a - b).evalf(30)) <= max(float(tolerance), relative * abs(a.evalf(30))))
         return bool(verify(a, b, allow_set_relation_comp=True, timeout_seconds=None))
     except Exception:  # sympy raises what it likes
@@ -344,6 +379,9 @@ def _parse(text: str, units: bool, renamed: bool) -> Any:
     Args:
         renamed: give symbols that math-verify confuses names that it keeps apart.
     """
+    if units:  # the parser would take off all that follows the first \text
+        text = _UNIT.sub("", text) if len(_parts(text)) == 1 else text
+        units = r"\text" not in text
     normal = NormalizationConfig(basic_latex=True, units=units, malformed_operators=True, nits=True, boxed="none")
     if renamed:
         text = re.sub("'+", lambda match: "^{" + r"\prime " * len(match[0]) + "}", text)
