@@ -41,6 +41,7 @@ _GREEK = (
     r"chi|psi|omega|Gamma|Delta|Theta|Lambda|Xi|Sigma|Phi|Psi|Omega)(?![a-zA-Z])"
 )
 _ANOTHER = r"\b(?:and|or)\b|[;=]|,(?!\s*[a-z]\s*(?:,|\\in|\\text|[<>]|$))"
+"""Text that may begin another answer, behind `for all n`."""
 _PLAIN = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | str.maketrans("、–", ",-")  # noqa: RUF001
 """Full-width characters, and two more that models write, in ASCII."""
 _SPELLINGS = [
@@ -148,7 +149,7 @@ def _stated(text: str) -> str | None:
     """The end of a response after its last "answer is" or "answer:", in plain words (GSM8K, base models)."""
     *_, last = [None, *re.finditer(r"(?i)\banswer(?:\s+is|\s*:)", text)]
     stated = text[last.end() :].strip(" \n:*") if last else ""
-    stated = stated.partition("I hope")[0].lstrip(" *").rstrip(" .*")
+    stated = stated.partition("I hope")[0].rstrip(" .*")
     return stated if not re.search(r"[\n$]", stated) and not _PROSE.search(stated) else None
 
 
@@ -243,8 +244,7 @@ def _equal(gold: str, answer: str, ordered: bool, tolerance: Fraction) -> bool:
     if numbers[0] and len(answers) > 1:
         return False  # whatever else it says
     names = {match[1] for part in golds if (match := _LABELLED.fullmatch(part))}
-    if len(names) == len(golds) == len(answers) > 1 and "=" not in answer:
-        return _equal_lists(golds, answers, True, tolerance)  # x = 1, y = 2 against 1, 2
+    ordered |= len(names) == len(golds) == len(answers) and "=" not in answer  # x = 1, y = 2 against 1, 2
     if len(golds) == len(answers) > 1 and _equal_lists(golds, answers, ordered, tolerance):
         return True
     keys = [sorted(map(_key, side)) for side in (golds, answers)]
@@ -257,7 +257,7 @@ def _one_value(text: str) -> str:
     r"""The exact side of `\frac{1}{3} \approx 0.33`, and the number in `x \approx 0.33`: an answer of many values must
     not be right for each."""
     first, *others = (side.strip() for side in re.split(r"\\(?:approx|simeq)(?![a-zA-Z])|≈", text))
-    if any(len(_parts(side)) > 1 and not _number(side, units=True) for side in (first, *others)):
+    if others and any(len(_parts(side)) > 1 and not _number(side, units=True) for side in (first, *others)):
         return text  # a list: each part has its own
     return others[-1] if others and (not first or _has_letters(first.rpartition("=")[2])) else first
 
@@ -271,7 +271,7 @@ def _without_labels(gold: str, answer: str) -> tuple[str, str]:
 
 
 def _of_choice(answer: str, by_letter: bool) -> str:
-    """Of a choice with its letter, `(B) 27`: the letter where the gold is one, else the value."""
+    """The part of `(B) 27` that counts: the letter where the gold is one, else the value.."""
     if not (choice := _CHOICE.match(answer)):
         return answer
     value = answer[choice.end() :]
@@ -305,13 +305,18 @@ def _number(text: str, units: bool) -> _Number | None:
         mantissa = re.sub("[ ,]", "", match["digits"])
         value = Fraction(mantissa) * Fraction(10) ** int(match["e"] or 0)
         if "." in mantissa:
-            digits = len(mantissa.replace(".", "").lstrip("0"))
+            digits = _significant(mantissa)
     elif (match := _FRACTION.fullmatch(text)) and int(match["b"] or match["d"]):
         value = Fraction(int(match["a"] or match["c"]), int(match["b"] or match["d"]))
         value += int(match["whole"] or match["w"] or 0)
     else:
         return None
     return _Number(-value if match["sign"] == "-" else value, digits)
+
+
+def _significant(decimal: str) -> int:
+    """Significant digits of a decimal with a point."""
+    return len(decimal.replace(".", "").lstrip("0"))
 
 
 def _close(a: _Number, b: _Number, tolerance: Fraction) -> bool:
@@ -329,7 +334,7 @@ def _ends(value: Any) -> bool:
 
 def _parts(text: str) -> list[str]:
     """The parts of a list, at commas, semicolons, `and`, `or` outside of brackets; itself where it is none."""
-    text = re.sub(r",?\s*(?:\\text\{\s*(?:and|or)\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-z]))\s*", ",", text)
+    text = re.sub(r",?\s*(?<![a-zA-Z\\])(?:and|or)(?![a-z])\s*", ",", text)
     parts, depth, start = [], 0, 0
     for match in re.finditer(r"\\?[(\[{]|\\?[)\]}]|(?<!\\)[,;]", text):
         if match[0] not in ",;":
@@ -363,8 +368,7 @@ def _symbolic(gold: str, answer: str, units: bool, tolerance: Fraction) -> bool:
         if numbers and (tolerance or a.has(Float) or b.has(Float)):
             a, b = a.doit(), b.doit()  # math-verify rounds to six decimals, so that small numbers are all alike
             exact = [x for x in (a, b) if x.is_Rational and _ends(Fraction(int(x.p), int(x.q)))]
-            decimals = re.findall(r"\d*\.\d+", f"{gold} {answer}")
-            rounded = any(len(decimal.replace(".", "").lstrip("0")) >= 6 for decimal in decimals)
+            rounded = any(_significant(number) >= 6 for number in re.findall(r"\d*\.\d+", f"{gold} {answer}"))
             relative = float(SAME) if rounded and not exact else 1e-12
             return bool(abs((a - b).evalf(30)) <= max(float(tolerance), relative * abs(a.evalf(30))))
         return bool(verify(a, b, allow_set_relation_comp=True, timeout_seconds=None))
