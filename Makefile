@@ -21,8 +21,6 @@ $(PINNED) -e .
 endef
 INSTALL_DEV := $(PINNED) -r requirements-dev.txt
 endif
-LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
-	--num_cpu_threads_per_process $(shell nproc)
 
 .PHONY: install install-dev quickstart check test test-all lint notebooks experiments docs site clean
 
@@ -41,9 +39,8 @@ install-dev: .venv/installed-dev
 	@touch $@
 
 quickstart: install  ## fetch a small model, train it to write a sentence, show what it learned
-	$(BIN)/stapo quickstart
 	rm -rf runs/quickstart
-	$(LAUNCH) -m stapo_lite.train configs/quickstart.yaml
+	$(BIN)/stapo quickstart
 
 PYTEST := OMP_NUM_THREADS=1 GOMP_SPINCOUNT=3000 $(BIN)/python -m pytest
 

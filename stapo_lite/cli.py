@@ -9,8 +9,12 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptio
 from collections.abc import Callable
 from io import TextIOWrapper
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from stapo_lite.errors import InputError, one_line_errors
+
+if TYPE_CHECKING:  # slow to import
+    from stapo_lite.config import Config
 
 
 def train(parser: ArgumentParser, arguments: list[str]) -> None:
@@ -31,8 +35,12 @@ def train(parser: ArgumentParser, arguments: list[str]) -> None:
         if os.environ.get("RANK", "0") == "0":
             print(f"{to_yaml(config)}\n{batch_arithmetic(config, processes)}")
         return
-    if launch("stapo_lite.train", processes, arguments):
-        return
+    if not launch("stapo_lite.train", processes, arguments):
+        _train(config, given.resume, given.force)
+
+
+def _train(config: "Config", resume: bool = False, force: bool = False) -> None:
+    """Run a training in this process."""
     from accelerate import PartialState
 
     from stapo_lite.training.lifecycle import end_on_sigterm
@@ -41,7 +49,7 @@ def train(parser: ArgumentParser, arguments: list[str]) -> None:
     end_on_sigterm()
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # a log file shows each step when it ends
-    for _ in train(config, given.resume, given.force):
+    for _ in train(config, resume, force):
         pass
     PartialState().destroy_process_group()  # its threads, still running at exit, may abort a process
 
@@ -200,11 +208,17 @@ def contamination(parser: ArgumentParser, arguments: list[str]) -> None:
 
 
 def quickstart(parser: ArgumentParser, arguments: list[str]) -> None:
-    """Write the quickstart's model, SmolLM2-135M-Instruct, to the cache."""
-    parser.parse_args(arguments)
+    """Fetch a small model, train it to write a sentence with a given word, and make a page about its tokens."""
+    _overrides(parser)
+    given = parser.parse_args(arguments)
+    from stapo_lite.config import load_config
+    from stapo_lite.tools.audit import audit
     from stapo_lite.tools.quickstart import fetch_model
 
+    config = load_config("configs/quickstart.yaml", given.overrides)
     print(f"model: {fetch_model()}")
+    _train(config)
+    print(f"page about its tokens: {audit(config.output_dir)}")
 
 
 def positive(number: type[int] | type[float]) -> Callable[[str], float]:
@@ -223,8 +237,12 @@ def positive(number: type[int] | type[float]) -> Callable[[str], float]:
 def _with_config(parser: ArgumentParser, arguments: list[str]) -> Namespace:
     """Parse arguments that begin with a YAML file and overrides of its keys."""
     parser.add_argument("config", type=Path, help="YAML file, see configs/")
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="replace values of the config")
+    _overrides(parser)
     return parser.parse_intermixed_args(arguments)
+
+
+def _overrides(parser: ArgumentParser) -> None:
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="replace values of the config")
 
 
 _FUNCTIONS = (train, serve, plan, evaluate, report, completions, audit, export, grade, contamination, quickstart)

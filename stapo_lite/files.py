@@ -4,14 +4,54 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from stapo_lite.errors import InputError, explained
 
 logger = logging.getLogger(__name__)
 SURROGATES = "backslashreplace"
 """Half of a surrogate pair, which UTF-8 cannot hold, is written as JSON's escape (`\\ud800`)."""
+
+
+def lock(folder: Path) -> AbstractContextManager:
+    """Make an output folder and keep other processes out of it.
+
+    The lock ends with its process, whatever ends that. On a file system without locks it is a mark, which a process
+    that was killed on another machine leaves behind.
+
+    Raises:
+        InputError: another process writes to the folder, or it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return FileLock(folder / ".lock").acquire(blocking=False)
+    except Timeout:
+        raise InputError(
+            f"output_dir={folder}: another run writes to it now; choose another folder, or delete .lock if none does"
+        ) from None
+    except OSError as error:
+        raise InputError(f"output_dir={folder}: cannot be written ({error.strerror})") from None
+
+
+def refuse_strangers(folder: Path, patterns: Iterable[str]) -> None:
+    """Check that nothing in an output folder would be overwritten.
+
+    Args:
+        patterns: names of files and folders to come, as `Path.glob` takes them.
+
+    Raises:
+        InputError: one of them is there.
+    """
+    for pattern in patterns:
+        if there := sorted(folder.glob(pattern)):
+            raise InputError(
+                f"output_dir={folder}: {there[0].name} is there already and would be overwritten: "
+                "choose another folder, or move it away"
+            )
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -49,13 +89,14 @@ def size_until(path: Path, step: int) -> int:
     """Bytes of a JSON lines file up to the first line that is of a later step, or not complete.
 
     Raises:
-        InputError: a line before that is not a JSON object.
+        InputError: a line before that is not a JSON object, or has no step.
     """
     size = 0
-    for end, line in _complete_lines(path):
-        if line["step"] > step:
-            break
-        size = end
+    with explained(f"{path}: its lines must have a step", KeyError, TypeError):
+        for end, line in _complete_lines(path):
+            if line["step"] > step:
+                break
+            size = end
     return size
 
 
@@ -119,17 +160,19 @@ class Journal:
         Raises:
             OSError: it still cannot be; the file is as it was.
         """
-        if not self._waiting:
+        waiting = self._waiting
+        if not waiting:
             return
         size = self.path.stat().st_size if self.path.exists() else 0
         try:
             with self.path.open("a", encoding="utf-8", errors=SURROGATES) as file:
-                file.writelines(map(_dump, self._waiting))
-        except OSError:
+                file.writelines(map(_dump, waiting))
+            self._waiting = []
+        except BaseException:  # Ctrl-C, too: what was written and still waits would be written twice
             if self.path.exists():
                 os.truncate(self.path, size)
+            self._waiting = waiting
             raise
-        self._waiting = []
 
     def sync(self) -> None:
         """Write all lines, those that wait included, and sync the file to the disk.

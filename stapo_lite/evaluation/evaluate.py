@@ -4,9 +4,9 @@ An interrupted evaluation goes on where it was: finished samples are in `output_
 own. The folder ends with `samples*.jsonl`, `verdicts.jsonl`, `results.json` and `results.md`.
 """
 
-import hashlib
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -24,8 +24,16 @@ from stapo_lite.evaluation.exam import Task, draw, judge, make_tasks, sample_key
 from stapo_lite.evaluation.results import pass_table, results_table
 from stapo_lite.evaluation.scores import Sample
 from stapo_lite.evaluation.verifier import Verifier
-from stapo_lite.files import Journal, read_lines, read_object, write_lines, write_text
-from stapo_lite.model.loading import load_adapter, load_model_config, load_tokenizer, load_weights, read_adapter
+from stapo_lite.files import Journal, lock, read_lines, read_object, refuse_strangers, write_lines, write_text
+from stapo_lite.model.loading import (
+    adapter_digest,
+    load_adapter,
+    load_model_config,
+    load_tokenizer,
+    load_weights,
+    model_digest,
+    read_adapter,
+)
 from stapo_lite.model.processes import check_launch, resolve_dtype
 from stapo_lite.rewards.grading import MathGrader
 from stapo_lite.rollout import Decoding, RolloutEngine, Sampling, resolve_engine
@@ -40,12 +48,18 @@ FREE_KEYS = (
 )  # fmt: skip
 
 
+SETTINGS_FILE = "settings.json"
+"""How samples are drawn; the file that an evaluation writes first."""
+FILES = ("config.yaml", "samples-*.jsonl", "verdicts.jsonl", "results.json", "results.md")
+"""Names of the others."""
+
+
 def evaluate(config: EvalConfig) -> dict[str, Any] | None:
     """Run an evaluation, or what is left of it; returns the results, on the main process only.
 
     Raises:
-        InputError: something in the config, the benchmarks, the model or the adapter cannot be used, or `output_dir`
-            holds samples that were drawn in another way.
+        InputError: something in the config, the benchmarks, the model or the adapter cannot be used; `output_dir`
+            holds samples that were drawn in another way, or anything but an evaluation; another one writes to it now.
         RunError: the disk is full.
     """
     # Processes may finish sampling hours apart.
@@ -65,23 +79,35 @@ def evaluate(config: EvalConfig) -> dict[str, Any] | None:
     longest = config.data.max_prompt_length + r.max_completion_length
     tokenizer, model_eos = load_tokenizer(config.model, longest, list(adapter["target_modules"]) if adapter else [])
     tasks = make_tasks(config.benchmarks, r.num_samples, config.limit, tokenizer, config.data)
-    folder = open_folder(config, engine_name, state)
-    done = read_samples(folder)
-    left = [task for task in tasks if task.key not in done]
-    state.wait_for_everyone()  # before anyone appends
-    if left:  # the same for every process: vLLM starts in all
-        stop_tokens = stop_token_ids(tokenizer, model_eos, config.data.apply_chat_template)
-        sampling = Sampling(1, longest, r.max_completion_length, r.temperature, stop_tokens)
-        engine = make_engine(engine_name, config, adapter, sampling, state.device)
-        draw_missing(config, engine, left, len(tasks), tokenizer, state)
-        engine.sleep()  # leaves its memory to the verifier
-        engine.close()
-        state.wait_for_everyone()  # all samples are written
-        del engine
-    if not state.is_main_process:
-        return None
+    settings = sample_settings(config, engine_name)
+    folder = Path(config.output_dir)
+    check_folder(folder, settings)
+    state.wait_for_everyone()  # all have looked, before one writes
+    with lock(folder) if state.is_main_process else nullcontext():
+        if state.is_main_process:
+            with explained(f"output_dir={folder}: cannot be written", OSError):
+                write_text(folder / SETTINGS_FILE, json.dumps(settings, indent=1))
+                write_text(folder / "config.yaml", to_yaml(config))
+        done = read_samples(folder)
+        left = [task for task in tasks if task.key not in done]
+        state.wait_for_everyone()  # before anyone appends
+        if left:  # the same for every process: vLLM starts in all
+            stop_tokens = stop_token_ids(tokenizer, model_eos, config.data.apply_chat_template)
+            sampling = Sampling(1, longest, r.max_completion_length, r.temperature, stop_tokens)
+            engine = make_engine(engine_name, config, adapter, sampling, state.device)
+            draw_missing(config, engine, left, len(tasks), tokenizer, state)
+            engine.sleep()  # leaves its memory to the verifier
+            engine.close()
+            state.wait_for_everyone()  # all samples are written
+            del engine
+        return grade(config, engine_name, tasks, state.device) if state.is_main_process else None
+
+
+def grade(config: EvalConfig, engine_name: str, tasks: Sequence[Task], device: torch.device) -> dict[str, Any]:
+    """Judge the samples in the folder, all of which are there; write and return the results."""
+    r, v, folder = config.rollout, config.verifier, Path(config.output_dir)
     lines = read_samples(folder)
-    verifier = Verifier(v.model, config.dtype, state.device, v.max_prompt_length, v.batch_size) if v.model else None
+    verifier = Verifier(v.model, config.dtype, device, v.max_prompt_length, v.batch_size) if v.model else None
     grader = MathGrader()
     samples = judge(tasks, [lines[task.key] for task in tasks], grader, verifier)
     grader.close()
@@ -122,50 +148,37 @@ def draw_missing(
         samples.flush()
 
 
-def open_folder(config: EvalConfig, engine: str, state: PartialState) -> Path:
-    """Make the folder and note how samples are drawn.
+def sample_settings(config: EvalConfig, engine: str) -> dict[str, Any]:
+    """What a sample depends on, besides its problem and its number.
 
     Raises:
-        InputError: it holds samples that were drawn in another way, or cannot be written.
+        InputError: the adapter cannot be read.
     """
-    folder = Path(config.output_dir)
     settings = {k: v for k, v in flatten(config.model_dump(mode="json")).items() if not k.startswith(FREE_KEYS)}
     settings["rollout.engine"] = engine
     if config.adapter:
-        names = ("adapter_config.json", "adapter_model.safetensors")
-        with explained(f"adapter={config.adapter}: cannot be read", OSError):
-            contents = b"".join(Path(config.adapter, name).read_bytes() for name in names)
-        settings["adapter (its files)"] = hashlib.sha256(contents).hexdigest()
-    if (base := Path(config.model)).is_dir():
-        settings["model (its files)"] = sampled_digest(base)
-    path = folder / "settings.json"
-    before = read_object(path) if path.exists() else settings
+        settings["adapter (its files)"] = adapter_digest(Path(config.adapter))
+    settings["model (its files)"] = model_digest(config.model)
+    return settings
+
+
+def check_folder(folder: Path, settings: dict[str, Any]) -> None:
+    """Check that an evaluation may begin, or go on, in a folder.
+
+    Raises:
+        InputError: it holds samples that were drawn in another way, or something that is not an evaluation's.
+    """
+    path = folder / SETTINGS_FILE
+    if not path.exists():
+        refuse_strangers(folder, FILES)
+        return
+    before = read_object(path)
     for key in sorted(before.keys() | settings.keys()):
         if before.get(key) != settings.get(key):
             raise InputError(
                 f"output_dir={folder} holds samples drawn with {key}={before.get(key)}, not {settings.get(key)}: "
                 "choose another folder, or delete it"
             )
-    state.wait_for_everyone()
-    if state.is_main_process:
-        with explained(f"output_dir={folder}: cannot be written", OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            write_text(path, json.dumps(settings, indent=1))
-            write_text(folder / "config.yaml", to_yaml(config))
-    return folder
-
-
-def sampled_digest(model: Path) -> str:
-    """A digest of a model's folder: names, sizes, and some of what is in each file of weights, which may be large."""
-    digest = hashlib.sha256((model / "config.json").read_bytes())
-    for path in sorted(model.glob("*.safetensors")):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
-        with path.open("rb") as file:
-            for place in range(0, size, max(1, size // 64)):
-                file.seek(place)
-                digest.update(file.read(4096))
-    return digest.hexdigest()
 
 
 def read_samples(folder: Path) -> dict[tuple[str, str, int, str], dict[str, Any]]:

@@ -1,13 +1,16 @@
 """A model from a folder or the Hub: checked before its weights are loaded, then loaded, with an adapter."""
 
+import hashlib
 import json
 import logging
+import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -17,11 +20,20 @@ from stapo_lite.files import read_object
 
 # bitsandbytes warns at every start where it cannot fetch a kernel from the Hub, and takes its own.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-SPECIAL_ADAPTERS = (
-    "use_dora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern", "target_parameters",
-    "trainable_token_indices",
-)  # fmt: skip
-"""Keys of PEFT's LoRA config that the engines do not all apply alike."""
+PLAIN_LORA: dict[str, tuple | None] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),  # another one trains biases of the base, which are not published
+    "init_lora_weights": (True, False, "gaussian", "orthogonal"),  # others change the base when they are loaded
+    # These decide the adapter's shape, and PEFT and vLLM apply them alike.
+    "r": None, "lora_alpha": None, "use_rslora": None, "target_modules": None, "exclude_modules": None,
+    "layers_to_transform": None, "layers_pattern": None,
+    # These change nothing in a model that only computes, or only together with a key that is refused.
+    "base_model_name_or_path": None, "revision": None, "task_type": None, "peft_version": None, "auto_mapping": None,
+    "inference_mode": None, "lora_dropout": None, "megatron_core": None, "qalora_group_size": None,
+    "runtime_config": None,
+}  # fmt: skip
+"""Keys of PEFT's LoRA config that a plain adapter may set, each with the values that it may have; None for any. Every
+other key must be off: None, False or empty."""
 NO_MODEL = "model={}: not a causal language model in a folder or on the Hub"
 
 
@@ -72,6 +84,16 @@ def linear_layers(model: Any) -> dict[str, list[nn.Linear]]:
         if isinstance(module, nn.Linear):
             linears.setdefault(path.rpartition(".")[2], []).append(module)
     return linears
+
+
+def outside_decoder(base: Any, names: Collection[str]) -> str | None:
+    """A pattern of the paths of all layers outside the decoder, such as a vision tower's, for PEFT's `exclude_modules`;
+    None if no such layer has one of the names."""
+    decoder = next(path for path, module in base.named_modules() if module is base.get_decoder())
+    paths = [path for path, module in base.named_modules() if isinstance(module, nn.Linear)]
+    if all(path.startswith(f"{decoder}.") for path in paths if path.rpartition(".")[2] in names):
+        return None
+    return rf"(?!{re.escape(decoder)}\.).*"
 
 
 def check_target_modules(target_modules: Sequence[str], linears: Collection[str]) -> Collection[str]:
@@ -191,16 +213,45 @@ def read_adapter(folder: Path) -> dict[str, Any]:
     """
     with explained(f"adapter={folder}: no adapter in PEFT's format", InputError):
         adapter = read_object(folder / "adapter_config.json")
-    special = [key for key in SPECIAL_ADAPTERS if adapter.get(key)]
-    if adapter.get("peft_type") != "LORA" or special:
-        kind = ", ".join(special) or adapter.get("peft_type")
-        raise InputError(f"adapter={folder}: not a plain LoRA adapter ({kind})")
+    for key, value in ({"peft_type": None} | adapter).items():
+        allowed = PLAIN_LORA.get(key, (None, False, "", [], {}))
+        if allowed is not None and value not in allowed:
+            raise InputError(f"adapter={folder}: not a plain LoRA adapter ({key}={value!r:.60})")
     modules = adapter.get("target_modules")
     if not isinstance(modules, list) or any("." in name for name in modules):
         raise InputError(f"adapter={folder}: its target_modules must be a list of layer names, got {modules}")
     if not isinstance(adapter.get("r"), int) or not 1 <= adapter["r"] <= 512:
         raise InputError(f"adapter={folder}: its rank must be at most 512, got {adapter.get('r')!r}")
     return adapter
+
+
+def adapter_digest(folder: Path) -> str:
+    """A digest of an adapter's files.
+
+    Raises:
+        InputError: one cannot be read.
+    """
+    with explained(f"adapter={folder}: cannot be read", OSError):
+        contents = [(folder / name).read_bytes() for name in ("adapter_config.json", "adapter_model.safetensors")]
+    return hashlib.sha256(b"".join(contents)).hexdigest()
+
+
+def model_digest(model: str) -> str | None:
+    """A digest of a model's folder: names, sizes, and some of what is in each file of weights, which may be large. Of a
+    model on the Hub its commit; None if it is not in the cache."""
+    folder = Path(model)
+    if not folder.is_dir():
+        cached = try_to_load_from_cache(model, "config.json")
+        return Path(cached).parent.name if isinstance(cached, str) else None
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for place in range(0, size, max(1, size // 64)):
+                file.seek(place)
+                digest.update(file.read(4096))
+    return digest.hexdigest()
 
 
 def load_adapter(model: Any, folder: Path) -> None:
@@ -261,13 +312,15 @@ def add_adapter(base: Any, lora: Lora, gradient_checkpointing: bool | int) -> An
         if gradient_checkpointing is not True:  # the last layers keep theirs, and free them before others recompute
             for layer in base.get_decoder().layers[gradient_checkpointing:]:
                 layer.gradient_checkpointing = False
+    targets = list(check_target_modules(lora.target_modules, linear_layers(base)))
     model = get_peft_model(
         base,
         LoraConfig(
             r=lora.r,
             lora_alpha=lora.lora_alpha,
             use_rslora=lora.use_rslora,
-            target_modules=list(check_target_modules(lora.target_modules, linear_layers(base))),
+            target_modules=targets,
+            exclude_modules=outside_decoder(base, targets),
             task_type="CAUSAL_LM",
         ),
     )
@@ -276,7 +329,12 @@ def add_adapter(base: Any, lora: Lora, gradient_checkpointing: bool | int) -> An
         for module in model.modules():
             if hasattr(module, "cast_input_dtype_enabled"):
                 module.cast_input_dtype_enabled = False
-    model.train()  # without dropout this only switches gradient checkpointing on
+    # Training mode would switch on more than dropout, such as the random routing of PhiMoE. A layer checkpoints only in
+    # training mode, which its own modules need not share.
+    model.eval()
+    for module in base.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.training = True
     return model
 
 

@@ -1,8 +1,8 @@
 """The policy: a frozen base model with a LoRA adapter, and the token statistics the loss needs."""
 
 import itertools
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -149,12 +149,22 @@ class Policy:
         if not self._reference:
             with self.model.disable_adapter():
                 return self.statistics(completions).logprobs
+        with self.holding(self._reference):
+            return self.statistics(completions).logprobs
+
+    @contextmanager
+    def holding(self, values: dict[str, Tensor]) -> Iterator[None]:
+        """Give the adapter other values within a context.
+
+        Args:
+            values: by the names of `parameters`.
+        """
         now = {name: parameter.data for name, parameter in self.parameters.items()}
         try:
             for name, parameter in self.parameters.items():
-                parameter.data = self._reference[name]
-            return self.statistics(completions).logprobs
-        finally:  # also where memory runs out
+                parameter.data = values[name]
+            yield
+        finally:  # also if memory runs out
             for name, parameter in self.parameters.items():
                 parameter.data = now[name]
 

@@ -80,7 +80,8 @@ class RewardModel:
         for number, completion in enumerate(completions):
             scores = {name: judged[number] for name, judged in values.items()}
             completion.scores = {name: score for name, score in scores.items() if score is not None}
-            weighted = [weights[name] * score for name, score in completion.scores.items()]
+            # A weight of 0 only logs: such a function does not make a completion judged.
+            weighted = [weights[name] * score for name, score in completion.scores.items() if weights[name]]
             # To 12 digits: 0.1 + 0.2 and 0.3 are equal rewards, from which nothing is to be learned.
             completion.reward = float(f"{sum(weighted):.12g}") if weighted else None
 
@@ -144,11 +145,13 @@ class OwnFunction:
 
     Attributes:
         in_this_thread: whether it must be called where the run lives, on the device of that thread and with its
-            signals. A coroutine function has an event loop of its own instead, the same for all calls.
+            signals. A coroutine that it returns has an event loop of its own, the same for all calls, in a thread of
+            its own: a notebook's thread has one that runs.
     """
 
     def __init__(self, name: str, function: Callable):
         self._name, self._function, self._loop = name, function, asyncio.new_event_loop()
+        self._loops_thread = ThreadPoolExecutor(1, thread_name_prefix="rewards-loop")
         asynchronous = map(inspect.iscoroutinefunction, (function, type(function).__call__))
         self.in_this_thread = not any(asynchronous)
 
@@ -160,7 +163,7 @@ class OwnFunction:
         """
         values = self._function(**reward_arguments(completions, trainer_state))
         if inspect.iscoroutine(values):
-            values = self._loop.run_until_complete(values)
+            values = self._loops_thread.submit(self._loop.run_until_complete, values).result()
         try:
             return judgements(self._name, as_json(values), len(completions))
         except SandboxError as error:
@@ -169,6 +172,7 @@ class OwnFunction:
     def close(self) -> None:
         with suppress(RuntimeError):  # the loop still runs: what interrupted the run will end it
             self._loop.close()
+        self._loops_thread.shutdown(wait=False, cancel_futures=True)
 
 
 class UserFunction:

@@ -1,9 +1,13 @@
 """A function in a process of its own: it may hang, crash or take all memory there.
 
-The process is `python -m stapo_lite.rewards.sandbox FILE_DESCRIPTOR`. It imports neither torch nor anything of the
+The process is `python -m stapo_lite.rewards.sandbox CONNECTION MEMORY`. It imports neither torch nor anything of the
 trainer, only what the function asks for, so that replacing one is quick. Arguments are pickled by the parent and
 read by the process alone. What comes back is JSON: pickled values would make the parent import the user's or numpy's
 types, to read them.
+
+Arguments and values lie in a file in memory that both have open; only their sizes go through the connection. A message
+of a few bytes never blocks, and comes whole or not at all: even if the process has died and one that it started keeps
+the connection open.
 Libraries with limits for each task (pebble, loky) start workers by `multiprocessing`, which imports the trainer's main
 module, and with it torch, into each, and they leave behind what a function started.
 """
@@ -13,6 +17,7 @@ import inspect
 import json
 import math
 import os
+import pickle
 import pkgutil
 import random
 import signal
@@ -24,7 +29,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -41,7 +46,7 @@ class Sandbox:
     Args:
         function: `package.module:function`.
         timeout: seconds of one call, and of the module's import.
-        memory_bytes: resident memory of the process and of what it started.
+        memory_bytes: memory of the process and of what it started.
     """
 
     def __init__(self, function: str, timeout: float, memory_bytes: int):
@@ -56,17 +61,18 @@ class Sandbox:
         """
         if self._process is not None:
             return False
-        self._connection, theirs = Pipe()
+        connection, theirs = Pipe()
+        self._mailbox = Mailbox(connection, os.memfd_create("stapo_lite"))
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         with theirs:
-            end = theirs.fileno()
-            command = [sys.executable, "-m", "stapo_lite.rewards.sandbox", str(end)]
+            ends = (theirs.fileno(), self._mailbox.memory)
+            command = [sys.executable, "-m", "stapo_lite.rewards.sandbox", *map(str, ends)]
             try:  # in a group of its own, with what it starts
                 self._process = subprocess.Popen(
-                    command, pass_fds=[end], stdin=subprocess.DEVNULL, start_new_session=True, env=environment
+                    command, pass_fds=ends, stdin=subprocess.DEVNULL, start_new_session=True, env=environment
                 )
             except OSError as error:
-                self._connection.close()
+                self._mailbox.close()
                 raise SandboxError(f"no process can be started ({error.strerror})") from None
         try:
             self._ask(self.function, self.timeout)
@@ -94,16 +100,16 @@ class Sandbox:
         assert self._process is not None
         deadline = time.monotonic() + timeout
         with suppress(OSError):  # it has ended, as the next lines find
-            self._connection.send(question)
+            self._mailbox.put(pickle.dumps(question))
         try:
-            while not self._connection.poll(0.1):
+            while not self._mailbox.connection.poll(0.1):
                 if self._process.poll() is not None:  # what it started may hold the connection open
                     raise EOFError
                 if time.monotonic() > deadline:
                     raise SandboxError(f"took longer than {timeout:g} s")
-                if resident_bytes(self._process.pid) > self.memory_bytes:
+                if used_bytes(self._process.pid, self.memory_bytes) > self.memory_bytes:
                     raise SandboxError(f"took more than {self.memory_bytes / 2**30:.3g} GiB")
-            value, problem = json.loads(self._connection.recv_bytes())
+            value, problem = json.loads(self._mailbox.get())
         except (EOFError, OSError):
             status = self._process.wait()
             self.close()
@@ -127,33 +133,78 @@ class Sandbox:
             self.kill()
             self._process.wait()
             self._process = None
-            self._connection.close()
+            self._mailbox.close()
 
 
-def resident_bytes(pid: int) -> int:
-    """Memory of a process and of those that it started; 0 where it ends just now."""
-    try:
+class Mailbox(NamedTuple):
+    """One side of what two processes, in turns, give each other."""
+
+    connection: Connection
+    """Carries the size of what lies in memory."""
+    memory: int
+    """Descriptor of a file in memory, the same one on both sides."""
+
+    def put(self, content: bytes) -> None:
+        """Hand over."""
+        with open(self.memory, "wb", closefd=False) as file:
+            file.seek(0)
+            file.write(content)
+            file.truncate()
+        self.connection.send_bytes(str(len(content)).encode())
+
+    def get(self) -> bytes:
+        """Wait for what the other side hands over.
+
+        Raises:
+            EOFError: it has closed its connection, or ended.
+        """
+        size = int(self.connection.recv_bytes())
+        with open(self.memory, "rb", closefd=False) as file:
+            file.seek(0)
+            return file.read(size)
+
+    def close(self) -> None:
+        """Close this side."""
+        self.connection.close()
+        os.close(self.memory)
+
+
+def used_bytes(pid: int, limit: int) -> int:
+    """Memory of a process and of those that it started.
+
+    Pages that they share count once: each process has its part of them (PSS). To find out takes a walk through all
+    pages, so it is done only if the limit is passed when they count for every process.
+    """
+    with suppress(psutil.Error):
         process = psutil.Process(pid)
-        return sum(one.memory_info().rss for one in (process, *process.children(recursive=True)))
-    except psutil.Error:
+        processes = [process, *process.children(recursive=True)]
+        resident = sum(_memory(one, "memory_info", "rss") for one in processes)
+        return resident if resident <= limit else sum(_memory(one, "memory_full_info", "pss") for one in processes)
+    return 0
+
+
+def _memory(process: psutil.Process, read: str, kind: str) -> int:
+    try:
+        return getattr(getattr(process, read)(), kind)
+    except psutil.Error:  # it ends just now
         return 0
 
 
-def serve(connection: Connection) -> None:
+def serve(mailbox: Mailbox) -> None:
     """Receive the function's path, then (keyword arguments, seed, seconds) of each call; answer [value, problem].
 
     Raises:
         EOFError: the parent has closed the connection, or ended.
     """
     try:
-        function = pkgutil.resolve_name(connection.recv())
+        function = pkgutil.resolve_name(pickle.loads(mailbox.get()))
         problem = None if callable(function) else f"is a {type(function).__name__}, not a function"
     except Exception as error:  # the module is the user's
         problem = f"cannot be imported ({type(error).__name__}: {one_line(error)})"
-    connection.send_bytes(_answer(None, problem))
+    mailbox.put(_answer(None, problem))
     loop = asyncio.Runner()  # one for all calls: what a coroutine function holds belongs to its loop
     while problem is None:
-        arguments, seed, timeout = connection.recv()
+        arguments, seed, timeout = pickle.loads(mailbox.get())
         signal.alarm(math.ceil(timeout) + 1)  # without a handler it ends even C code, and does so if the parent is gone
         random.seed(seed)
         if numpy := sys.modules.get("numpy"):
@@ -166,7 +217,7 @@ def serve(connection: Connection) -> None:
         except Exception as error:
             answer = _answer(None, f"raised {type(error).__name__}: {one_line(error)}{_place(error, function)}")
         signal.alarm(0)
-        connection.send_bytes(answer)
+        mailbox.put(answer)
 
 
 def _place(error: Exception, function: Callable) -> str:
@@ -199,4 +250,4 @@ if __name__ == "__main__":
     with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
         file.write("1000")  # where the machine's memory ends before the limit, the kernel takes this process first
     with suppress(EOFError, ConnectionError):  # the trainer has ended
-        serve(Connection(int(sys.argv[1])))
+        serve(Mailbox(Connection(int(sys.argv[1])), int(sys.argv[2])))

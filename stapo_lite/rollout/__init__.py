@@ -133,7 +133,7 @@ def resolve_engine(name: str) -> str:
     return name
 
 
-def check_engine(name: str, config: Config) -> None:
+def check_options(name: str, config: Config) -> None:
     """Raises InputError where the engine cannot do what the config asks of it; before any weights are loaded."""
     if name == "vllm":
         from stapo_lite.rollout.vllm_options import check_vllm, prepare_vllm

@@ -2,7 +2,8 @@
 
 The coroutines run in an event loop of their own thread, so that a tool may wait for the network. What they ask of the
 model is sampled in rounds, by the thread that owns the engine: a round begins when every coroutine that is not done
-waits for the model, so that the engine always has all of them at once.
+waits for the model, so that the engine has all of them at once; or when nothing has changed for a short time, since
+some may wait for others that hold a lock.
 """
 
 import asyncio
@@ -17,6 +18,9 @@ from typing import Any
 from stapo_lite.errors import InputError, RunError, explained
 from stapo_lite.rollout import Decoding, RolloutEngine, Sampling, progress_bar
 from stapo_lite.types import Completion, Prompt, derived_seed
+
+QUIET = 0.25
+"""Seconds without a change after which a round begins with those that wait for the model."""
 
 
 class Episode:
@@ -202,7 +206,10 @@ def play(
         try:
             while not running.done():
                 with turn:
-                    turn.wait_for(lambda: running.done() or (asked and len(asked) + len(ended) == len(episodes)))
+                    while not (running.done() or (asked and len(asked) + len(ended) == len(episodes))):
+                        changed = turn.wait(QUIET if asked else None)
+                        if asked and not changed:
+                            break
                     answers, questions = list(asked), list(asked.values())
                     asked.clear()
                     bar.update(len(ended) - bar.n)

@@ -55,6 +55,7 @@ class TransformersEngine(RolloutEngine):
         width = max(len(p.token_ids) for p in prompts)
         input_ids = torch.tensor([[0] * (width - len(p.token_ids)) + p.token_ids for p in prompts], device=device)
         mask = torch.tensor([[0] * (width - len(p.token_ids)) + [1] * len(p.token_ids) for p in prompts], device=device)
+        checkpointed = [module for module in self._model.modules() if module.training]
         self._model.eval()  # gradient checkpointing would switch the KV cache off
         try:
             with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):  # the adapter is in fp32
@@ -67,7 +68,8 @@ class TransformersEngine(RolloutEngine):
                     max_new_tokens=max_new_tokens,
                 )
         finally:
-            self._model.train()
+            for module in checkpointed:
+                module.training = True
         return output[:, width:]
 
     def _completion(self, prompt: Prompt, limit: int, token_ids: list[int], logprobs: list[float]) -> Completion:

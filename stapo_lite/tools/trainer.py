@@ -108,8 +108,10 @@ class Trainer:
         config, folder = self.config, Path(self.config.output_dir)
         prompting = config.data.model_dump(include=set(Prompting.model_fields))
         rollout = config.rollout.model_dump(include={"max_completion_length"})
-        if config.rollout.engine != "server" and keys.get("rollout", {}).get("engine") != "transformers":
-            rollout |= config.rollout.model_dump(include={"quantization", "vllm"})
+        if config.rollout.engine != "server":
+            rollout["engine"] = config.rollout.engine
+            if keys.get("rollout", {}).get("engine") != "transformers":
+                rollout |= config.rollout.model_dump(include={"quantization", "vllm"})
         tree = {
             "model": config.model,
             "adapter": str(folder / "adapter"),

@@ -39,11 +39,14 @@ FOLDER = re.compile(r"checkpoint-\d{1,9}")
 FILES = ("adapter_model.safetensors", "adapter_config.json", "optimizer.pt", "state.json")
 CHECKSUMS_FILE = "checksums.json"
 FREE = (
-    "output_dir", "train.max_steps", "reward.function_timeout", "rollout.servers", "stop_on", "log.", "evaluation.",
+    "output_dir", "train.max_steps", "reward.function_timeout", "rollout.servers", "rollout.self_check", "stop_on",
+    "log.", "evaluation.",
 )  # fmt: skip
 """Keys, and sections, that may change when a run is resumed: they do not change what a run without faults computes."""
 FIXED = ("lora.r", "lora.lora_alpha", "lora.use_rslora", "lora.target_modules", "train.optim")
 """Keys that may not change even with --force: adapter and optimiser would not fit."""
+WEIGHTS = ("model", "rollout.model", "lora.adapter")
+"""Keys whose files have a digest in the environment."""
 
 
 @dataclass(config=ConfigDict(extra="forbid"))
@@ -160,7 +163,8 @@ def check_resume(folder: Path, config: dict[str, Any], environment: dict[str, st
     """The changes since the checkpoint was written, as lines for a person.
 
     Raises:
-        InputError: a key differs that decides what the run computes, and `force` does not let it pass.
+        InputError: a key differs that decides what the run computes, or the weights behind one, and `force` does not
+            let it pass.
     """
     state = read_state(folder)
     before, now = flatten(state["config"]), flatten(config)
@@ -176,7 +180,14 @@ def check_resume(folder: Path, config: dict[str, Any], environment: dict[str, st
             "run in another output_dir, or go on all the same with --force"
         )
     was = state["environment"]
-    moves = ", ".join(f"{key} {was.get(key)} -> {value}" for key, value in environment.items() if was.get(key) != value)
+    moved = {key: value for key, value in environment.items() if was.get(key) != value}
+    weights = [f"{key}={now[key]}" for key in WEIGHTS if key in moved and key not in keys]
+    if weights and not force:
+        raise InputError(
+            f"--resume: the weights of {weights[0]} are not those that {folder} was trained with: bring them back, "
+            "start a new run in another output_dir, or go on all the same with --force"
+        )
+    moves = ", ".join(f"{key} {was.get(key)} -> {value}" for key, value in moved.items())
     notes = [f"resuming {folder}"]
     notes += [f"with another config: {changes}"] if changes else []
     notes += [f"in another environment, so that rounding and draws may differ: {moves}"] if moves else []

@@ -17,17 +17,23 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
-from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from stapo_lite import __version__
 from stapo_lite.config import Log
 from stapo_lite.errors import InputError, RunError, explained
+from stapo_lite.files import refuse_strangers
 from stapo_lite.machine import cores
 from stapo_lite.model.processes import check_launch
 from stapo_lite.rollout.vllm_options import vllm_version
 from stapo_lite.training.checkpoint import list_checkpoints
-from stapo_lite.training.tracking import read_metrics
+from stapo_lite.training.tracking import ENVIRONMENT_FILE, LOGS, read_metrics
+
+RUN_FILES = (
+    "config.yaml", ENVIRONMENT_FILE, *LOGS, "logs", "checkpoint-*", ".checkpoint-*", "adapter", "best", ".best",
+    "reward.png",
+)  # fmt: skip
+"""Names that a run writes in its folder."""
 
 
 def make_accelerator(log: Log, folder: Path) -> Accelerator:
@@ -72,52 +78,37 @@ def card_memory() -> float | None:
     return (total - free) / 2**30
 
 
-def environment(engine: str, processes: int, prompts: str) -> dict[str, str]:
-    """Hardware, versions and data of a run, for its model card and to compare when it is resumed.
-
-    Args:
-        prompts: their digest.
-    """
+def environment(engine: str, processes: int) -> dict[str, str]:
+    """Hardware and versions of a run, for its model card and to compare when it is resumed."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU with {os.cpu_count()} cores"
     return {
         "hardware": f"{processes} x {device}" if torch.cuda.is_available() else device,
         "processes": str(processes),
         "engine": f"vllm {vllm_version()}" if engine == "vllm" else engine,
-        "prompts": prompts[:16],
         "stapo_lite": __version__,
         **{name: version(name) for name in ("torch", "transformers", "peft", "accelerate")},
     }
 
 
 def check_no_run(folder: Path, resume: bool) -> None:
-    """Raises InputError where the folder holds a run, which a new one would overwrite.
+    """Check that a run which starts at step 0 overwrites neither another run nor anything else.
+
+    A run that was killed before its first step ended may begin again: all that it left is its own.
 
     Args:
         resume: the run there is wanted, and has no checkpoint: one that was killed before its first begins again.
+
+    Raises:
+        InputError: the folder holds a run, or a file of a name that the run would write.
     """
+    if not (folder / ENVIRONMENT_FILE).exists():  # the file that a run writes first
+        refuse_strangers(folder, RUN_FILES)
+        return
     ended = (folder / "adapter").exists()
     if resume and ended:
         raise InputError(f"output_dir={folder} holds a run without a checkpoint to resume: choose another folder")
     if not resume and (ended or read_metrics(folder) or list_checkpoints(folder)):
         raise InputError(f"output_dir={folder} holds a run: continue it with --resume, or choose another folder")
-
-
-def lock(folder: Path) -> AbstractContextManager:
-    """Make the run folder and keep other runs out of it; a lock ends with its process, whatever ends that. On a file
-    system without locks it is a mark, which a process that was killed on another machine leaves behind.
-
-    Raises:
-        InputError: another run is there, or the folder cannot be written.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        return FileLock(folder / ".lock").acquire(blocking=False)
-    except Timeout:
-        raise InputError(
-            f"output_dir={folder}: another run writes to it now; choose another folder, or delete .lock if none does"
-        ) from None
-    except OSError as error:
-        raise InputError(f"output_dir={folder}: cannot be written ({error.strerror})") from None
 
 
 def full_disk_is_a_run_error(folder: Path) -> AbstractContextManager:

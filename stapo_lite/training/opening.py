@@ -17,20 +17,21 @@ from stapo_lite.data.contamination import find_overlaps, load_problems
 from stapo_lite.data.prompts import Prompts, check_rows, load_rows, prompt_text, stop_token_ids
 from stapo_lite.errors import InputError
 from stapo_lite.evaluation.exam import Exam
-from stapo_lite.files import read_object, write_text
-from stapo_lite.model.loading import find_start, load_tokenizer
+from stapo_lite.files import lock, read_object, write_text
+from stapo_lite.model.loading import adapter_digest, find_start, load_tokenizer, model_digest
 from stapo_lite.model.policy import load_policy, make_optimizer
 from stapo_lite.model.processes import resolve_dtype
 from stapo_lite.model.sharding import make_sharding
 from stapo_lite.planning.choice import fit
 from stapo_lite.rewards.functions import RewardModel
-from stapo_lite.rollout import check_engine, make_engine, make_sampling, resolve_engine
+from stapo_lite.rollout import check_options, make_engine, make_sampling, resolve_engine
 from stapo_lite.rollout.episodes import RolloutFunction, find_function, play
 from stapo_lite.training import checkpoint, lifecycle
 from stapo_lite.training.checkpoint import Progress
 from stapo_lite.training.guard import ending_symptom, new_symptoms
 from stapo_lite.training.push import HubMirror
 from stapo_lite.training.run import BEST, SCORE_FILE, Run, Sampler, take_next_best
+from stapo_lite.training.self_check import check_engine
 from stapo_lite.training.token_log import TokenLog
 from stapo_lite.training.tracking import ENVIRONMENT_FILE, RunLog, read_metrics
 from stapo_lite.training.update import Learner
@@ -85,7 +86,7 @@ def begin(config: Config, resume: bool, force: bool, given: Given, closing: Exit
         lifecycle.check_no_run(folder, resume)
     config = config.model_copy(update={"dtype": resolve_dtype(config.dtype)})
     config = fit(config, engine_name, folder if resumed else None, processes, shard is not None)
-    check_engine(engine_name, config)  # with what was chosen for this card
+    check_options(engine_name, config)  # with what was chosen for this card
     prompts, tokenizer, stop_tokens = load_prompts(config, given.rows, accelerator.print)
     # In a resumed run the start is read as a reference only.
     start = find_start(config.lora) if config.objective.beta or not resumed else None
@@ -93,10 +94,11 @@ def begin(config: Config, resume: bool, force: bool, given: Given, closing: Exit
     exam = Exam(config, tokenizer, function) if config.evaluation.steps else None
     accelerator.print(batch_arithmetic(config, processes))
     if accelerator.is_main_process:
-        closing.enter_context(lifecycle.lock(folder))
+        closing.enter_context(lock(folder))
     accelerator.wait_for_everyone()
     newest = checkpoint.newest_checkpoint(folder) if resume else None
-    environment = lifecycle.environment(engine_name, processes, prompts.digest)
+    digests = {"prompts": prompts.digest[:16]} | weights_digests(config, start)
+    environment = lifecycle.environment(engine_name, processes) | digests
     if newest is not None:
         for note in checkpoint.check_resume(newest, config.model_dump(mode="json"), environment, force):
             accelerator.print(note)
@@ -112,6 +114,9 @@ def begin(config: Config, resume: bool, force: bool, given: Given, closing: Exit
     sample: Sampler = engine.generate
     if function is not None:
         sample = partial(play, engine, make_sampling(config, stop_tokens), tokenizer, function)
+    if config.rollout.self_check:
+        gap = check_engine(engine, learner, prompts)
+        environment["self_check"] = f"{gap:.1e} nats between engine and trainer"
     log = open_folder(config, accelerator, environment, learner.progress.step)
     closing.callback(log.close)
     settings = {k: str(v) for k, v in flatten(config.model_dump()).items()}
@@ -125,6 +130,20 @@ def begin(config: Config, resume: bool, force: bool, given: Given, closing: Exit
         history=history,
         symptom=ending_symptom(new_symptoms(history), config.stop_on),  # what ended it ends it still
     )  # fmt: skip
+
+
+def weights_digests(config: Config, start: Path | None) -> dict[str, str]:
+    """Digests of the weights that a run reads, by their keys.
+
+    Args:
+        start: folder of the adapter to start from; None if the run does not read it.
+    """
+    digests = {"model": model_digest(config.model)}
+    if config.rollout.model:
+        digests["rollout.model"] = model_digest(config.rollout.model)
+    if start is not None:
+        digests["lora.adapter"] = adapter_digest(start)
+    return {key: digest[:16] for key, digest in digests.items() if digest is not None}
 
 
 def make_learner(
@@ -153,8 +172,8 @@ def open_folder(config: Config, accelerator: Accelerator, environment: dict[str,
     with lifecycle.full_disk_is_a_run_error(folder):
         log = RunLog(folder, config.train.max_steps, step, accelerator)
         if accelerator.is_main_process:
+            write_text(folder / ENVIRONMENT_FILE, json.dumps(environment, indent=1))  # first: it marks a run's folder
             write_text(folder / "config.yaml", to_yaml(config))
-            write_text(folder / ENVIRONMENT_FILE, json.dumps(environment, indent=1))
             if step < config.train.max_steps:
                 shutil.rmtree(folder / "adapter", ignore_errors=True)  # of an earlier end of this run
             take_next_best(folder)
@@ -163,10 +182,11 @@ def open_folder(config: Config, accelerator: Accelerator, environment: dict[str,
 
 
 def drop_best(best: Path, step: int) -> None:
-    """Delete the best adapter where it is of a later step than the one that the run goes on from, or of a run that was
-    killed in its first."""
-    with suppress(InputError):  # none, or one that cannot be read
-        if step == 0 or read_object(best / SCORE_FILE)["step"] > step:
+    """Delete the best adapter if it is of a later step than the one that the run goes on from, or of a run that was
+    killed in its first. A folder without a score is not a run's."""
+    with suppress(InputError, KeyError):
+        of_step = read_object(best / SCORE_FILE)["step"]
+        if step == 0 or of_step > step:
             shutil.rmtree(best, ignore_errors=True)
 
 

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 BEST, NEXT_BEST = "best", ".best"
 """Folders of the best adapter, and of one that is taking its place."""
 SCORE_FILE = "score.json"
-"""Metric, score and step of the adapter in them."""
+"""Metric, score and step of the adapter in them, and the settings of the evaluation."""
 
 
 Sampler = Callable[..., list[list[Completion]]]
@@ -239,8 +239,8 @@ class Run:
             logger.warning("checkpoint-%d was not written (%s)", self.snapshot.progress.step, one_line(error))
 
     def keep_best(self, results: dict[str, Any] | None) -> None:
-        """Write the adapter to `best/`, with its score, where it beats the one there; a warning where it cannot be
-        written.
+        """Write the adapter to `best/`, with its score, if it beats the one there, or if that comes from an evaluation
+        with other settings; a warning if it cannot be written.
 
         Args:
             results: of its evaluation, on the main process.
@@ -249,10 +249,11 @@ class Run:
         now = main_score(results, metric) if results and metric else None
         if now is None:
             return
-        score = {"metric": metric, "score": now, "step": self.progress.step}
+        settings = self.config.evaluation.model_dump(mode="json", exclude={"steps"})
+        score = {"metric": metric, "score": now, "step": self.progress.step, "evaluation": settings}
         try:
             before = read_object(best / SCORE_FILE) if (best / SCORE_FILE).exists() else {}
-            if before.get("metric") == metric and before["score"] >= now:
+            if before.get("evaluation") == settings and before["score"] >= now:
                 return
             self.policy.save_adapter(partial)
             write_text(partial / SCORE_FILE, json.dumps(score))

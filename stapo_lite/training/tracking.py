@@ -26,6 +26,8 @@ COMPLETIONS_FILE = "completions.jsonl"
 ENVIRONMENT_FILE = "environment.json"
 TOKENS_FILE = "tokens.jsonl"
 QUADRANTS_FILE = "quadrants.jsonl"
+LOGS = (METRICS_FILE, EVALUATIONS_FILE, COMPLETIONS_FILE, TOKENS_FILE, QUADRANTS_FILE)
+"""Files that get lines while a run goes on."""
 
 
 TRL_METRICS = {name: name for name in ("loss", "grad_norm", "learning_rate", "reward", "reward_std", "kl")} | {
@@ -67,9 +69,8 @@ class RunLog:
         self._max_steps = max_steps
         if accelerator.is_main_process:
             # Drop what the steps to come will write again; of the token log, too, even where it is off by now.
-            names = (METRICS_FILE, EVALUATIONS_FILE, COMPLETIONS_FILE, TOKENS_FILE, QUADRANTS_FILE)
             last = start_step or -1  # an evaluation may have come before the first step
-            sizes = {path: size_until(path, last) for name in names if (path := folder / name).exists()}
+            sizes = {path: size_until(path, last) for name in LOGS if (path := folder / name).exists()}
             for path, size in sizes.items():
                 os.truncate(path, size)
         accelerator.wait_for_everyone()

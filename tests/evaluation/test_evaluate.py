@@ -93,6 +93,7 @@ def drawn(folder):
 def test_an_evaluation_leaves_everything_behind(finished):
     folder, printed = finished[0] / "eval", finished[1]
     names = {"config.yaml", "settings.json", "samples-0.jsonl", "verdicts.jsonl", "results.json", "results.md"}
+    names.add(".lock")
     assert {path.name for path in folder.iterdir()} == names
     assert printed.rstrip().endswith(f"results: {folder}")
     for table in printed.split("\n\n")[:2]:
@@ -171,8 +172,8 @@ def test_bad_input_is_one_line(run, adapter, tmp_path, monkeypatch, changes, mes
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"use_dora": True}, r"not a plain LoRA adapter \(use_dora\)"),
-        ({"peft_type": "IA3"}, r"not a plain LoRA adapter \(IA3\)"),
+        ({"use_dora": True}, r"not a plain LoRA adapter \(use_dora=True\)"),
+        ({"peft_type": "IA3"}, r"not a plain LoRA adapter \(peft_type='IA3'\)"),
         ({"target_modules": "all-linear"}, "must be a list of layer names, got all-linear"),
         ({"target_modules": ["mlp.up_proj"]}, "must be a list of layer names"),
         ({"target_modules": ["up_proj"]}, "the adapter does not fit the model"),

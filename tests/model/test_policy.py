@@ -7,15 +7,26 @@ import oracle
 import pytest
 import torch
 from helpers import SAMPLING, adapted_policy, fake_completions, learn
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, OPTConfig, PhiConfig, PhiForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma3Config,
+    OPTConfig,
+    PhiConfig,
+    PhiForCausalLM,
+    PhimoeConfig,
+)
 
 from stapo_lite.algorithm.microbatches import sequence_length
 from stapo_lite.config import PROJECTIONS, Lora
 from stapo_lite.errors import InputError
 from stapo_lite.files import read_object, write_text
-from stapo_lite.model.loading import find_start, load_adapter, load_tokenizer, use_repeated_keys
+from stapo_lite.model.loading import add_adapter, find_start, load_adapter, load_tokenizer, use_repeated_keys
 from stapo_lite.model.policy import sum_gradients
+from stapo_lite.rollout.transformers_engine import TransformersEngine
+from stapo_lite.types import Prompt
 
 
 def dense_statistics(policy, completion, temperature=SAMPLING.temperature):
@@ -132,6 +143,53 @@ def test_starts_that_are_broken(make_policy, tmp_path):
         find_start(lora)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"init_lora_weights": "pissa"},
+        {"init_lora_weights": "pissa_niter_4"},
+        {"init_lora_weights": "olora"},
+        {"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4}},
+        {"init_lora_weights": "corda"},
+        {"bias": "lora_only"},
+        {"bias": "all"},
+        {"alora_invocation_tokens": [1, 2]},
+        {"use_qalora": True},
+        {"use_bdlora": {"nblocks": 2}},
+        {"layer_replication": [[0, 1], [0, 2]]},
+        {"arrow_config": {"top_k": 2}},
+        {"lora_bias": True},
+        {"rank_pattern": {"q_proj": 4}},
+        {"target_parameters": ["mlp.weight"]},
+        {"of_a_peft_to_come": True},
+    ],
+    ids=str,
+)
+def test_adapters_that_are_more_than_plain_lora_are_refused(make_policy, tmp_path, change):
+    make_policy().save_adapter(tmp_path)
+    path = tmp_path / "adapter_config.json"
+    write_text(path, json.dumps(read_object(path) | change))
+    with pytest.raises(InputError, match=rf"not a plain LoRA adapter \({next(iter(change))}="):
+        find_start(Lora(adapter=str(tmp_path), r=8, lora_alpha=16))
+
+
+@pytest.mark.parametrize("kind", [{}, {"init_lora_weights": "gaussian"}, {"init_lora_weights": "orthogonal"}])
+def test_an_adapter_that_peft_made_is_applied_as_peft_applies_it(make_policy, tiny_model, tmp_path, kind):
+    lora = LoraConfig(r=8, lora_alpha=16, target_modules=PROJECTIONS, lora_dropout=0.1, task_type="CAUSAL_LM", **kind)
+    made = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), lora)
+    torch.manual_seed(3)
+    for name, parameter in made.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    made.save_pretrained(tmp_path)
+    policy = make_policy(lora__adapter=str(tmp_path), scale=0.0)
+    load_adapter(policy.model, tmp_path)
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), tmp_path).eval()
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        assert (policy.model(input_ids=ids).logits - loaded(input_ids=ids).logits).abs().max() < 1e-5
+
+
 def test_repeated_keys_attend_as_grouped_queries_do(tiny_model):
     """As on a card before Ampere: without a mask, with padding, and one token after a cache."""
     names = ("sdpa", use_repeated_keys())
@@ -168,6 +226,58 @@ def test_a_base_that_was_trained_with_dropout_has_none_here(tmp_path, family):
     assert torch.equal(first.logprobs, second.logprobs)
     policy.model.eval()
     assert torch.allclose(policy.statistics(completions).logprobs, first.logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_experts_are_chosen_as_the_engine_chooses_them(tmp_path, checkpointing):
+    """In training mode PhiMoE draws its experts at random."""
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = PhimoeConfig(
+        vocab_size=260, **shape, num_key_value_heads=2, num_local_experts=4, router_jitter_noise=0.5, lm_head_bias=False
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    modules = ["q_proj", "v_proj"]
+    policy = adapted_policy(
+        tmp_path, lora__target_modules=modules, train__gradient_checkpointing=checkpointing, lora__r=4
+    )
+    calls: list = []
+    attention = policy.model.get_base_model().model.layers[0].self_attn
+    attention.register_forward_hook(lambda *_: calls.append(1))
+    completions = fake_completions(0, [1.0] * 4)
+    first, gradient = with_gradient(policy, completions)
+    assert len(calls) == 1 + checkpointing
+    assert torch.equal(first[0], with_gradient(policy, completions)[0][0])
+    policy.model.eval()
+    assert torch.equal(policy.statistics(completions).logprobs, first[0])
+    assert gradient.norm() > 0
+
+
+def test_sampling_leaves_checkpointed_layers_as_they_were(make_policy):
+    policy = make_policy(train__gradient_checkpointing=1)
+    layers = policy.model.get_base_model().model.layers
+    engine = TransformersEngine(SAMPLING, 4)
+    engine.publish(policy, 1)
+    for _ in range(2):
+        assert [layer.training for layer in layers] == [True, False]
+        assert not any(module.training for layer in layers for module in layer.children())
+        engine.generate([Prompt("", [5, 6], None)], [1])
+
+
+def test_a_model_that_reads_images_gets_no_adapter_in_its_vision_tower():
+    text = {"vocab_size": 260, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 16}
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+    vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    torch.manual_seed(0)
+    model = add_adapter(AutoModelForCausalLM.from_config(config), Lora(r=4), gradient_checkpointing=False)
+    adapted = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert len(adapted) == 2 * 7
+    assert all(".language_model." in name for name in adapted)
+    plain = Lora(r=4, target_modules=["gate_proj"])  # which the vision tower does not have
+    only = add_adapter(AutoModelForCausalLM.from_config(config), plain, gradient_checkpointing=False)
+    assert only.peft_config["default"].exclude_modules is None
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

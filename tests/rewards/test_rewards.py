@@ -18,6 +18,7 @@ from stapo_lite.errors import InputError, RunError
 from stapo_lite.files import read_lines, write_lines
 from stapo_lite.rewards.functions import RewardModel, UserFunction, overlong_share
 from stapo_lite.rewards.grading import UNREADABLE, MathGrader, Question, Verdict
+from stapo_lite.rewards.sandbox import Sandbox, SandboxError
 from stapo_lite.tools import one_sentence
 from stapo_lite.types import Completion, Prompt
 
@@ -225,6 +226,51 @@ def test_processes_that_a_function_started_end_with_it(user_function, tmp_path):
     assert all(child.status() == psutil.STATUS_ZOMBIE for child in alive)
 
 
+HEIRS = """
+import os, subprocess, threading
+def f(text):
+    subprocess.Popen(["sleep", "30"], close_fds=False, start_new_session=True)  # outlives it, with all that it has open
+    threading.Timer(0.2, os._exit, (3,)).start()
+    return len(text)
+"""
+
+
+@pytest.mark.parametrize("argument", ["a", "a" * 10_000_000], ids=["small", "large"])
+def test_a_connection_that_outlives_its_process_blocks_no_call(tmp_path, monkeypatch, argument):
+    (tmp_path / "heirs.py").write_text(HEIRS, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with closing(Sandbox("heirs:f", GENEROUS, 1 << 30)) as sandbox:
+        assert sandbox.call({"text": argument}) == len(argument)
+        sandbox._process.wait()
+        begun = time.monotonic()
+        with pytest.raises(SandboxError, match="ended its process with status 3"):
+            sandbox.call({"text": argument})
+        assert time.monotonic() - begun < 10
+        assert sandbox.call({"text": "in a new one"}) == 12
+
+
+WORKERS = """
+import multiprocessing, time
+table = bytearray(b"x") * (150 << 20)
+def read(_):
+    time.sleep(0.5)
+    return table[0]
+def f():
+    with multiprocessing.get_context("fork").Pool(6) as pool:
+        return pool.map(read, range(6), chunksize=1)
+"""
+
+
+def test_memory_that_processes_share_counts_once(tmp_path, monkeypatch):
+    (tmp_path / "workers.py").write_text(WORKERS, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with closing(Sandbox("workers:f", GENEROUS, 400 << 20)) as sandbox:
+        assert sandbox.call({}) == [120] * 6
+        sandbox.memory_bytes = 100 << 20  # less than the table
+        with pytest.raises(SandboxError, match=r"took more than 0\.0977 GiB"):
+            sandbox.call({})
+
+
 @pytest.mark.parametrize(
     ("body", "values"),
     [
@@ -305,6 +351,37 @@ def test_what_a_coroutine_function_holds_lives_through_all_its_calls(tmp_path, m
         for step in (1, 2, 3):
             model.score(crowd, seed=0, step=step)
             assert [c.reward for c in crowd] == [2.0, 2.0]
+
+
+def test_a_function_that_returns_a_coroutine_works_in_a_notebook():
+    """There the run's thread has an event loop that runs; the coroutine's own one is the same for all its calls."""
+    loops = []
+
+    async def judge(completions):
+        loops.append(asyncio.get_running_loop())
+        await asyncio.sleep(0)
+        return [1.0 for _ in completions]
+
+    async def cell():
+        with closing(
+            RewardModel(Reward(functions=["later"]), 10, {"later": lambda completions, **_: judge(completions)})
+        ) as model:
+            for step in (1, 2):
+                model.score(pair, seed=0, step=step)
+
+    pair = [completion("a"), completion("b")]
+    asyncio.run(cell())
+    assert [c.reward for c in pair] == [1.0, 1.0]
+    assert loops[0] is loops[1]
+
+
+def test_a_weight_of_0_judges_nothing():
+    pair = [completion("a"), completion("b")]
+    own = {"logged": lambda **_: [5.0, 5.0], "judge": lambda **_: [2.0, None]}
+    assert score(["logged", "judge"], pair, own, weights=[0.0, 1.0]) == [2.0, None]
+    assert pair[1].scores == {"logged": 5.0}
+    with pytest.raises(ValueError, match=r"reward.weights=\[0.0, 0.0\]: a weight of 0 only logs"):
+        Reward(functions=["math", "a:b"], weights=[0.0, 0.0])
 
 
 def test_a_run_that_is_interrupted_waits_for_no_reward_function(tmp_path, monkeypatch, caplog):

@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoTokenizer
 from stapo_lite.config import PROJECTIONS, Engine, load_config
 from stapo_lite.errors import InputError, RunError
 from stapo_lite.planning.plan import as_json, model_sizes
-from stapo_lite.rollout import MAX_RETRIES, Decoding, check_engine, make_sampling, resolve_engine
+from stapo_lite.rollout import MAX_RETRIES, Decoding, check_options, make_sampling, resolve_engine
 from stapo_lite.rollout import vllm_engine as vllm_engine_module
 from stapo_lite.rollout.episodes import play, until_stop
 from stapo_lite.rollout.transformers_engine import TransformersEngine
@@ -219,6 +219,23 @@ def test_tools_run_side_by_side_and_what_one_raises_ends_all(make_policy, tokeni
     with pytest.raises(InputError, match="rollout.engine=transformers knows no stop: set rollout.engine=vllm"):
         play(engine, SAMPLING, tokenizer, until_a_letter, PROMPTS, [1, 2, 3])
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("episodes")]
+
+
+@pytest.mark.parametrize("limit", [asyncio.Lock, lambda: asyncio.Semaphore(5)])
+def test_coroutines_may_wait_for_each_other(make_policy, tokenizer, limit):
+    """A lock or a semaphore around a turn: those behind it never ask, and those before it must not wait for them."""
+    engine = TransformersEngine(SAMPLING, max_num_seqs=64)
+    engine.publish(make_policy(), 1)
+    made: list = []
+
+    async def one_by_one(episode):
+        made[:] = made or [limit()]
+        async with made[0]:
+            await episode.generate(max_tokens=1)
+        await episode.generate(max_tokens=1)
+
+    groups = play(engine, SAMPLING, tokenizer, one_by_one, PROMPTS, [1, 2, 3])
+    assert {len(c.token_ids) for group in groups for c in group} == {2}
 
 
 def test_a_coroutine_may_stop_waiting_for_the_model(make_policy, tokenizer):
@@ -609,7 +626,7 @@ def test_arguments_that_vllm_gets(given, problem):
     pytest.importorskip("vllm", reason="vLLM is not installed")
     config = load_config(MINIMAL | {"rollout": {"vllm": given}})
     with pytest.raises(InputError, match=problem) if problem else nullcontext():
-        check_engine("vllm", config)
+        check_options("vllm", config)
 
 
 @pytest.fixture

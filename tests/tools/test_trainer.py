@@ -82,6 +82,10 @@ def test_an_evaluation_is_prompted_as_the_training(tree, tmp_path, monkeypatch):
     assert (rollout.quantization, rollout.vllm) == ("bitsandbytes", {"block_size": 32})
     rollout = trainer.evaluate(rollout={"engine": "transformers"}).rollout
     assert (rollout.quantization, rollout.vllm) == (None, {})
+    for engine, expected in (("transformers", "transformers"), ("vllm", "vllm"), ("server", "auto")):
+        trainer = Trainer(tree, [f"rollout.engine={engine}"], train_dataset=ROWS)
+        assert trainer.evaluate().rollout.engine == expected
+    assert trainer.evaluate(rollout={"engine": "transformers"}).rollout.engine == "transformers"
 
 
 def test_a_callable_never_takes_the_place_of_a_named_function(tree):

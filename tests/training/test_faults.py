@@ -57,7 +57,7 @@ def memory_for(policy, tokens, error=None, phase="forward", spare=0):
         torch.empty(2**60, dtype=torch.uint8)  # the allocator's own error
 
     def forward(module, arguments, options, output):
-        if module.training and options["input_ids"].numel() > tokens and next(passes) >= spare:
+        if not options["use_cache"] and options["input_ids"].numel() > tokens and next(passes) >= spare:
             if phase == "forward":
                 refuse()
             elif output.last_hidden_state.requires_grad:
@@ -235,6 +235,7 @@ def test_a_full_disk_costs_nothing_but_checkpoints(children, write_config, tmp_p
 def test_trackers_that_fail_are_left_out(write_config, tmp_path, monkeypatch, caplog, moment):
     if moment == "start":
         (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "environment.json").write_text("{}", encoding="utf-8")  # a run that was killed at once
         (tmp_path / "run" / "logs").write_text("", encoding="utf-8")  # where TensorBoard wants a folder
     else:
         monkeypatch.setattr(TensorBoardTracker, moment, lambda *_, **__: (_ for _ in ()).throw(OSError("away")))
