@@ -5,7 +5,7 @@
 Without `--model` SmolLM2-135M and a random model of the shape of Qwen3-0.6B, in bfloat16 with LoRA of rank 16. None,
 half and all of the layers checkpointed, and none and all compiled, take turns; seconds are medians over the rounds, and
 ratios are to all layers of the same round. Memory is the most that is allocated at one time beyond weights and
-gradients, of layers that are not compiled, next to what `stapo_lite.plan` counts.
+gradients, of layers that are not compiled, next to what `stapo plan` counts.
 """
 
 import argparse

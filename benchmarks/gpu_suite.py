@@ -5,7 +5,7 @@
 Parts: `tests` (tests/gpu); `lm_head`, `update`, `sync`, `mismatch` (the benchmarks of those names, on Qwen3-1.7B); and
 for each shipped Qwen3 config `run:NAME`: three steps of training on a model of that size with random weights, as on a
 card of `--gpu-memory` GiB: another process holds the rest of the card, and vLLM gets its share of what is left. Each
-`run` reports the most memory that the card gave out in each phase, next to what `stapo_lite.plan` predicts, tokens per
+`run` reports the most memory that the card gave out in each phase, next to what `stapo plan` predicts, tokens per
 second, and the seconds of sleep and wake. Each part has a process of its own, and the file is written after each, so
 that parts can be run one by one.
 Needs disk for the largest model (30 GB for 14B).

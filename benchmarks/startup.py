@@ -32,7 +32,7 @@ COMMANDS = {
 def measure(command: list[str]) -> tuple[float, float]:
     """Seconds of the wall and of the processor."""
     start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "-m", "stapo_lite.cli", *command], check=False, capture_output=True)
+    subprocess.run([sys.executable, "-m", "stapo_lite", *command], check=False, capture_output=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.perf_counter() - start, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 

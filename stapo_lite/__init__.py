@@ -11,8 +11,6 @@ What a notebook needs is here.
 
 import importlib
 import os
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,30 +27,24 @@ if not os.path.exists("/proc/driver/nvidia/version"):  # read by torch when it i
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 __version__ = "0.1.0"
-__all__ = [
-    "Config", "EvalConfig", "InputError", "RunError", "Trainer",
-    "audit", "compare", "evaluate", "export", "load_config", "load_eval_config",
-]  # fmt: skip
-
 _MODULES = {
-    "Config": "config", "EvalConfig": "config", "InputError": "errors", "RunError": "errors",
-    "Trainer": "tools.trainer", "audit": "tools.audit", "compare": "tools.audit", "evaluate": "evaluation.evaluate",
-    "export": "tools.export", "load_config": "config", "load_eval_config": "config",
-}  # fmt: skip
+    "Config": "config",
+    "EvalConfig": "config",
+    "InputError": "errors",
+    "RunError": "errors",
+    "Trainer": "tools.trainer",
+    "audit": "tools.audit",
+    "compare": "tools.audit",
+    "evaluate": "evaluation.evaluate",
+    "export": "tools.export",
+    "load_config": "config",
+    "load_eval_config": "config",
+}
+__all__ = list(_MODULES)
 
 
-class _Package(ModuleType):
-    """Imports a name when it is asked for: a sandbox, for one, needs no torch."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in __all__:
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(f"{self.__name__}.{_MODULES[name]}"), name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # The first import of the command `stapo_lite.audit` would put its module in the function's place.
-        if not (isinstance(value, ModuleType) and name in __all__):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
+def __getattr__(name: str) -> Any:
+    """A public name, imported when it is asked for (PEP 562): a sandbox, for one, needs no torch."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,4 +1,4 @@
-"""One command line for everything: `stapo train configs/quickstart.yaml`, the same as `python -m stapo_lite.train ...`.
+"""One command line for everything: `stapo train configs/quickstart.yaml`, the same as `python -m stapo_lite train ...`.
 
 Commands import what is slow to import once their arguments are read.
 """
@@ -35,7 +35,7 @@ def train(parser: ArgumentParser, arguments: list[str]) -> None:
         if os.environ.get("RANK", "0") == "0":
             print(f"{to_yaml(config)}\n{batch_arithmetic(config, processes)}")
         return
-    if not launch("stapo_lite.train", processes, arguments):
+    if not launch(processes, ["train", *arguments]):
         _train(config, given.resume, given.force)
 
 
@@ -106,7 +106,7 @@ def evaluate(parser: ArgumentParser, arguments: list[str]) -> None:
     from stapo_lite.model.processes import count_processes, launch
 
     config = load_eval_config(given.config, given.overrides)
-    if launch("stapo_lite.evaluate", count_processes(given.processes), arguments):
+    if launch(count_processes(given.processes), ["evaluate", *arguments]):
         return
     from accelerate import PartialState
 
@@ -262,7 +262,3 @@ def main(command: str | None = None) -> None:
     function = COMMANDS[command]
     with one_line_errors():
         function(ArgumentParser(f"stapo {command}", description=function.__doc__), arguments)
-
-
-if __name__ == "__main__":
-    main()

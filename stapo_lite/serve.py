@@ -14,7 +14,6 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from stapo_lite.cli import main
 from stapo_lite.config import Config
 from stapo_lite.rollout import resolve_engine
 from stapo_lite.rollout.vllm_options import check_vllm, engine_arguments
@@ -75,7 +74,3 @@ def serve(config: Config, host: str, port: int) -> None:
     print(f"serving {flags[1]}: rollout.engine=server rollout.servers=[http://{name}:{port}]", flush=True)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags]
     os.execve(sys.executable, command, environment | os.environ | {"VLLM_API_KEY": api_key()})
-
-
-if __name__ == "__main__":
-    main("serve")

@@ -1,7 +1,4 @@
-"""stapo train configs/quickstart.yaml [key.sub=value ...] [--processes N] [--dry-run] [--resume [--force]]
-
-The same as `accelerate launch -m stapo_lite.train ...`, which is needed for several machines or a sharded base only.
-"""
+"""The door for `accelerate launch -m stapo_lite.train CONFIG ...`; else `stapo train CONFIG ...` does the same."""
 
 from stapo_lite.cli import main
 

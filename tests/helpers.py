@@ -207,7 +207,7 @@ def same_metrics(metrics, others):
 def in_two_processes(config, folder, *options, accelerate=(), status=0):
     """Launch a training by `stapo train`, or by accelerate with options of its own; the tests' modules are found in
     `folder`. Gives what it prints."""
-    launch = [sys.executable, "-m", "stapo_lite.cli", "train", "--processes", "2"]
+    launch = [sys.executable, "-m", "stapo_lite", "train", "--processes", "2"]
     if accelerate:
         launch = [str(Path(sys.executable).with_name("accelerate")), "launch", *accelerate, "--num_processes", "2"]
         launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]

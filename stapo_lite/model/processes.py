@@ -33,9 +33,10 @@ def count_processes(wanted: int | None) -> int:
     return wanted or 1
 
 
-def launch(module: str, processes: int, arguments: Sequence[str]) -> bool:
-    """Run a module in several processes of this machine and wait for them. It takes torch's launcher, the one that
-    accelerate uses, without accelerate's configuration.
+def launch(processes: int, command: Sequence[str]) -> bool:
+    """Run a command of `stapo` in several processes of this machine and wait for them.
+
+    It takes torch's launcher, the one that accelerate uses, without accelerate's configuration.
 
     Returns:
         False where there is nothing to launch: one process is enough, or this is one of them.
@@ -52,7 +53,7 @@ def launch(module: str, processes: int, arguments: Sequence[str]) -> bool:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what failed has said why
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // processes)))
     try:
-        run.main(["--standalone", "--nproc-per-node", str(processes), "-m", module, *arguments])
+        run.main(["--standalone", "--nproc-per-node", str(processes), "-m", "stapo_lite", *command])
     except ChildFailedError as error:
         status = error.get_first_failure()[1].exitcode
         raise SystemExit(status if status > 0 else 128 - status) from None

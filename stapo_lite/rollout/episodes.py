@@ -11,9 +11,9 @@ import inspect
 import pkgutil
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from stapo_lite.errors import InputError, RunError, explained
 from stapo_lite.rollout import Decoding, RolloutEngine, Sampling, progress_bar
@@ -142,6 +142,88 @@ def check_argument(function: RolloutFunction, where: str) -> None:
         inspect.signature(function).bind(None)
 
 
+class Question(NamedTuple):
+    """A turn that is asked for."""
+
+    prompt: Prompt
+    seed: int
+    decoding: Decoding
+
+
+class Meeting:
+    """The place where the coroutines, in the thread of their event loop, meet the thread that owns the engine.
+
+    Attributes:
+        episodes: one for each coroutine.
+        ended: how many coroutines are done.
+    """
+
+    def __init__(self, function: RolloutFunction):
+        self.episodes: list[Episode] = []
+        self.ended = 0
+        self._function = function
+        self._changed = threading.Condition()
+        self._asked: dict[asyncio.Future, Question] = {}
+        self._task: asyncio.Task | None = None
+
+    async def ask(self, *question: Any) -> Completion:
+        """Wait for a turn of the model's; called by the coroutines."""
+        answer = asyncio.get_running_loop().create_future()
+        with self._changed:
+            self._asked[answer] = Question(*question)
+            self._changed.notify()
+        try:
+            return await answer
+        finally:  # the coroutine may have stopped waiting (asyncio.timeout)
+            with self._changed:
+                self._asked.pop(answer, None)
+
+    async def run(self) -> None:
+        """Run all coroutines."""
+        self._task = asyncio.current_task()
+        self.notify()
+        await asyncio.gather(*map(self._play, self.episodes))
+
+    async def _play(self, episode: Episode) -> None:
+        await self._function(episode)
+        if episode.busy:
+            raise RunError("rollout.function: an episode ended before it had its turn: await generate()")
+        episode.busy = True  # what it began and forgot may ask no more: the others would wait
+        with self._changed:
+            self.ended += 1
+            self._changed.notify()
+
+    def notify(self, *_: Any) -> None:
+        """Let the engine's thread look again."""
+        with self._changed:
+            self._changed.notify()
+
+    def next_round(self, running: Future) -> dict[asyncio.Future, Question]:
+        """Wait until a round may begin; returns what was asked, or nothing if all is done.
+
+        Args:
+            running: done when the event loop has ended.
+        """
+        with self._changed:
+            while not running.done():
+                if self._asked and len(self._asked) + self.ended == len(self.episodes):
+                    break
+                changed = self._changed.wait(QUIET if self._asked else None)
+                if self._asked and not changed:
+                    break
+            questions = dict(self._asked)
+            self._asked.clear()
+            return questions
+
+    def cancel(self, running: Future) -> None:
+        """End all coroutines, once they have begun."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._task or running.done())
+        if self._task is not None:
+            with suppress(RuntimeError):  # the loop has ended with the last coroutine
+                self._task.get_loop().call_soon_threadsafe(self._task.cancel)
+
+
 def play(
     engine: RolloutEngine,
     sampling: Sampling,
@@ -156,75 +238,37 @@ def play(
         RunError: an episode is empty, or asks for a turn and does not await it.
         Exception: what a coroutine raised.
     """
-    turn = threading.Condition()
-    asked: dict[asyncio.Future, tuple[Prompt, int, Decoding]] = {}
-    ended: list[Episode] = []
-    tasks: list[asyncio.Task] = []  # the one that runs all coroutines, once it does
-
-    async def ask(*question: Any) -> Completion:
-        answer = asyncio.get_running_loop().create_future()
-        with turn:
-            asked[answer] = question
-            turn.notify()
-        try:
-            return await answer
-        finally:  # the coroutine may have stopped waiting (asyncio.timeout)
-            with turn:
-                asked.pop(answer, None)
-
-    async def start(episode: Episode) -> None:
-        await function(episode)
-        if episode.busy:
-            raise RunError("rollout.function: an episode ended before it had its turn: await generate()")
-        episode.busy = True  # what it began and forgot may ask no more: the others would wait
-        with turn:
-            ended.append(episode)
-            turn.notify()
-
-    async def start_all() -> None:
-        with turn:
-            tasks.append(asyncio.current_task())  # type: ignore[arg-type]
-            turn.notify()
-        await asyncio.gather(*map(start, episodes))
-
-    def notice_end(_: Any) -> None:
-        with turn:
-            turn.notify()
-
-    size = sampling.num_generations
-    episodes = [
-        Episode(prompt, derived_seed(seed, g), sampling, tokenizer, ask)
-        for prompt, seed in zip(prompts, seeds, strict=True)
-        for g in range(size)
-    ]
+    size, meeting = sampling.num_generations, Meeting(function)
+    for prompt, seed in zip(prompts, seeds, strict=True):
+        for g in range(size):
+            meeting.episodes.append(Episode(prompt, derived_seed(seed, g), sampling, tokenizer, meeting.ask))
     with (
         ThreadPoolExecutor(1, thread_name_prefix="episodes") as thread,
-        progress_bar("rollout", "episode", len(episodes)) as bar,
+        progress_bar("rollout", "episode", len(meeting.episodes)) as bar,
     ):
-        running = thread.submit(lambda: asyncio.run(start_all()))
-        running.add_done_callback(notice_end)
+        running = thread.submit(lambda: asyncio.run(meeting.run()))
+        running.add_done_callback(meeting.notify)
         try:
             while not running.done():
-                with turn:
-                    while not (running.done() or (asked and len(asked) + len(ended) == len(episodes))):
-                        changed = turn.wait(QUIET if asked else None)
-                        if asked and not changed:
-                            break
-                    answers, questions = list(asked), list(asked.values())
-                    asked.clear()
-                    bar.update(len(ended) - bar.n)
-                turns, turn_seeds, decodings = zip(*questions, strict=True) if questions else ((), (), ())
-                for index, completion in engine.stream(turns, turn_seeds, decodings):
-                    with suppress(RuntimeError):  # the loop has ended
-                        answers[index].get_loop().call_soon_threadsafe(_give, answers[index], completion)
+                questions = meeting.next_round(running)
+                bar.update(meeting.ended - bar.n)
+                sample_round(engine, questions)
             running.result()
         except BaseException:  # a coroutine's, the engine's, or Ctrl-C
-            with turn, suppress(RuntimeError, IndexError):  # the loop has ended with the last coroutine
-                turn.wait_for(lambda: tasks or running.done())
-                tasks[0].get_loop().call_soon_threadsafe(tasks[0].cancel)
+            meeting.cancel(running)
             raise
-    completions = [episode.completion() for episode in episodes]
+    completions = [episode.completion() for episode in meeting.episodes]
     return [completions[i : i + size] for i in range(0, len(completions), size)]
+
+
+def sample_round(engine: RolloutEngine, questions: dict[asyncio.Future, Question]) -> None:
+    """Sample the turns that were asked for, and hand each over when it is finished."""
+    if not questions:
+        return
+    answers = list(questions)
+    for index, completion in engine.stream(*zip(*questions.values(), strict=True)):
+        with suppress(RuntimeError):  # the loop has ended
+            answers[index].get_loop().call_soon_threadsafe(_give, answers[index], completion)
 
 
 def _give(answer: asyncio.Future, completion: Completion) -> None:

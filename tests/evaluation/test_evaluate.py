@@ -276,7 +276,7 @@ def test_vllm_with_an_adapter_goes_on_where_it_was(config, adapter, tmp_path):
     rollout["vllm"] = {"kv_cache_memory_bytes": 1 << 27}
     whole, cut_off = tmp_path / "whole", tmp_path / "cut"
     path = config(adapter=str(adapter), output_dir=str(whole), rollout=rollout, limit=1)
-    arguments = [sys.executable, "-m", "stapo_lite.evaluate", str(path)]
+    arguments = [sys.executable, "-m", "stapo_lite", "evaluate", str(path)]
     subprocess.run(arguments, check=True, capture_output=True)
     shutil.copytree(whole, cut_off)
     write_lines(cut_off / "samples-0.jsonl", read_lines(cut_off / "samples-0.jsonl")[:10])
@@ -291,7 +291,7 @@ def test_two_processes_share_the_samples(config, finished, tmp_path, left):
     """Also where fewer samples are left than there are processes."""
     path = tmp_path / "eval" / "samples-0.jsonl"
     write_lines(path, read_lines(path)[left:])
-    launcher = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "stapo_lite.evaluate")
+    launcher = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "stapo_lite", "evaluate")
     one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "-m", *launcher, str(config())], check=True, capture_output=True, env=one_thread)
     assert drawn(tmp_path / "eval") == drawn(finished[0] / "eval")

@@ -155,7 +155,9 @@ def test_a_run_that_shares_the_card(small_model, tmp_path, changes):
     tree["train"]["park_trainer"] = importlib.util.find_spec("vllm") is not None  # transformers samples from it
     path = tmp_path / "config.yaml"
     path.write_text(json.dumps(tree | changes), encoding="utf-8")
-    subprocess.run([sys.executable, "-m", "stapo_lite.train", str(path), "--processes", "1"], check=True, timeout=900)
+    subprocess.run(
+        [sys.executable, "-m", "stapo_lite", "train", str(path), "--processes", "1"], check=True, timeout=900
+    )
     metrics = read_metrics(tmp_path / "run")
     assert [m["updates"] for m in metrics] == [1, 1, 1]
     assert all(m["kl"] is not None for m in metrics)

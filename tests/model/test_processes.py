@@ -27,7 +27,7 @@ def test_one_for_each_card_or_as_many_as_are_wanted(monkeypatch, tmp_path, drive
 def test_those_that_were_launched_count(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert processes.count_processes(None) == processes.count_processes(4) == 4
-    assert not processes.launch("stapo_lite.train", 4, [])
+    assert not processes.launch(4, ["train"])
     with pytest.raises(InputError, match="--processes=2: 4 were launched"):
         processes.count_processes(2)
 

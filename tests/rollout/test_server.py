@@ -50,7 +50,7 @@ def serving(model, folder):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "stapo_lite.serve", str(path), "--port", str(port)]
+    command = [sys.executable, "-m", "stapo_lite", "serve", str(path), "--port", str(port)]
     with (folder / "server.log").open("w") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
     try:

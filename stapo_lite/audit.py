@@ -1,6 +1,0 @@
-"""stapo audit runs/x [--out DIR]; stapo audit compare runs/a runs/b ... [--out DIR]"""
-
-from stapo_lite.cli import main
-
-if __name__ == "__main__":
-    main("audit")
