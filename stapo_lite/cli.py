@@ -209,15 +209,16 @@ def contamination(parser: ArgumentParser, arguments: list[str]) -> None:
 
 def quickstart(parser: ArgumentParser, arguments: list[str]) -> None:
     """Fetch a small model, train it to write a sentence with a given word, and make a page about its tokens."""
+    parser.add_argument("--resume", action="store_true", help="continue one that was interrupted")
     _overrides(parser)
-    given = parser.parse_args(arguments)
+    given = parser.parse_intermixed_args(arguments)
     from stapo_lite.config import load_config
     from stapo_lite.tools.audit import audit
     from stapo_lite.tools.quickstart import fetch_model
 
     config = load_config("configs/quickstart.yaml", given.overrides)
     print(f"model: {fetch_model()}")
-    _train(config)
+    _train(config, given.resume)
     print(f"page about its tokens: {audit(config.output_dir)}")
 
 

@@ -1,7 +1,6 @@
 """JSON lines, and files that are replaced as a whole."""
 
 import json
-import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -10,9 +9,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from stapo_lite.errors import InputError, explained
+from stapo_lite.errors import InputError, RunError, explained
 
-logger = logging.getLogger(__name__)
 SURROGATES = "backslashreplace"
 """Half of a surrogate pair, which UTF-8 cannot hold, is written as JSON's escape (`\\ud800`)."""
 
@@ -137,52 +135,18 @@ def write_lines(path: Path, lines: Iterable[dict[str, Any]], default: Callable[[
     write_text(path, "".join(_dump(line, default) for line in lines))
 
 
-class Journal:
-    """A JSON lines file that is added to. Lines that cannot be written (a full disk) wait for the next ones."""
+def append_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
+    """Append to a JSON lines file.
 
-    def __init__(self, path: Path):
-        self.path = path
-        self._waiting: list[dict[str, Any]] = []
-
-    def add(self, lines: Iterable[dict[str, Any]]) -> None:
-        """Append lines; a warning where they begin to wait."""
-        waits = bool(self._waiting)
-        self._waiting += lines
-        try:
-            self.flush()
-        except OSError as error:
-            if not waits:
-                logger.warning("%s: cannot be written, its lines are kept (%s)", self.path, error.strerror)
-
-    def flush(self) -> None:
-        """Write what waits.
-
-        Raises:
-            OSError: it still cannot be; the file is as it was.
-        """
-        waiting = self._waiting
-        if not waiting:
-            return
-        size = self.path.stat().st_size if self.path.exists() else 0
-        try:
-            with self.path.open("a", encoding="utf-8", errors=SURROGATES) as file:
-                file.writelines(map(_dump, waiting))
-            self._waiting = []
-        except BaseException:  # Ctrl-C, too: what was written and still waits would be written twice
-            if self.path.exists():
-                os.truncate(self.path, size)
-            self._waiting = waiting
-            raise
-
-    def sync(self) -> None:
-        """Write all lines, those that wait included, and sync the file to the disk.
-
-        Raises:
-            OSError: they cannot be written.
-        """
-        self.flush()
-        if self.path.exists():
-            sync(self.path)
+    Raises:
+        RunError: it cannot be written.
+    """
+    fix = "; make room, and go on with the same command (stapo train: with --resume)"
+    with (
+        explained(f"{path}: cannot be written", OSError, fix=fix, kind=RunError),
+        path.open("a", encoding="utf-8", errors=SURROGATES) as file,
+    ):
+        file.writelines(map(_dump, lines))
 
 
 def _dump(line: dict[str, Any], default: Callable[[Any], Any] | None = None) -> str:

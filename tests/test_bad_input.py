@@ -1,6 +1,5 @@
 """Malformed configs, data sets, models and checkpoints: one line, status 2, nothing overwritten. And fuzzing."""
 
-import hashlib
 import json
 import shutil
 from functools import cache, partial
@@ -19,7 +18,6 @@ from stapo_lite.data.prompts import Prompts
 from stapo_lite.errors import InputError
 from stapo_lite.files import read_jsonl
 from stapo_lite.rewards.answers import final_answer
-from stapo_lite.training.checkpoint import CHECKSUMS_FILE
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -222,13 +220,11 @@ CHECKPOINTS = {
 
 
 @pytest.mark.parametrize("case", CHECKPOINTS)
-def test_malformed_checkpoints_whose_checksums_are_right(refused, finished, tmp_path, case):
+def test_malformed_checkpoints(refused, finished, tmp_path, case):
     change, message = CHECKPOINTS[case]
     shutil.copytree(finished / "run", tmp_path / "run")
     checkpoint = tmp_path / "run/checkpoint-1"
     change(checkpoint)
-    sums = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in checkpoint.iterdir()}
-    edit(CHECKSUMS_FILE, lambda old: old.update({name: sums[name] for name in old}))(checkpoint)
     arguments = (f"output_dir={tmp_path / 'run'}", "train.max_steps=2", "--resume")
     assert message in refused(finished / "config.yaml", *arguments)
 

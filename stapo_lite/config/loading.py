@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from stapo_lite.config.presets import EVAL_PRESETS, PRESETS, Presets, fill, lookup
 from stapo_lite.config.schema import Config, EvalConfig, Section
 from stapo_lite.config.trl import TRL_NAMES
 from stapo_lite.errors import InputError, explained
@@ -30,20 +29,19 @@ def load_config(source: str | Path | dict[str, Any], overrides: list[str] | None
         InputError: the file is missing or not a mapping; a key is unknown (with the nearest match);
             a value has the wrong type or range; the batch sizes do not fit together.
     """
-    return _load(Config, PRESETS, source, overrides)
+    return _load(Config, source, overrides)
 
 
 def load_eval_config(source: str | Path | dict[str, Any], overrides: list[str] | None = None) -> EvalConfig:
     """Read an evaluation's config; arguments and errors as in `load_config`."""
-    return _load(EvalConfig, EVAL_PRESETS, source, overrides)
+    return _load(EvalConfig, source, overrides)
 
 
-def _load(schema: type[S], presets: Presets, source: str | Path | dict, overrides: list[str] | None) -> S:
+def _load(schema: type[S], source: str | Path | dict, overrides: list[str] | None) -> S:
     if isinstance(source, dict):
         path, tree = "config", copy.deepcopy(source)
     else:
         path, tree = str(source), _read_yaml(Path(source))
-    _drop_what_presets_set(schema, tree, presets)
     for override in overrides or []:
         _apply_override(tree, override)
     try:
@@ -77,9 +75,13 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return tree
 
 
-def to_yaml(config: Section) -> str:
-    """The resolved config as YAML that `load_config` reads back."""
-    return yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
+def to_yaml(config: Section, given: bool = False) -> str:
+    """A config as YAML that `load_config` reads back.
+
+    Args:
+        given: only the keys that were given, not those that presets and defaults set.
+    """
+    return yaml.safe_dump(config.model_dump(exclude_unset=given), sort_keys=False, allow_unicode=True)
 
 
 def _apply_override(tree: dict, override: str) -> None:
@@ -97,23 +99,6 @@ def _apply_override(tree: dict, override: str) -> None:
         if not isinstance(node, dict):
             raise InputError(f"override {override!r}: {parent} is a value, not a section")
     node[last] = value
-
-
-def _drop_what_presets_set(schema: type[Section], tree: dict, presets: Presets) -> None:
-    """Take out the fields that only repeat the file's own presets, so that an override of a preset can set them: the
-    config of a run folder spells them all out."""
-    own = {name: tree.get(name) for name, field in schema.model_fields.items() if field.is_required()}
-    for key in presets:
-        if (name := lookup(tree, key)) is not None:
-            fill(own, key, name)
-    try:
-        own = schema.model_validate(own).model_dump()
-    except ValidationError:  # the file's own validation will say
-        return
-    for key in {key for table in presets.values() for fields in table.values() for key in fields}:
-        parents, _, last = key.rpartition(".")
-        if lookup(tree, key) == lookup(own, key):
-            del lookup(tree, parents)[last]
 
 
 def _explain(schema: type[BaseModel], error: Any) -> str:

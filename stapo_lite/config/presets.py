@@ -41,14 +41,16 @@ EVAL_PRESETS: Presets = {
 """The two decodings of the paper's tables."""
 
 
-def fill_presets(tree: Any, presets: Presets) -> Any:
-    """A copy of the tree, with its presets' values for the fields that it leaves open."""
-    resolved = copy.deepcopy(tree)
+def fill_presets(tree: Any, presets: Presets) -> tuple[Any, list[str]]:
+    """A copy of the tree, with its presets' values for the fields that it leaves open; and the keys of these fields."""
+    resolved, filled = copy.deepcopy(tree), []
     for key, table in presets.items():
         name = lookup(resolved, key)
         for path, value in (table.get(name, {}) if isinstance(name, str) else {}).items():
-            fill(resolved, path, value)
-    return resolved
+            if lookup(resolved, path) is None:
+                fill(resolved, path, value)
+                filled.append(path)
+    return resolved, filled
 
 
 def lookup(tree: Any, key: str) -> Any:

@@ -4,10 +4,10 @@ Every field carries its own docstring; `docs/config.md` is generated from them (
 where they have one.
 """
 
+import itertools
 import os
-from collections.abc import Iterator
-from functools import partial
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -21,7 +21,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from stapo_lite.config.presets import EVAL_PRESETS, PRESETS, fill_presets
+from stapo_lite.config.presets import EVAL_PRESETS, PRESETS, Presets, fill_presets
 
 Symptom = Literal[
     "entropy_collapse", "entropy_explosion", "no_signal", "reward_stuck", "silenced_share", "sampler_gap", "ratio"
@@ -382,16 +382,35 @@ class Evaluation(Section):
     """Nucleus sampling: the smallest set of tokens with this probability."""
 
 
-class Config(Section):
+class Preset(Section):
+    """A section whose presets fill in fields that are left open. Those do not count as given (`model_fields_set`)."""
+
+    _presets: ClassVar[Presets] = {}
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _fill_what_is_left_open(cls, tree: Any, validate: Callable[[Any], Self]) -> Self:
+        resolved, filled = fill_presets(tree, cls._presets)
+        config = validate(resolved)
+        for path in filled:
+            names = path.split(".")
+            sections = itertools.accumulate(names[:-1], getattr, initial=config)
+            for section, name in reversed(list(zip(sections, names, strict=True))):
+                section.model_fields_set.discard(name)
+                if section.model_fields_set:
+                    break
+        return config
+
+
+class Config(Preset):
     """A whole run."""
 
     algorithm: Literal["stapo", "grpo", "dr-grpo", "dapo", "justrl", "20-entropy"] = "stapo"
-    """Sets fields of `objective`, `rollout` and `reward`; a field that you give stays as given. If you override the
-    algorithm on the command line, keys of the file that only repeat the old one's values follow the new one."""
+    """Sets fields of `objective`, `rollout` and `reward`; a field that you give stays as given."""
     model: UserPath
     """Base model: a folder, or a name on the Hub."""
     output_dir: UserPath
-    """Run folder: resolved config, metrics, checkpoints, adapter."""
+    """Run folder: config, metrics, checkpoints, adapter."""
     dtype: Dtype = "auto"
     """Data type of the base weights and of the forward pass. `auto`: bfloat16 where the card or the CPU computes in it,
     else float16 on a card (T4, RTX 20) and float32 on a CPU."""
@@ -414,7 +433,7 @@ class Config(Section):
     evaluation: Evaluation = Evaluation()
     log: Log = Log()
 
-    _presets_fill_what_is_left_open = model_validator(mode="before")(partial(fill_presets, presets=PRESETS))
+    _presets: ClassVar[Presets] = PRESETS
 
     @property
     def max_sequence_length(self) -> int:
@@ -488,7 +507,7 @@ class Verifier(Section):
     """Answers judged at the same time."""
 
 
-class EvalConfig(Section):
+class EvalConfig(Preset):
     """An evaluation: `stapo evaluate`."""
 
     model: UserPath
@@ -513,4 +532,4 @@ class EvalConfig(Section):
     rollout: EvalEngine = EvalEngine()
     verifier: Verifier = Verifier()
 
-    _decoding_fills_what_is_left_open = model_validator(mode="before")(partial(fill_presets, presets=EVAL_PRESETS))
+    _presets: ClassVar[Presets] = EVAL_PRESETS

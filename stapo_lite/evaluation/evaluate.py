@@ -19,12 +19,12 @@ from tqdm.auto import tqdm
 
 from stapo_lite.config import EvalConfig, Lora, flatten, to_yaml
 from stapo_lite.data.prompts import stop_token_ids
-from stapo_lite.errors import InputError, RunError, explained
+from stapo_lite.errors import InputError, explained
 from stapo_lite.evaluation.exam import Task, draw, judge, make_tasks, sample_key, summarise
 from stapo_lite.evaluation.results import pass_table, results_table
 from stapo_lite.evaluation.scores import Sample
 from stapo_lite.evaluation.verifier import Verifier
-from stapo_lite.files import Journal, lock, read_lines, read_object, refuse_strangers, write_lines, write_text
+from stapo_lite.files import append_lines, lock, read_lines, read_object, refuse_strangers, write_lines, write_text
 from stapo_lite.model.loading import (
     adapter_digest,
     load_adapter,
@@ -87,7 +87,7 @@ def evaluate(config: EvalConfig) -> dict[str, Any] | None:
         if state.is_main_process:
             with explained(f"output_dir={folder}: cannot be written", OSError):
                 write_text(folder / SETTINGS_FILE, json.dumps(settings, indent=1))
-                write_text(folder / "config.yaml", to_yaml(config))
+                write_text(folder / "config.yaml", to_yaml(config, given=True))
         done = read_samples(folder)
         left = [task for task in tasks if task.key not in done]
         state.wait_for_everyone()  # before anyone appends
@@ -136,16 +136,13 @@ def draw_missing(
     (folder / "results.json").unlink(missing_ok=True)  # of fewer samples
     path = folder / f"samples-{state.process_index}.jsonl"
     write_lines(path, read_lines(path))  # without a line that was cut off
-    samples = Journal(path)
     r, quiet = config.rollout, None if state.is_main_process else True
     decoding = Decoding(r.max_completion_length, r.temperature, r.top_p)
     mine, begun = tasks[state.process_index :: state.num_processes], total - len(tasks)
     with tqdm(total=total, initial=begun, desc="sample", unit="sample", disable=quiet, smoothing=0) as bar:
         for line in draw(engine, mine, decoding, config.seed, tokenizer):
-            samples.add([line])
+            append_lines(path, [line])
             bar.update(state.num_processes)
-    with explained(f"{path}: cannot be written", OSError, fix="; make room and start again", kind=RunError):
-        samples.flush()
 
 
 def sample_settings(config: EvalConfig, engine: str) -> dict[str, Any]:
@@ -158,7 +155,8 @@ def sample_settings(config: EvalConfig, engine: str) -> dict[str, Any]:
     settings["rollout.engine"] = engine
     if config.adapter:
         settings["adapter (its files)"] = adapter_digest(Path(config.adapter))
-    settings["model (its files)"] = model_digest(config.model)
+    if digest := model_digest(config.model):
+        settings["model (its files)"] = digest
     return settings
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from huggingface_hub import try_to_load_from_cache
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -222,6 +222,11 @@ def read_adapter(folder: Path) -> dict[str, Any]:
         raise InputError(f"adapter={folder}: its target_modules must be a list of layer names, got {modules}")
     if not isinstance(adapter.get("r"), int) or not 1 <= adapter["r"] <= 512:
         raise InputError(f"adapter={folder}: its rank must be at most 512, got {adapter.get('r')!r}")
+    if (weights := folder / "adapter_model.safetensors").exists():
+        with explained(f"{weights}: cannot be read", OSError, SafetensorError), safe_open(weights, "pt") as file:
+            other = [name for name in file.keys() if ".lora_A." not in name and ".lora_B." not in name]  # noqa: SIM118
+        if other:  # such as a resized embedding, which PEFT would put into the base
+            raise InputError(f"adapter={folder}: not a plain LoRA adapter (it holds {other[0]})")
     return adapter
 
 
@@ -237,21 +242,19 @@ def adapter_digest(folder: Path) -> str:
 
 
 def model_digest(model: str) -> str | None:
-    """A digest of a model's folder: names, sizes, and some of what is in each file of weights, which may be large. Of a
-    model on the Hub its commit; None if it is not in the cache."""
-    folder = Path(model)
-    if not folder.is_dir():
-        cached = try_to_load_from_cache(model, "config.json")
-        return Path(cached).parent.name if isinstance(cached, str) else None
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for path in sorted(folder.glob("*.safetensors")):
+    """A digest of a model's folder: names and sizes of config and weights, and some of what is in each file, which may
+    be large. None if there is no such folder, as for a name on the Hub."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(model).glob("*")):
+        if path.suffix not in (".safetensors", ".bin") and path.name != "config.json":
+            continue
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:
             for place in range(0, size, max(1, size // 64)):
                 file.seek(place)
                 digest.update(file.read(4096))
-    return digest.hexdigest()
+    return digest.hexdigest() if Path(model).is_dir() else None
 
 
 def load_adapter(model: Any, folder: Path) -> None:

@@ -3,9 +3,9 @@
 import asyncio
 import inspect
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 LARGEST = 1e30
 """Bound of a reward, with room below fp32's largest number (3e38): losses and gradients are computed in fp32."""
 MAX_FAILURES = 3
-"""Batches in a row that a user's function fails to judge, each tried twice, which end the run."""
+"""Batches in a row that a user's function fails to judge, which end the run."""
 
 
 class RewardModel:
@@ -151,7 +151,7 @@ class OwnFunction:
 
     def __init__(self, name: str, function: Callable):
         self._name, self._function, self._loop = name, function, asyncio.new_event_loop()
-        self._loops_thread = ThreadPoolExecutor(1, thread_name_prefix="rewards-loop")
+        threading.Thread(target=self._loop.run_forever, name=f"rewards-{name}", daemon=True).start()
         asynchronous = map(inspect.iscoroutinefunction, (function, type(function).__call__))
         self.in_this_thread = not any(asynchronous)
 
@@ -163,25 +163,31 @@ class OwnFunction:
         """
         values = self._function(**reward_arguments(completions, trainer_state))
         if inspect.iscoroutine(values):
-            values = self._loops_thread.submit(self._loop.run_until_complete, values).result()
+            values = asyncio.run_coroutine_threadsafe(values, self._loop).result()
         try:
             return judgements(self._name, as_json(values), len(completions))
         except SandboxError as error:
             raise RunError(f"reward_funcs: {self._name} {error}; mend it, then resume=True") from None
 
     def close(self) -> None:
-        with suppress(RuntimeError):  # the loop still runs: what interrupted the run will end it
-            self._loop.close()
-        self._loops_thread.shutdown(wait=False, cancel_futures=True)
+        """Cancel a coroutine under way, and stop its loop."""
+
+        async def end() -> None:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._loop.call_soon(self._loop.stop)
+
+        asyncio.run_coroutine_threadsafe(end(), self._loop)
 
 
 class UserFunction:
     """The user's reward function at `package.module:function`, called as TRL calls it (`reward_arguments`), in a
     process of its own; it may be a coroutine function.
 
-    It returns a list of numbers, or None for a completion that it does not judge. Where it raises, hangs, takes too
-    much memory, or returns anything else, it is called once more, in a new process if need be. Where that fails, too,
-    it judges none of these completions.
+    It returns a list of numbers, or None for a completion that it does not judge. If it raises, hangs, takes too much
+    memory, or returns anything else, it judges none of these completions.
 
     Args:
         timeout: seconds of one call, and of the module's import.
@@ -214,21 +220,20 @@ class UserFunction:
             RunError: it failed too often in a row.
         """
         arguments = reward_arguments(completions, trainer_state)
-        for _ in range(2):
-            try:
-                values = judgements(self._path, self.sandbox.call(arguments, seed), len(completions))
-                self._failures = 0
-                return values
-            except SandboxError as error:
-                problem = error
-                if self._closed:
-                    raise RunError(f"reward.functions={self._path}: interrupted") from None
-                logger.warning("reward.functions=%s: %s", self._path, problem)
+        try:
+            values = judgements(self._path, self.sandbox.call(arguments, seed), len(completions))
+            self._failures = 0
+            return values
+        except SandboxError as error:
+            problem = error
+        if self._closed:
+            raise RunError(f"reward.functions={self._path}: interrupted")
+        logger.warning("reward.functions=%s: %s; it judges none of these completions", self._path, problem)
         self._failures += 1
         if self._failures >= MAX_FAILURES:
             raise RunError(
                 f"reward.functions={self._path}: {problem}; it failed on {self._failures} batches in a row: "
-                "mend it, or raise reward.function_timeout, and continue with --resume"
+                "fix it, or raise reward.function_timeout, and continue with --resume"
             )
         return [None] * len(completions)
 

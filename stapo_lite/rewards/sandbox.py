@@ -5,9 +5,9 @@ trainer, only what the function asks for, so that replacing one is quick. Argume
 read by the process alone. What comes back is JSON: pickled values would make the parent import the user's or numpy's
 types, to read them.
 
-Arguments and values lie in a file in memory that both have open; only their sizes go through the connection. A message
-of a few bytes never blocks, and comes whole or not at all: even if the process has died and one that it started keeps
-the connection open.
+Arguments and values lie in a file in memory that both have open; only the number of the call goes through the
+connection. A message of a few bytes never blocks, and comes whole or not at all: even if the process has died and one
+that it started keeps the connection open.
 Libraries with limits for each task (pebble, loky) start workers by `multiprocessing`, which imports the trainer's main
 module, and with it torch, into each, and they leave behind what a function started.
 """
@@ -27,6 +27,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from io import FileIO
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -52,6 +53,7 @@ class Sandbox:
     def __init__(self, function: str, timeout: float, memory_bytes: int):
         self.function, self.timeout, self.memory_bytes = function, timeout, memory_bytes
         self._process: subprocess.Popen | None = None
+        self._number = 0
 
     def start(self) -> bool:
         """Start the process unless it runs; returns whether it was started.
@@ -62,10 +64,10 @@ class Sandbox:
         if self._process is not None:
             return False
         connection, theirs = Pipe()
-        self._mailbox = Mailbox(connection, os.memfd_create("stapo_lite"))
+        self._mailbox = Mailbox(connection, FileIO(os.memfd_create("stapo_lite"), "r+"))
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         with theirs:
-            ends = (theirs.fileno(), self._mailbox.memory)
+            ends = (theirs.fileno(), self._mailbox.memory.fileno())
             command = [sys.executable, "-m", "stapo_lite.rewards.sandbox", *map(str, ends)]
             try:  # in a group of its own, with what it starts
                 self._process = subprocess.Popen(
@@ -100,7 +102,8 @@ class Sandbox:
         assert self._process is not None
         deadline = time.monotonic() + timeout
         with suppress(OSError):  # it has ended, as the next lines find
-            self._mailbox.put(pickle.dumps(question))
+            self._number += 1
+            self._mailbox.put(self._number, pickle.dumps(question))
         try:
             while not self._mailbox.connection.poll(0.1):
                 if self._process.poll() is not None:  # what it started may hold the connection open
@@ -109,8 +112,11 @@ class Sandbox:
                     raise SandboxError(f"took longer than {timeout:g} s")
                 if used_bytes(self._process.pid, self.memory_bytes) > self.memory_bytes:
                     raise SandboxError(f"took more than {self.memory_bytes / 2**30:.3g} GiB")
-            value, problem = json.loads(self._mailbox.get())
-        except (EOFError, OSError):
+            number, answer = self._mailbox.get()
+            if number != self._number:
+                raise SandboxError("answered twice: a process that it forked returned from the function")
+            value, problem = json.loads(answer)
+        except (EOFError, OSError, ValueError):
             status = self._process.wait()
             self.close()
             raise SandboxError(f"ended its process with status {status}") from None
@@ -140,33 +146,33 @@ class Mailbox(NamedTuple):
     """One side of what two processes, in turns, give each other."""
 
     connection: Connection
-    """Carries the size of what lies in memory."""
-    memory: int
-    """Descriptor of a file in memory, the same one on both sides."""
+    """Carries the number of the call."""
+    memory: FileIO
+    """A file in memory, the same one on both sides, with the content."""
 
-    def put(self, content: bytes) -> None:
-        """Hand over."""
-        with open(self.memory, "wb", closefd=False) as file:
-            file.seek(0)
-            file.write(content)
-            file.truncate()
-        self.connection.send_bytes(str(len(content)).encode())
+    def put(self, number: int, content: bytes) -> None:
+        """Hand over what belongs to a call."""
+        self.memory.seek(0)
+        self.memory.truncate()
+        rest = memoryview(content)
+        while rest:
+            rest = rest[self.memory.write(rest) :]
+        self.connection.send_bytes(str(number).encode())
 
-    def get(self) -> bytes:
-        """Wait for what the other side hands over.
+    def get(self) -> tuple[int, bytes]:
+        """Wait for what the other side hands over: number of the call, and content.
 
         Raises:
             EOFError: it has closed its connection, or ended.
         """
-        size = int(self.connection.recv_bytes())
-        with open(self.memory, "rb", closefd=False) as file:
-            file.seek(0)
-            return file.read(size)
+        number = int(self.connection.recv_bytes())
+        self.memory.seek(0)
+        return number, self.memory.readall()
 
     def close(self) -> None:
         """Close this side."""
         self.connection.close()
-        os.close(self.memory)
+        self.memory.close()
 
 
 def used_bytes(pid: int, limit: int) -> int:
@@ -197,14 +203,16 @@ def serve(mailbox: Mailbox) -> None:
         EOFError: the parent has closed the connection, or ended.
     """
     try:
-        function = pkgutil.resolve_name(pickle.loads(mailbox.get()))
+        number, path = mailbox.get()
+        function = pkgutil.resolve_name(pickle.loads(path))
         problem = None if callable(function) else f"is a {type(function).__name__}, not a function"
     except Exception as error:  # the module is the user's
         problem = f"cannot be imported ({type(error).__name__}: {one_line(error)})"
-    mailbox.put(_answer(None, problem))
+    mailbox.put(number, _answer(None, problem))
     loop = asyncio.Runner()  # one for all calls: what a coroutine function holds belongs to its loop
     while problem is None:
-        arguments, seed, timeout = pickle.loads(mailbox.get())
+        number, question = mailbox.get()
+        arguments, seed, timeout = pickle.loads(question)
         signal.alarm(math.ceil(timeout) + 1)  # without a handler it ends even C code, and does so if the parent is gone
         random.seed(seed)
         if numpy := sys.modules.get("numpy"):
@@ -217,7 +225,7 @@ def serve(mailbox: Mailbox) -> None:
         except Exception as error:
             answer = _answer(None, f"raised {type(error).__name__}: {one_line(error)}{_place(error, function)}")
         signal.alarm(0)
-        mailbox.put(answer)
+        mailbox.put(number, answer)
 
 
 def _place(error: Exception, function: Callable) -> str:
@@ -250,4 +258,4 @@ if __name__ == "__main__":
     with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
         file.write("1000")  # where the machine's memory ends before the limit, the kernel takes this process first
     with suppress(EOFError, ConnectionError):  # the trainer has ended
-        serve(Mailbox(Connection(int(sys.argv[1])), int(sys.argv[2])))
+        serve(Mailbox(Connection(int(sys.argv[1])), FileIO(int(sys.argv[2]), "r+")))

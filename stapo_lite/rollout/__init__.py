@@ -18,10 +18,6 @@ from stapo_lite.types import Completion, Prompt
 if TYPE_CHECKING:  # slow to import, and `serve --help` needs none
     from accelerate import Accelerator
 
-MAX_RETRIES = 3
-"""Times that a vLLM which fails while it samples a batch is started anew, or that a request to a server is repeated,
-before the run ends."""
-
 
 @dataclass(frozen=True)
 class Sampling:

@@ -19,7 +19,7 @@ from stapo_lite.errors import InputError, RunError, explained
 from stapo_lite.rollout import Decoding, RolloutEngine, Sampling, progress_bar
 from stapo_lite.types import Completion, Prompt, derived_seed
 
-QUIET = 0.25
+QUIET = 1.0
 """Seconds without a change after which a round begins with those that wait for the model."""
 
 

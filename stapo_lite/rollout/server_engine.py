@@ -28,11 +28,13 @@ from filelock import FileLock
 
 from stapo_lite.config import Rollout
 from stapo_lite.errors import InputError, RunError, explained, one_line
-from stapo_lite.rollout import MAX_RETRIES, Decoding, Publisher, RolloutEngine, Sampling, progress_bar, write_adapter
+from stapo_lite.rollout import Decoding, Publisher, RolloutEngine, Sampling, progress_bar, write_adapter
 from stapo_lite.types import Completion, Prompt, derived_seed
 
 logger = logging.getLogger(__name__)
 
+MAX_RETRIES = 3
+"""Times that a request is repeated before the run ends."""
 START_TIMEOUT = 600.0
 """Seconds in which servers must come up, and load an adapter."""
 HEALTH_INTERVAL = 5.0

@@ -21,7 +21,7 @@ from accelerate.utils.memory import clear_device_cache
 
 from stapo_lite.config import Engine, Lora
 from stapo_lite.errors import InputError, RunError, explained, one_line, out_of_memory
-from stapo_lite.rollout import MAX_RETRIES, Decoding, Publisher, RolloutEngine, Sampling, progress_bar, write_adapter
+from stapo_lite.rollout import Decoding, Publisher, RolloutEngine, Sampling, progress_bar, write_adapter
 from stapo_lite.rollout.vllm_options import engine_arguments, prepare_vllm
 from stapo_lite.types import Completion, Prompt
 
@@ -74,8 +74,7 @@ class VLLMEngine(RolloutEngine):
         length = sampling.max_model_len
         with explained(f"rollout: vLLM cannot serve {model}"), self._uncompiled():
             arguments |= engine_arguments(model, dtype, length, options, lora, max_loras=1, on_cpu=on_cpu)
-            self._start = functools.partial(LLM, **arguments)
-            self._llm: Any = self._start()
+            self._llm: Any = LLM(**arguments)
         self._sampling = sampling
         fixed: dict[str, Any] = {"stop_token_ids": list(sampling.stop_token_ids), "detokenize": False}
         self._parameters = functools.partial(SamplingParams, output_kind=RequestOutputKind.FINAL_ONLY, **fixed)
@@ -129,42 +128,31 @@ class VLLMEngine(RolloutEngine):
             yield index, completions(prompts[index], output)[0]
 
     def _outputs(self, prompts: Sequence[Prompt], parameters: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-        """The index of a prompt and vLLM's output for it, as they finish. A vLLM that fails is started anew, with the
-        current adapter, for the prompts that are missing.
+        """The index of a prompt and vLLM's output for it, as they finish.
 
         Raises:
-            RunError: it failed too often, or refuses a request.
+            RunError: vLLM failed, or refuses a request.
         """
-        missing, failures = dict.fromkeys(range(len(prompts))), 0
-        while missing:
-            try:
-                if failures:
-                    self._shut_down()
-                    with self._uncompiled():
-                        self._llm = self._start()  # which reads the adapter with the first request for it
-                with explained(REFUSED, kind=RunError):
-                    for index in missing:
-                        request = {"prompt_token_ids": prompts[index].token_ids}
-                        self._engine.add_request(str(index), request, parameters[index], lora_request=self._request)
-                while self._engine.has_unfinished_requests():
-                    with self._uncompiled():
-                        outputs = self._engine.step()
-                    for output in outputs:
-                        if output.finished:
-                            index = int(output.request_id)
-                            del missing[index]
-                            yield index, output
-            except (GeneratorExit, RunError):  # the caller has seen enough, or must mend a request
-                self._engine.abort_request([str(index) for index in missing])
-                raise
-            except Exception as error:  # whatever ends vLLM
-                failures += 1
-                reason = f"vLLM failed while it sampled ({type(error).__name__}: {one_line(error)})"
-                if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # to start anew, it needs the other processes
-                    raise RunError(f"{reason}: continue with --resume") from error
-                if failures > MAX_RETRIES:
-                    raise RunError(f"{reason}, after {failures - 1} restarts") from error
-                logger.warning("%s: starting it anew for %d of %d prompts", reason, len(missing), len(prompts))
+        missing = dict.fromkeys(range(len(prompts)))
+        try:
+            with explained(REFUSED, kind=RunError):
+                for index in missing:
+                    request = {"prompt_token_ids": prompts[index].token_ids}
+                    self._engine.add_request(str(index), request, parameters[index], lora_request=self._request)
+            while self._engine.has_unfinished_requests():
+                with self._uncompiled():
+                    outputs = self._engine.step()
+                for output in outputs:
+                    if output.finished:
+                        index = int(output.request_id)
+                        del missing[index]
+                        yield index, output
+        except (GeneratorExit, RunError):  # the caller has seen enough, or must change a request
+            self._engine.abort_request([str(index) for index in missing])
+            raise
+        except Exception as error:  # whatever ends vLLM
+            reason = f"vLLM failed while it sampled ({type(error).__name__}: {one_line(error)})"
+            raise RunError(f"{reason}: go on with the same command (stapo train: with --resume)") from error
 
     @property
     def _engine(self) -> Any:

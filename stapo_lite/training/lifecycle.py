@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from stapo_lite import __version__
 from stapo_lite.config import Log
 from stapo_lite.errors import InputError, RunError, explained
-from stapo_lite.files import refuse_strangers
+from stapo_lite.files import read_object, refuse_strangers
 from stapo_lite.machine import cores
 from stapo_lite.model.processes import check_launch
 from stapo_lite.rollout.vllm_options import vllm_version
@@ -30,10 +30,10 @@ from stapo_lite.training.checkpoint import list_checkpoints
 from stapo_lite.training.tracking import ENVIRONMENT_FILE, LOGS, read_metrics
 
 RUN_FILES = (
-    "config.yaml", ENVIRONMENT_FILE, *LOGS, "logs", "checkpoint-*", ".checkpoint-*", "adapter", "best", ".best",
+    "config.yaml", ENVIRONMENT_FILE, *LOGS, "checkpoint-*", ".checkpoint-*", "adapter", "best", ".best",
     "reward.png",
 )  # fmt: skip
-"""Names that a run writes in its folder."""
+"""Names that a run writes in its folder, and nobody else may."""
 
 
 def make_accelerator(log: Log, folder: Path) -> Accelerator:
@@ -101,7 +101,7 @@ def check_no_run(folder: Path, resume: bool) -> None:
     Raises:
         InputError: the folder holds a run, or a file of a name that the run would write.
     """
-    if not (folder / ENVIRONMENT_FILE).exists():  # the file that a run writes first
+    if not holds_run(folder):
         refuse_strangers(folder, RUN_FILES)
         return
     ended = (folder / "adapter").exists()
@@ -109,6 +109,14 @@ def check_no_run(folder: Path, resume: bool) -> None:
         raise InputError(f"output_dir={folder} holds a run without a checkpoint to resume: choose another folder")
     if not resume and (ended or read_metrics(folder) or list_checkpoints(folder)):
         raise InputError(f"output_dir={folder} holds a run: continue it with --resume, or choose another folder")
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether the folder has the file that a run writes first."""
+    try:
+        return "stapo_lite" in read_object(folder / ENVIRONMENT_FILE)
+    except InputError:
+        return False
 
 
 def full_disk_is_a_run_error(folder: Path) -> AbstractContextManager:

@@ -173,7 +173,7 @@ def open_folder(config: Config, accelerator: Accelerator, environment: dict[str,
         log = RunLog(folder, config.train.max_steps, step, accelerator)
         if accelerator.is_main_process:
             write_text(folder / ENVIRONMENT_FILE, json.dumps(environment, indent=1))  # first: it marks a run's folder
-            write_text(folder / "config.yaml", to_yaml(config))
+            write_text(folder / "config.yaml", to_yaml(config, given=True))
             if step < config.train.max_steps:
                 shutil.rmtree(folder / "adapter", ignore_errors=True)  # of an earlier end of this run
             take_next_best(folder)

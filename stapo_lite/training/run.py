@@ -20,7 +20,7 @@ from stapo_lite.algorithm.s2t import next_tau_p
 from stapo_lite.config import Config, Train
 from stapo_lite.errors import InputError, one_line
 from stapo_lite.evaluation.exam import Exam, main_score
-from stapo_lite.files import read_object, write_text
+from stapo_lite.files import read_object, sync, write_text
 from stapo_lite.model.policy import Policy
 from stapo_lite.rewards.functions import RewardModel
 from stapo_lite.rollout import RolloutEngine
@@ -31,7 +31,7 @@ from stapo_lite.training.lifecycle import card_memory, full_disk_is_a_run_error
 from stapo_lite.training.metrics import count_rollouts, step_metrics
 from stapo_lite.training.push import HubMirror
 from stapo_lite.training.report import write_report
-from stapo_lite.training.tracking import RunLog
+from stapo_lite.training.tracking import LOGS, RunLog
 from stapo_lite.training.update import Learner, Update
 from stapo_lite.types import Completion, Prompt, derived_seed
 
@@ -40,7 +40,12 @@ logger = logging.getLogger(__name__)
 BEST, NEXT_BEST = "best", ".best"
 """Folders of the best adapter, and of one that is taking its place."""
 SCORE_FILE = "score.json"
-"""Metric, score and step of the adapter in them, and the settings of the evaluation."""
+"""Metric, score and step of the adapter in them, and the settings that the score depends on."""
+SCORED_BY: Any = {
+    "evaluation": True, "reward": True, "data": True, "rollout": {"function", "max_completion_length"},
+}  # fmt: skip
+UNSCORED: Any = {"evaluation": {"steps"}, "reward": {"function_timeout"}}
+"""Sections and keys of these settings, and those that are none."""
 
 
 Sampler = Callable[..., list[list[Completion]]]
@@ -221,9 +226,9 @@ class Run:
         Raises:
             OSError: they cannot be written.
         """
-        token_log = self.learner.token_log
-        for journal in self.log.journals + (token_log.journals if token_log is not None else []):
-            journal.sync()
+        for path in (self.folder / name for name in LOGS):
+            if path.exists():
+                sync(path)
 
     def save_checkpoint(self) -> None:
         """Write the last whole step's snapshot; a warning where it cannot be written."""
@@ -249,11 +254,11 @@ class Run:
         now = main_score(results, metric) if results and metric else None
         if now is None:
             return
-        settings = self.config.evaluation.model_dump(mode="json", exclude={"steps"})
-        score = {"metric": metric, "score": now, "step": self.progress.step, "evaluation": settings}
+        settings = self.config.model_dump(mode="json", include=SCORED_BY, exclude=UNSCORED)
+        score = {"metric": metric, "score": now, "step": self.progress.step, "settings": settings}
         try:
-            before = read_object(best / SCORE_FILE) if (best / SCORE_FILE).exists() else {}
-            if before.get("evaluation") == settings and before["score"] >= now:
+            before = read_object(best / SCORE_FILE) if best.exists() else {}
+            if before.get("settings") == settings and before["score"] >= now:
                 return
             self.policy.save_adapter(partial)
             write_text(partial / SCORE_FILE, json.dumps(score))

@@ -19,7 +19,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from stapo_lite.algorithm.microbatches import MiniBatch
-from stapo_lite.files import Journal
+from stapo_lite.files import append_lines
 from stapo_lite.model.policy import Policy
 from stapo_lite.training.tracking import QUADRANTS_FILE, TOKENS_FILE
 from stapo_lite.types import TokenStatistics
@@ -37,14 +37,10 @@ class TokenLog:
     Args:
         tokens_per_step: most candidates, and most points of the plane, that a step writes. Of more candidates a
             random share is written, the same for any number of processes.
-
-    Attributes:
-        journals: the files that it adds lines to.
     """
 
     def __init__(self, folder: Path, tokens_per_step: int, policy: Policy, tokenizer: Any, accelerator: Accelerator):
-        self.journals = [Journal(folder / name) for name in (TOKENS_FILE, QUADRANTS_FILE)]
-        self._tokens, self._quadrants = self.journals
+        self._folder = folder
         self._limit = tokens_per_step
         self._policy, self._tokenizer, self._accelerator = policy, tokenizer, accelerator
         self._begin_step()
@@ -144,7 +140,8 @@ class TokenLog:
         )
         counts, sums = self._accelerator.reduce(self._sums, "sum").tolist()
         if self._accelerator.is_main_process:
-            self._tokens.add({"step": step} | self._readable(line) for _, line in self._draw(candidates))
+            drawn = [{"step": step} | self._readable(line) for _, line in self._draw(candidates)]
+            append_lines(self._folder / TOKENS_FILE, drawn)
             line = {
                 "step": step,
                 "tau_p": tau_p,
@@ -153,7 +150,7 @@ class TokenLog:
                 "gradient_norm": [_short(s / n) if n else None for s, n in zip(sums, counts, strict=True)],
                 "points": [[_short(value) for value in point] for point in thin(points, self._limit)],
             }
-            self._quadrants.add([line])
+            append_lines(self._folder / QUADRANTS_FILE, [line])
         self._begin_step()
 
     def _draw(self, candidates: list[tuple[float, dict[str, Any]]]) -> list[tuple[float, dict[str, Any]]]:

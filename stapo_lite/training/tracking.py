@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 from stapo_lite.data.prompts import prompt_text
 from stapo_lite.errors import InputError, one_line
 from stapo_lite.evaluation.results import markdown, results_table
-from stapo_lite.files import Journal, read_lines, size_until, stream_lines
+from stapo_lite.files import append_lines, read_lines, size_until, stream_lines
 from stapo_lite.types import Completion
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,6 @@ class RunLog:
         start_step: the last step before a run is resumed; later lines of its files are dropped. 0 for a new run.
 
     Attributes:
-        journals: the files that it adds lines to.
         evaluated: steps after which there was an evaluation.
     """
 
@@ -74,8 +73,7 @@ class RunLog:
             for path, size in sizes.items():
                 os.truncate(path, size)
         accelerator.wait_for_everyone()
-        self.journals = [Journal(folder / name) for name in (METRICS_FILE, EVALUATIONS_FILE, COMPLETIONS_FILE)]
-        self._steps, self._evaluations, self._completions = self.journals
+        self._folder = folder
         self.evaluated = {line["step"] for line in read_lines(folder / EVALUATIONS_FILE)}
 
     def start_trackers(self, project: str, config: dict[str, str]) -> None:
@@ -105,7 +103,7 @@ class RunLog:
 
     def step(self, metrics: dict[str, float | int | None]) -> None:
         """Append one line to the file, print the compact one, and tell the trackers."""
-        self._steps.add([metrics])
+        append_lines(self._folder / METRICS_FILE, [metrics])
         tqdm.write(step_line(metrics, self._max_steps))
         known = {name: value for name, value in metrics.items() if value is not None and name != "step"}
         self._track(known | trl_metrics(known), int(metrics["step"] or 0))
@@ -115,7 +113,7 @@ class RunLog:
         self.evaluated.add(step)
         if results is None:  # not the main process
             return
-        self._evaluations.add([{"step": step} | results])
+        append_lines(self._folder / EVALUATIONS_FILE, [{"step": step} | results])
         values = {name: value for name, value in results.items() if name.startswith("reward") and value is not None}
         for name, value in values.items():
             tqdm.write(f"held out after step {step}: {name} {value:.3f}")
@@ -130,7 +128,7 @@ class RunLog:
         if not completions:
             return
         lines = [completion_line(step, completion) for completion in completions]
-        self._completions.add(lines)
+        append_lines(self._folder / COMPLETIONS_FILE, lines)
         cells = [[_shorten(str(value)) for value in line.values()] for line in lines]
         with self._or_untracked():
             for tracker in self._accelerator.trackers:

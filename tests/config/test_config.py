@@ -82,9 +82,16 @@ def test_a_given_field_wins_over_the_preset_wherever_it_stands():
     assert (o.beta, o.epsilon_high, o.s2t.enabled, o.aggregation) == (0.1, 0.3, True, "sequence-mean")
     assert (config.train.learning_rate, config.train.batch_size, o.sampler_correction) == (3e-5, 32, "off")
     assert tree == given
-    # Another algorithm replaces what the first one set in a resolved config.
-    resolved = yaml.safe_load(to_yaml(load_config(MINIMAL, ["algorithm=dapo", "objective.beta=0.1"])))
-    assert load_config(resolved, ["algorithm=grpo"]) == load_config(MINIMAL, ["algorithm=grpo", "objective.beta=0.1"])
+
+
+def test_a_config_is_kept_as_it_was_given():
+    """What presets set does not count, so that another algorithm can replace it."""
+    config = load_config(MINIMAL, ["algorithm=dapo", "objective.beta=0.1"])
+    kept = yaml.safe_load(to_yaml(config, given=True))
+    assert kept == MINIMAL | {"algorithm": "dapo", "objective": {"beta": 0.1}}
+    assert load_config(kept) == config
+    assert load_config(kept, ["algorithm=grpo"]) == load_config(MINIMAL, ["algorithm=grpo", "objective.beta=0.1"])
+    assert yaml.safe_load(to_yaml(config)) == config.model_dump()
 
 
 FORBIDDEN = ["train.learning_rate=0", "rollout.engine=sglang", "lora.r=513", "lora.target_modules=all", "train=3"]

@@ -173,6 +173,13 @@ def test_adapters_that_are_more_than_plain_lora_are_refused(make_policy, tmp_pat
         find_start(Lora(adapter=str(tmp_path), r=8, lora_alpha=16))
 
 
+def test_an_adapter_that_also_holds_an_embedding_is_refused(make_policy, tmp_path):
+    policy = make_policy()
+    policy.model.save_pretrained(tmp_path, save_embedding_layers=True)
+    with pytest.raises(InputError, match=r"not a plain LoRA adapter \(it holds .*(embed_tokens|lm_head)"):
+        find_start(Lora(adapter=str(tmp_path), r=8, lora_alpha=16))
+
+
 @pytest.mark.parametrize("kind", [{}, {"init_lora_weights": "gaussian"}, {"init_lora_weights": "orthogonal"}])
 def test_an_adapter_that_peft_made_is_applied_as_peft_applies_it(make_policy, tiny_model, tmp_path, kind):
     lora = LoraConfig(r=8, lora_alpha=16, target_modules=PROJECTIONS, lora_dropout=0.1, task_type="CAUSAL_LM", **kind)

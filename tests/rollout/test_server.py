@@ -30,7 +30,7 @@ from test_rollout import (  # noqa: F401
 from stapo_lite import serve
 from stapo_lite.config import Rollout, load_config
 from stapo_lite.errors import InputError, RunError
-from stapo_lite.rollout import MAX_RETRIES, server_engine
+from stapo_lite.rollout import server_engine
 from stapo_lite.rollout.server_engine import ServerEngine
 from stapo_lite.rollout.vllm_options import engine_arguments
 from stapo_lite.training.tracking import read_metrics
@@ -199,7 +199,7 @@ def test_requests_that_fail_are_repeated_a_few_times(engine, other, make_policy,
     def lost(url):
         if url == f"{other}/v1/load_lora_adapter":
             loaded.append(url)
-            return len(loaded) <= MAX_RETRIES
+            return len(loaded) <= server_engine.MAX_RETRIES
         if url != f"{other}/v1/completions":
             return False
         asked.append(url)
@@ -209,11 +209,11 @@ def test_requests_that_fail_are_repeated_a_few_times(engine, other, make_policy,
     with connected(tmp_path, other) as shaky:
         engine.publish(policy, next(VERSIONS))
         shaky.publish(policy, 1)
-        assert len(loaded) == 1 + MAX_RETRIES
+        assert len(loaded) == 1 + server_engine.MAX_RETRIES
         assert tokens(generate(shaky, PROMPTS)) == tokens(generate(engine, PROMPTS))
         assert len(asked) == 12 + 4
         broken.append(True)
-        with pytest.raises(RunError, match=f"a request failed {1 + MAX_RETRIES} times"):
+        with pytest.raises(RunError, match=f"a request failed {1 + server_engine.MAX_RETRIES} times"):
             streamed(shaky, PROMPTS[:1])
 
 

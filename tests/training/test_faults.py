@@ -218,15 +218,16 @@ def outcome(folder):
     return [(folder / name).read_bytes() for name in files], without_times(read_metrics(folder))
 
 
-def test_a_full_disk_costs_nothing_but_checkpoints(children, write_config, tmp_path):
+def test_a_full_disk_ends_a_run_which_can_go_on(children, write_config, tmp_path):
     log = {"audit_tokens": 64, "save_steps": 1, "save_total_limit": 9}
     config = str(write_config(train__max_steps=6, log=log))
     assert children(interrupted.command, [config, f"output_dir={tmp_path / 'whole'}"]) == 0
-    assert children(interrupted.train_on_a_full_disk, [config], {3, 4, 6}) == 1
-    assert children(interrupted.command, [config, "--resume"]) == 0
     cut = tmp_path / "run"
+    assert children(interrupted.train_on_a_full_disk, [config], {3}) == 1
+    assert checkpoints(cut) == ["checkpoint-1", "checkpoint-2"]
+    assert children(interrupted.command, [config, "--resume"]) == 0
     assert outcome(cut) == outcome(tmp_path / "whole")
-    assert checkpoints(cut) == [f"checkpoint-{step}" for step in (1, 2, 5, 6)]
+    assert checkpoints(cut) == [f"checkpoint-{step}" for step in range(1, 7)]
     assert not [path for path in list_checkpoints(cut) if find_damage(path)]
     assert not list(cut.glob(".checkpoint*"))
 
@@ -235,7 +236,6 @@ def test_a_full_disk_costs_nothing_but_checkpoints(children, write_config, tmp_p
 def test_trackers_that_fail_are_left_out(write_config, tmp_path, monkeypatch, caplog, moment):
     if moment == "start":
         (tmp_path / "run").mkdir()
-        (tmp_path / "run" / "environment.json").write_text("{}", encoding="utf-8")  # a run that was killed at once
         (tmp_path / "run" / "logs").write_text("", encoding="utf-8")  # where TensorBoard wants a folder
     else:
         monkeypatch.setattr(TensorBoardTracker, moment, lambda *_, **__: (_ for _ in ()).throw(OSError("away")))

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from contextlib import suppress
 
 import pytest
 from helpers import command, run, write_yaml
@@ -10,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from stapo_lite import evaluate, load_eval_config
 from stapo_lite.errors import InputError
-from stapo_lite.files import Journal, lock, read_lines, size_until, write_lines
+from stapo_lite.files import lock, read_lines, size_until, write_lines
 from stapo_lite.training.opening import drop_best
 from stapo_lite.training.run import BEST, SCORE_FILE
 
@@ -122,39 +121,6 @@ def test_one_evaluation_of_a_folder_at_a_time(tmp_path, evaluation):
     assert len(read_lines(tmp_path / "eval" / "samples-0.jsonl")) == 2
 
 
-@pytest.mark.parametrize("moment", ["while it writes", "when it has written"])
-def test_ctrl_c_writes_no_line_twice(tmp_path, monkeypatch, moment):
-    journal, lines = Journal(tmp_path / "log.jsonl"), [{"step": step} for step in range(4)]
-    journal.add(lines[:2])
-    dump, close = json.dumps, type(journal.path).open
-
-    def interrupt(line, **options):
-        if line == {"step": 3}:
-            raise KeyboardInterrupt
-        return dump(line, **options)
-
-    class Closing:
-        def __init__(self, file):
-            self.file = file
-
-        def __enter__(self):
-            return self.file
-
-        def __exit__(self, *_):
-            self.file.close()
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        if moment == "while it writes":
-            patch.setattr(json, "dumps", interrupt)
-        else:
-            patch.setattr(type(journal.path), "open", lambda *given, **options: Closing(close(*given, **options)))
-        with suppress(KeyboardInterrupt):
-            journal.add(lines[2:])
-    journal.sync()
-    assert read_lines(journal.path) == lines
-
-
 @pytest.mark.parametrize("changed", ["model", "lora.adapter"])
 def test_a_resumed_run_notices_other_weights_under_the_same_name(
     write_config, make_policy, tiny_model, tmp_path, changed, capsys
@@ -196,17 +162,31 @@ def test_a_best_score_counts_for_its_own_evaluation_only(write_config, tmp_path)
     assert json.loads(score.read_text(encoding="utf-8"))["step"] == 3
 
 
-def test_a_models_commit_is_its_digest(tmp_path, monkeypatch):
-    """On the Hub: a name stands for whatever its newest commit is."""
-    from huggingface_hub import constants
+def test_a_stranger_with_the_name_of_a_runs_mark_is_no_run(write_config, tmp_path):
+    folder = tmp_path / "run"
+    (folder / "best").mkdir(parents=True)
+    (folder / "best" / "score.json").write_text('{"step": 3}', encoding="utf-8")
+    for mark in ('{"conda": "mine"}', "conda", "[]"):
+        (folder / "environment.json").write_text(mark, encoding="utf-8")
+        before = contents(folder)
+        with pytest.raises(InputError, match=r"environment\.json is there already and would be overwritten"):
+            run(write_config())
+        assert contents(folder) == before
 
-    from stapo_lite.model.loading import model_digest
 
-    folder = tmp_path / "models--nobody--nothing"
-    (folder / "snapshots" / ("a" * 40)).mkdir(parents=True)
-    (folder / "snapshots" / ("a" * 40) / "config.json").write_text("{}", encoding="utf-8")
-    (folder / "refs").mkdir()
-    (folder / "refs" / "main").write_text("a" * 40, encoding="utf-8")
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    assert model_digest("nobody/nothing") == "a" * 40
-    assert model_digest("nobody/else") is None
+def test_a_folder_of_logs_is_in_nobodys_way(write_config, tmp_path):
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    (tmp_path / "run" / "logs" / "slurm-17.out").write_text("mine", encoding="utf-8")
+    run(write_config(train__max_steps=1))
+    assert (tmp_path / "run" / "logs" / "slurm-17.out").read_text(encoding="utf-8") == "mine"
+
+
+def test_a_folder_named_best_that_is_not_a_runs_is_kept(write_config, tmp_path, caplog):
+    write_lines(tmp_path / "held_out.jsonl", [{"prompt": "say five"}])
+    held_out = {"steps": 1, "source": str(tmp_path / "held_out.jsonl"), "best": "reward"}
+    run(write_config(train__max_steps=1))
+    shutil.copytree(tmp_path / "run" / "checkpoint-1", tmp_path / "run" / "best")
+    before = contents(tmp_path / "run" / "best")
+    run(write_config(train__max_steps=2, evaluation=held_out), resume=True)
+    assert contents(tmp_path / "run" / "best") == before
+    assert "best was not written (" in caplog.text

@@ -1,6 +1,5 @@
 """Runs that are killed, by SIGKILL or SIGTERM, and resumed; damaged checkpoints."""
 
-import hashlib
 import importlib
 import json
 import random
@@ -133,10 +132,8 @@ def flip(path: Path) -> None:
 
 DAMAGE = {
     "torn adapter": lambda folder: tear(folder / "adapter_model.safetensors"),
-    "a bit of the optimiser": lambda folder: flip(folder / "optimizer.pt"),
+    "torn optimiser": lambda folder: tear(folder / "optimizer.pt"),
     "no state": lambda folder: (folder / "state.json").unlink(),
-    "empty checksums": lambda folder: (folder / "checksums.json").write_text("{}"),
-    "no checksums": lambda folder: (folder / "checksums.json").unlink(),
     "an empty folder": lambda folder: [path.unlink() for path in folder.iterdir()],
     "a file": lambda folder: (shutil.rmtree(folder), folder.write_text("")),
 }
@@ -162,11 +159,8 @@ def test_a_damaged_checkpoint_is_passed_over_and_none_runs_code(finished, write_
             newest_checkpoint(folder)
     folder = finished / "checkpoint-4"
     torch.save(Code(), folder / "optimizer.pt")
-    sums = json.loads((folder / "checksums.json").read_text(encoding="utf-8"))
-    sums["optimizer.pt"] = hashlib.sha256((folder / "optimizer.pt").read_bytes()).hexdigest()
-    (folder / "checksums.json").write_text(json.dumps(sums), encoding="utf-8")
-    with pytest.raises(InputError, match="checkpoint-4: does not fit this run"):
-        run(write_config(train__max_steps=5), resume=True)
+    assert re.search("[Uu]nsupported|weights_only|Weights only", find_damage(folder))
+    assert newest_checkpoint(finished) == finished / "checkpoint-2"
 
 
 def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(write_config, tmp_path):

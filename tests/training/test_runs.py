@@ -22,8 +22,7 @@ from packaging.version import Version
 from transformers import AutoTokenizer
 
 from stapo_lite.algorithm.microbatches import cut_evenly
-from stapo_lite.config import Log, Train, load_config, load_eval_config
-from stapo_lite.config.schema import Evaluation
+from stapo_lite.config import Config, Log, Train, load_config, load_eval_config
 from stapo_lite.errors import InputError
 from stapo_lite.evaluation import exam
 from stapo_lite.evaluation.evaluate import evaluate
@@ -284,7 +283,7 @@ def test_benchmarks_during_training(write_config, tiny_model, tmp_path, monkeypa
 
     monkeypatch.setattr(exam, "draw", note)
     folder.mkdir()
-    (folder / "environment.json").write_text("{}", encoding="utf-8")
+    (folder / "environment.json").write_text('{"stapo_lite": "0"}', encoding="utf-8")
     write_lines(folder / "evaluations.jsonl", [{"step": 0}])  # of a run that was killed in its first step
     run(write_config(train__max_steps=2, evaluation=settings, log__audit_tokens=3))
     for name in ("evaluations.jsonl", "metrics.jsonl"):  # of a step after the checkpoint
@@ -505,10 +504,8 @@ def test_processes_share_what_only_the_mask_reads():
 def test_a_best_score_that_cannot_be_read_costs_a_warning(tmp_path, caplog):
     (tmp_path / "best").mkdir()
     (tmp_path / "best" / "score.json").write_text("{", encoding="utf-8")
-    evaluation = Evaluation(steps=1, best="reward")
-    run = SimpleNamespace(
-        config=SimpleNamespace(evaluation=evaluation), folder=tmp_path, progress=SimpleNamespace(step=1)
-    )
+    config = Config(**MINIMAL, evaluation={"steps": 1, "source": "h.jsonl", "best": "reward"})
+    run = SimpleNamespace(config=config, folder=tmp_path, progress=SimpleNamespace(step=1))
     Run.keep_best(run, {"reward": 1.0})
     assert re.search(r"best was not written \(.*score.json: not JSON", caplog.text)
 
@@ -668,7 +665,7 @@ def test_what_is_chosen_for_the_card_is_checked_and_kept_from_a_checkpoint_on(wr
     monkeypatch.setattr(opening, "fit", choose)
     folder = Path(load_config(config).output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "environment.json").write_text("{}", encoding="utf-8")
+    (folder / "environment.json").write_text('{"stapo_lite": "0"}', encoding="utf-8")
     (folder / "config.yaml").write_text("rollout: {max_num_seqs: 3}", encoding="utf-8")
     for _ in range(2):
         run(config, resume=True)

@@ -99,6 +99,14 @@ def test_faults_are_found_with_a_real_model(smollm2):
             check_engine(Faulty(fault), learner, prompts)
 
 
+def test_an_engine_with_other_weights_must_only_be_nearer_to_the_adapter(learner):
+    rollout = learner.config.rollout.model_copy(update={"model": "quantised"})
+    learner.config = learner.config.model_copy(update={"rollout": rollout})
+    assert check_engine(Faulty("is colder"), learner, PROMPTS) > 0.05
+    with pytest.raises(RunError, match="it ignores the adapter"):
+        check_engine(Faulty("drops the adapter"), learner, PROMPTS)
+
+
 def test_a_run_ends_in_one_line_before_its_first_step(write_config, tmp_path, monkeypatch):
     monkeypatch.setattr(
         "stapo_lite.rollout.transformers_engine.TransformersEngine", lambda *_: Faulty("drops the adapter")
