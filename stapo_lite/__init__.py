@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from stapo_lite.config import Config, EvalConfig, load_config, load_eval_config
     from stapo_lite.errors import InputError, RunError
     from stapo_lite.evaluation.evaluate import evaluate
-    from stapo_lite.tools.audit import audit, compare
+    from stapo_lite.tools.audit import audit
     from stapo_lite.tools.export import export
     from stapo_lite.tools.trainer import Trainer
 
@@ -31,12 +31,12 @@ if not os.path.exists("/proc/driver/nvidia/version"):  # read by torch when it i
 __version__ = "0.1.0"
 __all__ = [
     "Config", "EvalConfig", "InputError", "RunError", "Trainer",
-    "audit", "compare", "evaluate", "export", "load_config", "load_eval_config",
+    "audit", "evaluate", "export", "load_config", "load_eval_config",
 ]  # fmt: skip
 
 _MODULES = {
     "Config": "config", "EvalConfig": "config", "InputError": "errors", "RunError": "errors",
-    "Trainer": "tools.trainer", "audit": "tools.audit", "compare": "tools.audit", "evaluate": "evaluation.evaluate",
+    "Trainer": "tools.trainer", "audit": "tools.audit", "evaluate": "evaluation.evaluate",
     "export": "tools.export", "load_config": "config", "load_eval_config": "config",
 }  # fmt: skip
 

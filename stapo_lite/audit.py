@@ -1,4 +1,4 @@
-"""stapo audit runs/x [--out DIR]; stapo audit compare runs/a runs/b ... [--out DIR]"""
+"""stapo audit runs/x [--out DIR]"""
 
 from stapo_lite.cli import main
 

@@ -1,6 +1,0 @@
-"""stapo report runs/x"""
-
-from stapo_lite.cli import main
-
-if __name__ == "__main__":
-    main("report")
