@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from stapo_lite.config import Config, EvalConfig, load_config, load_eval_config
     from stapo_lite.errors import InputError, RunError
     from stapo_lite.evaluation.evaluate import evaluate
-    from stapo_lite.tools.audit import audit, compare
+    from stapo_lite.tools.audit import audit
     from stapo_lite.tools.export import export
     from stapo_lite.tools.trainer import Trainer
 
@@ -34,7 +34,6 @@ _MODULES = {
     "RunError": "errors",
     "Trainer": "tools.trainer",
     "audit": "tools.audit",
-    "compare": "tools.audit",
     "evaluate": "evaluation.evaluate",
     "export": "tools.export",
     "load_config": "config",

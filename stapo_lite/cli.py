@@ -11,7 +11,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stapo_lite.errors import InputError, one_line_errors
+from stapo_lite.errors import explained, one_line_errors
 
 if TYPE_CHECKING:  # slow to import
     from stapo_lite.config import Config
@@ -122,40 +122,31 @@ def evaluate(parser: ArgumentParser, arguments: list[str]) -> None:
         print(f"{results_table(results)}\n\n{pass_table(results)}\n\nresults: {config.output_dir}")
 
 
-def report(parser: ArgumentParser, arguments: list[str]) -> None:
-    """Sum up a finished run: a table, and reward.png in its folder."""
-    parser.add_argument("run_folder", type=Path)
+def show(parser: ArgumentParser, arguments: list[str]) -> None:
+    """Sum up a run: a table, reward.png in its folder, and the kept completions with the lowest rewards."""
+    parser.add_argument("run_folder", type=Path, metavar="RUN")
+    parser.add_argument("--worst", type=positive(int), default=10, metavar="N", help="how many; 10 by default")
+    parser.add_argument("--step", type=int, metavar="K", help="show completions of this step only")
     given = parser.parse_args(arguments)
     from stapo_lite.training.report import write_report
-
-    print(write_report(given.run_folder))
-
-
-def completions(parser: ArgumentParser, arguments: list[str]) -> None:
-    """Show the completions that a run has kept (log.completions), the lowest rewards first."""
-    parser.add_argument("run_folder", type=Path)
-    parser.add_argument("--worst", type=positive(int), default=10, metavar="N", help="how many; 10 by default")
-    parser.add_argument("--step", type=int, help="show completions of this step only")
-    given = parser.parse_args(arguments)
     from stapo_lite.training.tracking import show_completions
 
-    print(show_completions(given.run_folder, given.worst, given.step))
+    with explained(f"{given.run_folder}: cannot be written", OSError):
+        table = write_report(given.run_folder)
+    completions = show_completions(given.run_folder, given.worst, given.step)
+    print(table)
+    if completions:
+        print(f"\n{completions}")
 
 
 def audit(parser: ArgumentParser, arguments: list[str]) -> None:
-    """Make a page about a run's tokens, or one that compares runs."""
-    parser.add_argument("folders", nargs="+", metavar="RUN", help="a run folder; or `compare` and several")
-    parser.add_argument("--out", type=Path, help="folder of page and PNGs; by default RUN/audit, or runs/compare")
+    """Make a page about a run's tokens."""
+    parser.add_argument("run_folder", type=Path, metavar="RUN")
+    parser.add_argument("--out", type=Path, help="folder of page and PNGs; by default RUN/audit")
     given = parser.parse_args(arguments)
-    from stapo_lite.tools.audit import audit, compare
+    from stapo_lite.tools.audit import audit
 
-    if given.folders[0] == "compare":
-        page = compare(given.folders[1:], given.out or Path("runs/compare"))
-    elif len(given.folders) == 1:
-        page = audit(given.folders[0], given.out)
-    else:
-        raise InputError(f"give one run folder, or compare them: stapo audit compare {' '.join(given.folders)}")
-    print(f"page: {page}")
+    print(f"page: {audit(given.run_folder, given.out)}")
 
 
 def export(parser: ArgumentParser, arguments: list[str]) -> None:
@@ -169,15 +160,10 @@ def export(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("--evaluation", type=Path, help="output_dir of an evaluation, for the model card")
     parser.add_argument("--push-to-hub", metavar="USER/NAME", help="repository to push to; made if there is none")
     parser.add_argument("--private", action="store_true", help="make the repository private")
-    parser.add_argument("--gguf", action="store_true", help="print llama.cpp's command for a GGUF file")
     given = vars(parser.parse_args(arguments))
-    gguf = given.pop("gguf")
-    from stapo_lite.tools.export import export, gguf_command
+    from stapo_lite.tools.export import export
 
-    folder = export(**given)
-    print(f"exported: {folder}")
-    if gguf:
-        print(gguf_command(folder, given["dtype"]))
+    print(f"exported: {export(**given)}")
 
 
 def grade(parser: ArgumentParser, arguments: list[str]) -> None:
@@ -246,7 +232,7 @@ def _overrides(parser: ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="replace values of the config")
 
 
-_FUNCTIONS = (train, serve, plan, evaluate, report, completions, audit, export, grade, contamination, quickstart)
+_FUNCTIONS = (train, serve, plan, evaluate, show, audit, export, grade, contamination, quickstart)
 COMMANDS = {function.__name__: function for function in _FUNCTIONS}
 
 

@@ -7,7 +7,7 @@ import pytest
 
 import stapo_lite
 
-NAMES = ["audit", "compare", "evaluate", "export", "load_config", "load_eval_config"]
+NAMES = ["audit", "evaluate", "export", "load_config", "load_eval_config"]
 CLASSES = ["Config", "EvalConfig", "InputError", "RunError", "Trainer"]
 
 

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 NOTEBOOKS = {
     "quickstart": ("steps, batch_size = 2, 4", 2, ["reward ", "index.html", "rather", "trained: "]),
     "spurious_tokens": ("steps, batch_size = 2, 4", 3, ["identity", "tau_h = ", "silenced", "of the gradient mass"]),
-    "compare_algorithms": ("steps, batch_size, algorithms = 2, 2, ['grpo']", 4, ["grpo: step 2 of 2", "index.html"]),
+    "compare_algorithms": ("steps, batch_size, algorithms = 2, 2, ['grpo']", 1, ["grpo: step 2 of 2"]),
 }
 
 

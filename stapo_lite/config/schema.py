@@ -339,7 +339,7 @@ class Log(Section):
     """Print sample completions of the first step and of every so many after it; 0 for never."""
     completions: int = Field(32, ge=0)
     """Completions of each step, whole groups first, that are kept in completions.jsonl with their rewards, and with the
-    trackers; `stapo completions RUN` reads them. 32 of 2,000 tokens are some 250 kB a step."""
+    trackers; `stapo show RUN` prints them. 32 of 2,000 tokens are some 250 kB a step."""
     save_steps: int = Field(50, ge=0)
     """Checkpoint every so many steps, and at the end; 0 for only at the end."""
     save_total_limit: int = Field(2, ge=1)

@@ -1,23 +1,21 @@
-"""A page about a run's tokens and what became of them, and a page that compares runs.
+"""A page about a run's tokens and what became of them.
 
-The pages hold everything they show and need no network. A run with `log.audit_tokens` shows its tokens, any other its
+The page holds everything it shows and needs no network. A run with `log.audit_tokens` shows its tokens, any other its
 curves alone.
 """
 
 import base64
-import statistics
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader
 
 from stapo_lite import __version__
-from stapo_lite.config import S2T, Config, flatten, load_config
-from stapo_lite.errors import InputError, explained
+from stapo_lite.config import S2T, load_config
+from stapo_lite.errors import explained
 from stapo_lite.files import read_lines, write_text
-from stapo_lite.planning.choice import KEYS
 from stapo_lite.training.charts import QUADRANT_COLOURS, Curve, bars, lines, plane, png
 from stapo_lite.training.report import mean
 from stapo_lite.training.token_log import QUADRANTS, thin
@@ -30,16 +28,6 @@ MOST_POINTS = 2000
 MOST_FREQUENT = 15
 MARKS = str.maketrans({" ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍"})
 """Visible signs in place of white space."""
-COMPARED = (
-    # file, metric, axis, logarithmic, caption
-    ("reward", "reward", "mean reward", False, "Reward."),
-    ("entropy", "sampled_nll", "entropy [nats]", False, "Entropy of all completions: collapse shows here first."),
-    ("spurious", "spurious_share", "spurious share", True, "Tokens that STAPO silences, or would silence."),
-    ("spurious_gradient", "spurious_gradient_share", "their gradient share", True, "Their gradient, silenced or not."),
-    ("grad_norm", "grad_norm", "gradient norm", False, "Norm of the adapter's gradient before clipping."),
-    ("length", "completion_length", "tokens", False, "Mean length of a completion."),
-)
-
 Metrics = list[dict[str, Any]]
 Charts = dict[str, tuple[str, bytes]]
 """Caption and PNG by file name."""
@@ -92,73 +80,6 @@ def find_spurious(metrics: Metrics, s2t: S2T) -> str:
     fate = f"S2T {fates.get(s2t.silence, 'silenced candidates of high entropy')}" if s2t.enabled else "S2T was off"
     weight = f" Their gradient was {100 * gradient:.2g} % of all, counted before any was silenced." if gradient else ""
     return f"{100 * share:.2g} % of all tokens were {kind}; {fate}.{weight}"
-
-
-def compare(run_folders: Sequence[str | Path], out: str | Path) -> Path:
-    """Write a page that compares runs; those with the same `run_labels` are one curve, their mean, in a band of one
-    standard deviation to either side. Returns the page.
-
-    Raises:
-        InputError: there are fewer than two folders, or one holds no run; `out` cannot be written.
-    """
-    folders = list(dict.fromkeys(Path(folder).resolve() for folder in run_folders))
-    if len(folders) < 2:
-        raise InputError("compare: give two run folders or more")
-    runs = [run_metrics(folder) for folder in folders]
-    labels = run_labels([load_config(folder / "config.yaml") for folder in folders])
-    groups: dict[str, list[Metrics]] = defaultdict(list)
-    for label, metrics in zip(labels, runs, strict=True):
-        groups[label].append(metrics)
-    charts = {}
-    for name, metric, axis, log, caption in COMPARED:
-        curves = [seed_curve(label, group, metric) for label, group in groups.items()]
-        charts[name] = (caption, png(lines, curves, axis, log))
-    table = [["", "seeds", "steps", *(axis for _, _, axis, _, _ in COMPARED)]]
-    for label, group in groups.items():
-        steps = min(map(len, group))
-        cells = [last_mean([run[:steps] for run in group], metric) for _, metric, _, _, _ in COMPARED]
-        table.append([label, str(len(group)), str(steps), *cells])
-    return write_page(Path(out), charts, title="Runs compared", table=table)
-
-
-def run_labels(configs: Sequence[Config]) -> list[str]:
-    """The algorithm of each run, with the fields that differ where runs of one algorithm differ in more than seed,
-    length and the keys that `memory: auto` chooses."""
-    whole: Any = dict.fromkeys(("seed", "output_dir", "log", "evaluation", "memory"), True)
-    free, labels = ("train.max_steps", *KEYS), []
-    fields = [
-        {key: value for key, value in flatten(config.model_dump(exclude=whole)).items() if key not in free}
-        for config in configs
-    ]
-    for mine in fields:
-        others = [other for other in fields if other["algorithm"] == mine["algorithm"]]
-        keys = dict.fromkeys(key for other in others for key in other)
-        differing = [key for key in keys if any(other.get(key) != mine.get(key) for other in others)]
-        labels.append(", ".join([mine["algorithm"], *(f"{key}={mine.get(key)!s:.60}" for key in differing)]))
-    return labels
-
-
-def seed_curve(label: str, runs: Sequence[Metrics], metric: str) -> Curve:
-    """Mean of a metric over runs, and a band of a standard deviation; over the steps that all have."""
-    bands = []
-    for step in zip(*runs, strict=False):
-        values = [line[metric] for line in step if line[metric] is not None]
-        middle, spread = mean(step, metric), statistics.stdev(values) if len(values) > 1 else 0.0
-        bands.append((None, None, None) if middle is None else (middle - spread, middle, middle + spread))
-    low, means, high = map(list, zip(*bands, strict=True))
-    steps = range(1, len(bands) + 1)
-    if len(runs) == 1:
-        return Curve(label, steps, means)
-    return Curve(f"{label} ({len(runs)} seeds)", steps, means, low, high)
-
-
-def last_mean(runs: Sequence[Metrics], metric: str, window: int = 5) -> str:
-    """Mean over the last steps of each run, and the standard deviation over runs."""
-    values = [last for run in runs if (last := mean(run[-window:], metric)) is not None]
-    if not values:
-        return "-"
-    spread = f" ± {statistics.stdev(values):.3g}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.3g}{spread}"
 
 
 def run_charts(metrics: Metrics) -> Charts:

@@ -6,7 +6,6 @@ export leaves `.DIR.partial`, which the next one replaces.
 """
 
 import gc
-import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from stapo_lite.data.prompts import stop_token_ids
 from stapo_lite.errors import InputError, explained
-from stapo_lite.files import read_object
 from stapo_lite.model.loading import load_model_config, load_tokenizer, load_weights
 from stapo_lite.training.card import FinishedRun, model_card, read_run
 from stapo_lite.training.push import prepare_repository, push
@@ -99,11 +97,10 @@ def write(
         InputError: what was written is not base + adapter.
     """
     model = load_adapted(base, run.adapter, dtype)
-    together, sums = log_probabilities(model, tokenizer), {}
+    together = log_probabilities(model, tokenizer)
     with model.disable_adapter():
         alone = log_probabilities(model, tokenizer)
     if merge:
-        sums = first_layer_sums(model, dtype)
         save_merged(model.merge_and_unload().to(getattr(torch, dtype)), folder, stops, run.config.rollout.temperature)
     else:
         model.peft_config["default"].base_model_name_or_path = base
@@ -112,7 +109,6 @@ def write(
     del model
     gc.collect()  # one model in memory at a time
     written = load_weights(str(folder), dtype) if merge else load_adapted(base, folder, dtype)
-    check_sums(written, sums, dtype)
     difference = (log_probabilities(written, AutoTokenizer.from_pretrained(folder)) - together).abs()
     mean, largest = difference.mean().item(), difference.max().item()
     report = (
@@ -138,28 +134,6 @@ def save_merged(merged: Any, folder: Path, stops: tuple[int, ...], temperature: 
     merged.save_pretrained(folder, max_shard_size=SHARD_SIZE)
 
 
-@torch.no_grad()
-def first_layer_sums(model: Any, dtype: str) -> dict[str, Tensor]:
-    """{name: W + scale B A} of the first layer's weights that have an adapter, to check the merged model by: an adapter
-    may change log-probabilities by less than the rounding to half precision does."""
-    sums = {}
-    for name, module in model.named_modules():
-        if ".layers.0." in name and hasattr(module, "lora_A"):
-            weight = module.base_layer.weight.double() + module.get_delta_weight("default")
-            sums[f"{name.removeprefix('base_model.model.')}.weight"] = weight.to(getattr(torch, dtype))
-    return sums
-
-
-def check_sums(written: Any, sums: dict[str, Tensor], dtype: str) -> None:
-    """Raises InputError where a weight is not the sum of base and adapter."""
-    weights = written.state_dict()
-    for name, weight in sums.items():
-        # In half precision a lost adapter changes some per cent of the weights, another order of summation 1 in 10,000.
-        differing = (weights[name] != weight).float().mean()
-        if not (torch.allclose(weights[name], weight, 1e-5, 1e-6) if dtype == "float32" else differing < 1e-3):
-            raise InputError(f"{written.name_or_path}: {name} is not the sum of base and adapter; nothing was exported")
-
-
 def load_adapted(base: str, adapter: Path, dtype: str) -> Any:
     """Base + adapter on the CPU in float32, unless the base's weights are in `dtype` already: what is added to them is
     then rounded once."""
@@ -177,18 +151,3 @@ def log_probabilities(model: Any, tokenizer: Any) -> Tensor:
         logits = model(input_ids=ids).logits[0, :-1].float()
         found.append(logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0])
     return torch.cat(found)
-
-
-def gguf_command(folder: Path, dtype: str) -> str:
-    """The command that makes a GGUF file of an export by llama.cpp's converter; with a word on where to find that."""
-    adapter = folder / "adapter_config.json"
-    script = "convert_lora_to_gguf.py" if adapter.exists() else "convert_hf_to_gguf.py"
-    found = shutil.which(script)
-    outtype = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[dtype]
-    command = [found] if found else ["python", f"llama.cpp/{script}"]
-    command += [str(folder), "--outfile", f"{folder}.gguf", "--outtype", outtype]
-    if adapter.exists():
-        base = read_object(adapter)["base_model_name_or_path"]
-        command += ["--base" if Path(base).exists() else "--base-model-id", base]
-    where = "" if found else f"{script} is not on the PATH; from a checkout of llama.cpp:\n"
-    return where + shlex.join(command)

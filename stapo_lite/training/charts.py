@@ -2,7 +2,6 @@
 
 import io
 import math
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 from typing import Any, NamedTuple
@@ -54,23 +53,15 @@ def lines(axes: Any, curves: Sequence[Curve], label: str, log: bool = False) -> 
         marker = "." if len(values) < 40 or any(map(math.isnan, values)) else None
         axes.plot(curve.steps, values, color=colour, linestyle=style, label=curve.label, linewidth=1.6, marker=marker)
         if curve.low is not None and curve.high is not None:
-            # On a logarithmic axis a band that reaches zero goes down to the curve's smallest value.
-            floor = min((value for value in values if value == value), default=math.nan)
-            low = [math.nan if v is None else floor if log and v <= 0 else v for v in curve.low]
-            high = [_number(value, log) for value in curve.high]
+            low, high = ([_number(value, log) for value in band] for band in (curve.low, curve.high))
             axes.fill_between(curve.steps, low, high, color=colour, alpha=0.2, linewidth=0)
     if log and any(value for curve in curves for value in curve.values):
         axes.set_yscale("log")
     axes.locator_params(axis="x", integer=True)
     axes.set(xlabel="step", ylabel=label)
-    if len(curves) > 1:  # above the axes: a label may be as long as what two configs differ in
-        longest = max(len(curve.label) for curve in curves)
-        columns = 3 if longest <= 18 else 2 if longest <= 30 else 1
-        legend = axes.figure.legend(fontsize=8, loc="outside upper left", ncols=columns, frameon=False)
-        for text in legend.get_texts():
-            text.set(text=textwrap.fill(text.get_text(), 90), parse_math=False)
-        rows = sum(1 + text.get_text().count("\n") for text in legend.get_texts()) / columns
-        axes.figure.set_figheight(axes.figure.get_figheight() + 0.17 * rows)
+    if len(curves) > 1:
+        axes.figure.legend(fontsize=8, loc="outside upper left", ncols=len(curves), frameon=False)
+        axes.figure.set_figheight(axes.figure.get_figheight() + 0.17)  # of the legend's row
 
 
 def plane(axes: Any, places: Mapping[str, Sequence[Sequence[float]]], tau_p: float, tau_h: float | None) -> None:

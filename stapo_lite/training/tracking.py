@@ -30,29 +30,6 @@ LOGS = (METRICS_FILE, EVALUATIONS_FILE, COMPLETIONS_FILE, TOKENS_FILE, QUADRANTS
 """Files that get lines while a run goes on."""
 
 
-TRL_METRICS = {name: name for name in ("loss", "grad_norm", "learning_rate", "reward", "reward_std", "kl")} | {
-    "sampled_nll": "entropy",  # estimates what is TRL's; our `entropy` is of completions with an advantage
-    "zero_variance_groups": "frac_reward_zero_std",
-    "completion_length": "completions/mean_length",
-    "truncated_share": "completions/clipped_ratio",
-    "sampler_gap_mean": "sampling/sampling_logp_difference/mean",
-    "sampler_gap_max": "sampling/sampling_logp_difference/max",
-    "seconds_step": "step_time",
-}
-"""Our metric -> the one that TRL's GRPOTrainer logs. Clip ratios are missing: TRL's are shares of all tokens."""
-
-
-def trl_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
-    """A step's metrics under the names by which trackers have those of TRL's GRPOTrainer, so that runs overlay."""
-    named = {f"train/{TRL_METRICS[name]}": value for name, value in metrics.items() if name in TRL_METRICS}
-    for name, value in metrics.items():
-        kind, _, function = name.partition("/")
-        if function:
-            part = {"reward": "mean", "reward_std": "std"}[kind]
-            named[f"train/rewards/{function.rpartition(':')[2]}/{part}"] = value
-    return named
-
-
 class RunLog:
     """Writes a run's metrics; its files and the terminal are the main process's.
 
@@ -106,7 +83,7 @@ class RunLog:
         append_lines(self._folder / METRICS_FILE, [metrics])
         tqdm.write(step_line(metrics, self._max_steps))
         known = {name: value for name, value in metrics.items() if value is not None and name != "step"}
-        self._track(known | trl_metrics(known), int(metrics["step"] or 0))
+        self._track(known, int(metrics["step"] or 0))
 
     def evaluation(self, step: int, results: dict[str, Any] | None) -> None:
         """Note an evaluation after a step: in a file of its own, on the terminal, and for the trackers."""
@@ -162,21 +139,18 @@ def completion_line(step: int, completion: Completion) -> dict[str, Any]:
 
 
 def show_completions(folder: Path, worst: int, step: int | None) -> str:
-    """The completions of a run with the lowest rewards, those that nobody judged first.
+    """The completions of a run with the lowest rewards, those that nobody judged first; nothing if none are kept.
 
     Args:
         step: of this step alone; None for all.
 
     Raises:
-        InputError: none are kept.
+        InputError: none of the step are kept.
     """
-    if not folder.is_dir():
-        raise InputError(f"{folder}: no such folder")
     kept = (line for line in stream_lines(folder / COMPLETIONS_FILE) if step in (None, line["step"]))
     lines = heapq.nsmallest(worst, kept, key=lambda line: -math.inf if line["reward"] is None else line["reward"])
-    if not lines:
-        of_step = "" if step is None else f" of step {step}"
-        raise InputError(f"{folder}: no completions{of_step} were kept; see log.completions")
+    if step is not None and not lines:
+        raise InputError(f"{folder}: no completions of step {step} were kept; see log.completions")
     parts = []
     for line in lines:
         scores = "".join(f", {name} {score:.3f}" for name, score in line["scores"].items() if len(line["scores"]) > 1)

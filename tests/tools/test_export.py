@@ -167,16 +167,9 @@ def test_without_a_final_adapter_the_newest_checkpoint(make_run, tied_model, tmp
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_merge_that_went_wrong_is_not_exported(make_run, tied_model, tmp_path, monkeypatch, dtype):
-    """Nor one that lost an adapter so weak that bfloat16 hides it in the log-probabilities."""
+def test_a_merge_that_went_wrong_is_not_exported(make_run, tmp_path, monkeypatch, dtype):
     run, out = make_run(), tmp_path / "out"
-    adapted_policy(tied_model, scale=1e-4).save_adapter(run / "adapter")
-    export(run, tmp_path / "fine", merge=True, dtype=dtype)
     monkeypatch.setattr(LoraModel, "merge_and_unload", lambda self: self.unload())  # the base alone
-    with pytest.raises(InputError, match=r"q_proj.weight is not the sum of base and adapter; nothing was exported"):
-        export(run, out, merge=True, dtype=dtype)
-    monkeypatch.setattr(f"{MODULE}.first_layer_sums", lambda model, dtype: {})  # as if only later layers were wrong
-    adapted_policy(tied_model).save_adapter(run / "adapter")
     with pytest.raises(InputError, match="is not the model that was trained and was not exported"):
         export(run, out, merge=True, dtype=dtype)
     monkeypatch.setattr(f"{MODULE}.log_probabilities", lambda *_: torch.tensor([float("nan")]))
@@ -194,8 +187,8 @@ def test_a_full_disk_or_an_interruption_leaves_nothing_that_looks_complete(make_
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     with monkeypatch.context() as patch:
-        patch.setattr(f"{MODULE}.check_sums", lambda *_: sys.exit(1))
-        with pytest.raises(SystemExit):  # once all is written
+        patch.setattr(f"{MODULE}.model_card", lambda *_: sys.exit(1))
+        with pytest.raises(SystemExit):  # once the model is written
             export(run, out, merge=True)
     assert not out.exists()
     (left,) = tmp_path.glob(".*.partial")
@@ -312,21 +305,3 @@ def test_who_may_not_push_learns_it_at_once(hub, make_run, tmp_path, monkeypatch
     assert error.startswith(f"error: --push-to-hub={repository}: ")
     assert error.endswith("; a token that can write comes from `hf auth login`, or HF_TOKEN")
     assert "hf_" not in error
-
-
-@pytest.mark.parametrize("merge", [True, False])
-def test_the_command_for_a_gguf_file(make_run, tied_model, tmp_path, monkeypatch, capsys, merge):
-    script, run = "convert_hf_to_gguf.py" if merge else "convert_lora_to_gguf.py", make_run()
-
-    def tail(out):
-        base = "" if merge else f" --base {tied_model}"
-        assert command("export", run, "--out", out, "--gguf", *["--merge"][: int(merge)]) == 0
-        return f" {out} --outfile {out}.gguf --outtype bf16{base}", capsys.readouterr().out.splitlines()
-
-    expected, lines = tail(tmp_path / "out")
-    missing = f"{script} is not on the PATH; from a checkout of llama.cpp:"
-    assert lines[-2:] == [missing, f"python llama.cpp/{script}{expected}"]
-    (tmp_path / script).touch(mode=0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    expected, lines = tail(tmp_path / "other")
-    assert lines[-1] == f"{tmp_path / script}{expected}"

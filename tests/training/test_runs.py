@@ -218,10 +218,10 @@ def test_the_best_adapter_by_held_out_rows_with_ones_own_reward(write_config, tm
         run(write_config(output_dir=str(tmp_path / "b"), evaluation=held_out | {"best": "math500"}))
 
 
-def test_completions_are_kept_with_their_rewards_and_read_again(write_config, trained, tmp_path, capsys):
+def test_completions_are_kept_with_their_rewards_and_shown_with_the_table(write_config, trained, tmp_path, capsys):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run(write_config(log={"completions": 6, "report_to": ["tensorboard"]}, train__mini_batch_size=4))
+    metrics = run(write_config(log={"completions": 6, "report_to": ["tensorboard"]}, train__mini_batch_size=4))
     lines = read_lines(tmp_path / "run" / "completions.jsonl")
     assert [line["step"] for line in lines] == [step for step in (1, 2, 3, 4) for _ in range(6)]
     for line, completion in zip(lines[6:12], trained[16:22], strict=True):
@@ -231,15 +231,40 @@ def test_completions_are_kept_with_their_rewards_and_read_again(write_config, tr
         assert line["advantage"] == completion.advantage
         assert (line["tokens"], line["truncated"]) == (len(completion.token_ids), completion.truncated)
     events = EventAccumulator(str(tmp_path / "run" / "logs" / "stapo_lite")).Reload()
+    known = {name for line in metrics for name, value in line.items() if value is not None}
+    assert set(events.Tags()["scalars"]) == known - {"step"}  # our names alone
+    assert [event.value for event in events.Scalars("reward")] == pytest.approx([line["reward"] for line in metrics])
     texts = events.Tensors("completions/text_summary")
     assert [text.step for text in texts] == [1, 2, 3, 4]
     assert b"say " in texts[0].tensor_proto.string_val[0]
     capsys.readouterr()
-    assert command("completions", tmp_path / "run", "--worst", 3, "--step", 2) == 0
-    shown = re.findall(r"^step 2 \| reward (\S+) \| advantage \S+ \| \d tokens", capsys.readouterr().out, re.MULTILINE)
+    (tmp_path / "run" / "reward.png").unlink()
+    assert command("show", tmp_path / "run", "--worst", 3, "--step", 2) == 0
+    table, plot, completions = capsys.readouterr().out.partition(f"plot: {tmp_path / 'run' / 'reward.png'}\n\n")
+    assert plot
+    assert "silenced share" in table
+    assert "4 steps in" in table
+    assert (tmp_path / "run" / "reward.png").exists()
+    shown = re.findall(r"^step 2 \| reward (\S+) \| advantage \S+ \| \d tokens", completions, re.MULTILINE)
     assert [float(reward) for reward in shown] == sorted(line["reward"] for line in lines[6:12])[:3]
-    assert command("completions", tmp_path / "run", "--step", 9) == 2
+    assert command("show", tmp_path / "run", "--step", 9) == 2
     assert "no completions of step 9 were kept; see log.completions" in capsys.readouterr().err
+
+
+def test_what_there_is_to_show(write_config, tmp_path, capsys):
+    folder = tmp_path / "run"
+    run(write_config(train__max_steps=1, log__completions=0))
+    capsys.readouterr()
+    assert command("show", folder) == 0
+    assert capsys.readouterr().out.endswith(
+        f"1 steps in {read_metrics(folder)[0]['seconds_step']:.0f} s\nplot: {folder / 'reward.png'}\n"
+    )
+    (folder / "reward.png").unlink()
+    (folder / "reward.png").mkdir()
+    assert command("show", folder) == 2
+    assert "run: cannot be written (Is a directory" in capsys.readouterr().err
+    assert command("show", tmp_path / "none") == 2
+    assert "none: no metrics.jsonl with steps in it; is it a run folder?" in capsys.readouterr().err
 
 
 def test_prompts_with_a_tool_call_and_configs_with_a_date_are_kept(write_config, tmp_path):
