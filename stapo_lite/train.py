@@ -1,6 +1,6 @@
 """stapo train configs/quickstart.yaml [key.sub=value ...] [--processes N] [--dry-run] [--resume [--force]]
 
-The same as `accelerate launch -m stapo_lite.train ...`, which is needed for several machines or a sharded base only.
+The same as `accelerate launch -m stapo_lite.train ...`, which is needed for several machines only.
 """
 
 from stapo_lite.cli import main
