@@ -65,7 +65,6 @@ CASES: dict[str, dict[str, Any]] = {
     "audit": {"log.audit_tokens": 5},
     "resumed": {"log.audit_tokens": 5, "first": {"train.max_steps": 1}},
     "two processes": {"log.audit_tokens": 5, "processes": 2, "rollout.dynamic_sampling": True, **RARELY},
-    "two processes sharded": {"processes": 2, "sharded": True, "rollout.engine": "vllm"},
     "vllm": {"rollout.engine": "vllm"},
     "vllm float16": {"rollout.engine": "vllm", "dtype": "float16"},
 }
@@ -101,7 +100,7 @@ def run_cases(tree: Path, folder: Path, names: list[str], out: Path) -> None:
     together: list[list[Any]] = []
     for name in names:
         changes = dict(CASES[name])
-        processes, sharded = changes.pop("processes", 1), changes.pop("sharded", False)
+        processes = changes.pop("processes", 1)
         first = changes.pop("first", None)
         runs = []
         for part in [first, {}] if first else [{}]:
@@ -112,8 +111,8 @@ def run_cases(tree: Path, folder: Path, names: list[str], out: Path) -> None:
         else:
             options = ["--num_processes", str(processes), "--num_machines", "1", "--main_process_port", "0"]
             options += ["--mixed_precision", "no", "--dynamo_backend", "no"]
-            kind = ["--config_file", str(tree / "configs/accelerate/fsdp2.yaml")] if sharded else ["--multi_gpu"]
-            child(tree, folder, [sys.executable, "-m", "accelerate.commands.launch", *kind, *options], runs)
+            launcher = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", *options]
+            child(tree, folder, launcher, runs)
     if together:
         child(tree, folder, [sys.executable], together)
 

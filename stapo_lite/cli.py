@@ -71,7 +71,6 @@ def plan(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("--gpu-memory", type=positive(float), required=True, metavar="GIB", help="memory of each card")
     parser.add_argument("--host-memory", type=positive(float), metavar="GIB", help="host memory for each card")
     parser.add_argument("--processes", type=positive(int), default=1, metavar="N", help="how many processes train")
-    parser.add_argument("--sharded", action="store_true", help="FSDP2 spreads the base model over these processes")
     given = _with_config(parser, arguments)
     from stapo_lite.config import load_config
 
@@ -82,7 +81,7 @@ def plan(parser: ArgumentParser, arguments: list[str]) -> None:
 
     model = load_model_config(config.model).get_text_config()
     host_memory = given.host_memory and given.host_memory * GIB  # None stays None
-    cards = Cards(int(given.gpu_memory * GIB), host_memory, given.processes, given.sharded)
+    cards = Cards(int(given.gpu_memory * GIB), host_memory, given.processes)
     config = apply_all(config, choose(config, model, cards), model, cards)
     plan = make_plan(config, model, cards)
     print(f"{describe(config, plan, model, cards)}\n{report(plan)}")

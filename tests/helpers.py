@@ -106,7 +106,6 @@ def adapted_policy(
     adapter_seed: int = 1,
     scale: float = 0.1,
     device: str = "cpu",
-    shard=None,
     **changes,
 ) -> Policy:
     """A policy with an adapter that does something; `changes` are keys of the config, `lora__r=4`."""
@@ -119,7 +118,7 @@ def adapted_policy(
     }
     overrides = [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in (keys | changes).items()]
     config = load_config(MINIMAL | {"model": str(model), "dtype": dtype}, overrides)
-    policy = load_policy(config, torch.device(device), shard, find_start(config.lora))
+    policy = load_policy(config, torch.device(device), find_start(config.lora))
     randomise_adapter(policy, adapter_seed, scale)
     return policy
 
@@ -204,14 +203,9 @@ def same_metrics(metrics, others):
             assert line[name] == pytest.approx(value, rel=relative, abs=rounding), name
 
 
-def in_two_processes(config, folder, *options, accelerate=(), status=0):
-    """Launch a training by `stapo train`, or by accelerate with options of its own; the tests' modules are found in
-    `folder`. Gives what it prints."""
+def in_two_processes(config, folder, *options, status=0):
+    """Launch a training by `stapo train`; the tests' modules are found in `folder`. Gives what it prints."""
     launch = [sys.executable, "-m", "stapo_lite", "train", "--processes", "2"]
-    if accelerate:
-        launch = [str(Path(sys.executable).with_name("accelerate")), "launch", *accelerate, "--num_processes", "2"]
-        launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-        launch += ["--main_process_port", "0", "-m", "stapo_lite.train"]
     done = subprocess.run(
         [*launch, str(config), *options],
         capture_output=True,

@@ -77,16 +77,12 @@ def send(values: Tensor, device: torch.device | str) -> Tensor:
 class TokenBudget:
     """The most tokens of a micro-batch, padding included; halved each time that memory runs out.
 
-    Args:
-        in_step: where all processes must run the same number of micro-batches, gives that number from this process's.
-            The others run empty ones. Where memory runs out the run ends: one process cannot repeat a pass alone.
-
     Attributes:
         halvings: how often the budget was halved; it is never raised again.
     """
 
-    def __init__(self, tokens: int, halvings: int = 0, in_step: Callable[[int], int] | None = None):
-        self._tokens, self.halvings, self._in_step = tokens, halvings, in_step
+    def __init__(self, tokens: int, halvings: int = 0):
+        self._tokens, self.halvings = tokens, halvings
 
     @property
     def tokens(self) -> int:
@@ -105,15 +101,11 @@ class TokenBudget:
         lengths = [sequence_length(completion) for completion in batch.select(rows)]
         while True:
             micro_batches = [[rows[i] for i in part] for part in split_by_tokens(lengths, self.tokens)]
-            if self._in_step is not None:
-                micro_batches += [[]] * (self._in_step(len(micro_batches)) - len(micro_batches))
             try:
                 return work(micro_batches)
             except RuntimeError as error:
                 if not out_of_memory(error):
                     raise
-                if self._in_step is not None:
-                    raise RunError("memory ran out: lower train.max_tokens_per_microbatch, --resume --force") from error
                 if all(len(part) == 1 for part in micro_batches):
                     raise RunError(
                         "memory ran out on a single sequence: lower rollout.max_completion_length or "

@@ -12,18 +12,6 @@ def check_processes(config: Config, num_processes: int) -> None:
         )
 
 
-def check_sharded(config: Config, engine: str) -> None:
-    """Raises InputError where config or engine ask for what a base that is spread over processes cannot do."""
-    for key, value in {
-        "quantization": config.quantization,
-        "train.park_trainer": config.train.park_trainer,
-        "train.compile": config.train.compile,
-        "rollout.engine": engine if engine == "transformers" else None,
-    }.items():
-        if value:
-            raise InputError(f"{key}={value}: not with a base that FSDP shards: change it, or launch without FSDP")
-
-
 def batch_arithmetic(config: Config, num_processes: int) -> str:
     """One line that says how a step is made up."""
     train, generations = config.train, config.rollout.num_generations

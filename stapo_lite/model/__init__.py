@@ -1,1 +1,1 @@
-"""From weights to token statistics: loading, adapter, policy, sharding."""
+"""From weights to token statistics: loading, adapter, policy, processes."""

@@ -17,28 +17,23 @@ from stapo_lite.model.loading import add_adapter, load_adapter, load_weights
 from stapo_lite.types import Completion, TokenStatistics
 
 
-def load_policy(
-    config: Config, device: torch.device, shard: Callable[[Any], None] | None = None, start: Path | None = None
-) -> "Policy":
+def load_policy(config: Config, device: torch.device, start: Path | None = None) -> "Policy":
     """Load the base model and give it a LoRA adapter: a new one, drawn from `config.seed`, or one to start from.
 
     Args:
         start: folder of that one (`find_start`).
-        shard: spreads the base over the processes (`sharding.py`).
 
     Raises:
         InputError: the model or the adapter cannot be loaded, does not fit on the device, or lacks weights.
     """
-    base = load_weights(config.model, config.dtype, "cpu" if shard else device, config.quantization)
-    if shard is not None:
-        shard(base)
+    base = load_weights(config.model, config.dtype, device, config.quantization)
     torch.manual_seed(config.seed)
     peft_model = add_adapter(base, config.lora, config.train.gradient_checkpointing)
     if config.train.compile:  # one by one: all have the same code, and checkpointing stays outside
         module: Any
         for module in base.get_decoder().layers:
             module.compile(dynamic=True)
-    policy = Policy(peft_model, config, sharded=shard is not None)
+    policy = Policy(peft_model, config)
     if start is not None:
         load_adapter(policy.model, start)
         if config.objective.beta:
@@ -53,11 +48,10 @@ class Policy:
         model: the PeftModel.
         parameters: the adapter's trainable parameters by name.
         dtype: of the base and of the forward pass.
-        sharded: whether all processes must run the decoder together.
     """
 
-    def __init__(self, model: Any, config: Config, sharded: bool):
-        self.model, self.sharded = model, sharded
+    def __init__(self, model: Any, config: Config):
+        self.model = model
         self.parameters: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self._causal_lm = model.get_base_model()
@@ -99,14 +93,12 @@ class Policy:
         attention mask: in a causal model no real token sees it.
         """
         sequences = [torch.tensor(c.prompt.token_ids + c.token_ids) for c in completions]
-        # Without completions a dummy token: all processes gather the layers of a sharded base together.
-        input_ids = nn.utils.rnn.pad_sequence(sequences or [torch.zeros(1, dtype=torch.int64)], batch_first=True)
+        input_ids = nn.utils.rnn.pad_sequence(sequences, batch_first=True)
         # The causal shift, here and nowhere else: a token is predicted at the place before its own.
         places = [
             torch.arange(len(sequence) - len(c.token_ids), len(sequence)) + row * input_ids.shape[1] - 1
             for row, (c, sequence) in enumerate(zip(completions, sequences, strict=True))
         ]
-        places = [torch.zeros(0, dtype=torch.int64), *places]
         hidden = self._decode(send(input_ids, self.device)).flatten(0, 1)
         return hidden.index_select(0, send(torch.cat(places), self.device)).to(self._head.weight.dtype)
 

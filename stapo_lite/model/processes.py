@@ -74,10 +74,14 @@ def check_launch(state: Any) -> None:
         state: accelerate's `PartialState` or `Accelerator`.
 
     Raises:
-        InputError: accelerate runs fewer processes than were launched, which it does without a warning.
+        InputError: accelerate runs fewer processes than were launched, which it does without a warning; or it is
+            configured for FSDP or DeepSpeed, and transformers would leave processes without the whole weights.
     """
     import torch
 
+    for kind in ("FSDP", "DEEPSPEED"):
+        if os.environ.get(f"ACCELERATE_USE_{kind}") == "true":
+            raise InputError(f"accelerate's distributed_type: {kind}: each process needs the whole base; set MULTI_GPU")
     launched, runs = int(os.environ.get("WORLD_SIZE", "1")), state.num_processes
     if runs != launched:
         raise InputError(f"{launched} processes were launched, but accelerate runs {runs}: use --processes")

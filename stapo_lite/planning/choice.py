@@ -47,7 +47,7 @@ COMFORTABLE_TOKENS = 8192
 MOST_TOKENS = 65_536
 
 
-def fit(config: Config, engine: str, going_on: Path | None, processes: int, sharded: bool) -> Config:
+def fit(config: Config, engine: str, going_on: Path | None, processes: int) -> Config:
     """The config for this machine: on a GPU the memory keys that it leaves open are set for the memory that is free.
     All processes choose for the card with the least.
 
@@ -71,7 +71,7 @@ def fit(config: Config, engine: str, going_on: Path | None, processes: int, shar
     here, total = memory_left()
     host = host_memory_left() / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     memory, host = map(min, zip(*gather_object([(here, host)]), strict=True))
-    model, cards = load_model_config(config.model).get_text_config(), Cards(memory, host, processes, sharded)
+    model, cards = load_model_config(config.model).get_text_config(), Cards(memory, host, processes)
     choice = choose(config, model, cards)
     if choice and os.environ.get("RANK", "0") == "0":
         chosen = apply_all(config, choice, model, cards)
@@ -156,7 +156,7 @@ def find(config: Config, model: Any, cards: Cards) -> Choice | None:
 
     ladder = update_ladder(config, model, cards)
     least = ladder[min(1, len(ladder) - 1)]
-    for choice, only_with_room in [(queued, False)] if serving else residencies(config, cards):
+    for choice, only_with_room in [(queued, False)] if serving else residencies(config):
         if not serving:
             choice = choose_sequences(choice | least, config, model, cards)
         rungs = ladder[too_much(choice | ladder[0]) :]  # the host may be too small for activations
@@ -176,7 +176,7 @@ def rollouts(config: Config, cards: Cards) -> int:
     return config.train.batch_size * config.rollout.num_generations // cards.processes
 
 
-def residencies(config: Config, cards: Cards) -> Iterator[tuple[Choice, bool]]:
+def residencies(config: Config) -> Iterator[tuple[Choice, bool]]:
     """Choices of where the trainer's base and vLLM's weights stay while the other works, the fastest first; and with
     each, whether it is only for a card whose KV cache holds all sequences of a step at their longest."""
     can_reload = config.rollout.quantization != "bitsandbytes" and reads_base_again()
@@ -188,7 +188,7 @@ def residencies(config: Config, cards: Cards) -> Iterator[tuple[Choice, bool]]:
         (False, 2, False),
         (False, 0, False),  # where it holds none
     ):
-        if not (park and cards.sharded) and (can_reload or sleep < 2):
+        if can_reload or sleep < 2:
             yield {"train.park_trainer": park, "rollout.sleep_level": sleep}, only_with_room
 
 

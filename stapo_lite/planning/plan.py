@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from stapo_lite.config import Config, check_processes, check_sharded
+from stapo_lite.config import Config, check_processes
 from stapo_lite.errors import InputError
 from stapo_lite.model.loading import check_target_modules, linear_layers, load_model_config
 from stapo_lite.rollout.vllm_options import batched_tokens, served_rank
@@ -91,8 +91,6 @@ class Cards(NamedTuple):
     """Bytes of the host for each card; None leaves it unchecked."""
     processes: int = 1
     """Processes that train; each has a card."""
-    sharded: bool = False
-    """Whether FSDP spreads the base over them."""
 
 
 class Weights(NamedTuple):
@@ -119,21 +117,14 @@ def make_plan(config: Config, model: Any, cards: Cards) -> Plan:
 
     Raises:
         InputError: rollouts are not vLLM's; the model lacks a target module; there are more processes than prompts in
-            a batch, or a sharded base cannot do what is asked.
+            a batch.
     """
     check_processes(config, cards.processes)
-    if cards.sharded:
-        check_sharded(config, config.rollout.engine)
     if config.rollout.engine == "transformers":
         raise InputError("rollout.engine=transformers: only rollouts with vLLM are planned; set rollout.engine=vllm")
     train, rollout, sizes = config.train, config.rollout, model_sizes(as_json(model))
     weights, serving = count_weights(config, sizes), rollout.engine == "server"
     base = {"trainer: base weights": sum(weights.linears + weights.others)}
-    if cards.sharded:
-        base = {
-            "trainer: its shard of the base": sum(weights.linears) // cards.processes + sum(weights.others),
-            "trainer: two gathered layers": 2 * (sum(weights.linears) // model.num_hidden_layers),
-        }
     trainer = {"trainer: adapter": weights.adapter, "trainer: optimiser": weights.optimizer}
     if config.lora.adapter and config.objective.beta:
         trainer["trainer: reference adapter"] = weights.adapter
@@ -157,7 +148,7 @@ def make_plan(config: Config, model: Any, cards: Cards) -> Plan:
     if not serving:
         update_phase |= {"vLLM: CUDA graphs": CUDA_GRAPHS} if rollout.sleep_level else engine
 
-    host = plan_host(config, weights, cards, kept)
+    host = plan_host(config, weights, kept)
     card, longest = cards.gpu_memory, config.max_sequence_length
     ram = math.inf if cards.host_memory is None else cards.host_memory
     needs = [("rollouts", rollout_phase, card), ("update", update_phase, card), ("host", host, ram)]
@@ -207,7 +198,7 @@ def plan_engine(config: Config, model: Any, weights: Weights, sizes: Sizes, card
     return engine | {"vLLM: KV cache": cache}, cache * shards // (sizes.kv_per_token * width)
 
 
-def plan_host(config: Config, weights: Weights, cards: Cards, kept: int) -> dict[str, int]:
+def plan_host(config: Config, weights: Weights, kept: int) -> dict[str, int]:
     """Bytes of host memory for each card.
 
     Args:
@@ -215,8 +206,6 @@ def plan_host(config: Config, weights: Weights, cards: Cards, kept: int) -> dict
     """
     base = weights.linears + weights.others
     host = {"processes": HOST_PROCESS, "snapshots of two steps": 2 * (weights.adapter + weights.optimizer)}
-    if cards.sharded:
-        host["base weights, once a machine"] = sum(base)
     if config.train.park_trainer:
         host["trainer: base weights"] = pinned(base)
     if config.rollout.sleep_level == 1 and config.rollout.engine != "server":
@@ -235,8 +224,6 @@ def plan_traffic(config: Config, weights: Weights, cards: Cards, longest: int) -
         "gradients, an update": int(2 * others * weights.lora * 4),
         "completions, a step, at most": (cards.processes - 1) * completions * longest * TOKEN_BYTES,
     }
-    if cards.sharded:
-        traffic["layers, a micro-batch"] = int(2 * others * sum(weights.linears))  # for each of its two passes
     if config.rollout.engine == "server":
         traffic["adapter to each server, a step"] = weights.lora * config.bytes_per_value
     return traffic

@@ -43,8 +43,7 @@ def make_accelerator(log: Log, folder: Path) -> Accelerator:
         folder: for the trackers' files.
 
     Raises:
-        InputError: a tracker is not installed, or accelerate runs fewer processes than were launched;
-            accelerate itself would not say so.
+        InputError: a tracker is not installed, or `check_launch` refuses the launch.
     """
     for name in log.report_to:
         if importlib.util.find_spec(name) is None:

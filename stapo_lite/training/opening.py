@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 
 from stapo_lite.algorithm.microbatches import TokenBudget
-from stapo_lite.config import Config, Data, batch_arithmetic, check_processes, check_sharded, flatten, to_yaml
+from stapo_lite.config import Config, Data, batch_arithmetic, check_processes, flatten, to_yaml
 from stapo_lite.data.contamination import find_overlaps, load_problems
 from stapo_lite.data.prompts import Prompts, check_rows, load_rows, prompt_text, stop_token_ids
 from stapo_lite.errors import InputError
@@ -21,7 +20,6 @@ from stapo_lite.files import lock, read_object, write_text
 from stapo_lite.model.loading import adapter_digest, find_start, load_tokenizer, model_digest
 from stapo_lite.model.policy import load_policy, make_optimizer
 from stapo_lite.model.processes import resolve_dtype
-from stapo_lite.model.sharding import make_sharding
 from stapo_lite.planning.choice import fit
 from stapo_lite.rewards.functions import RewardModel
 from stapo_lite.rollout import check_options, make_engine, make_sampling, resolve_engine
@@ -78,14 +76,11 @@ def begin(config: Config, resume: bool, force: bool, given: Given, closing: Exit
     processes = accelerator.num_processes
     check_processes(config, processes)
     engine_name = resolve_engine(config.rollout.engine)
-    shard = make_sharding(accelerator.device)
-    if shard is not None:
-        check_sharded(config, engine_name)
     resumed = resume and checkpoint.list_checkpoints(folder)
     if not resumed:
         lifecycle.check_no_run(folder, resume)
     config = config.model_copy(update={"dtype": resolve_dtype(config.dtype)})
-    config = fit(config, engine_name, folder if resumed else None, processes, shard is not None)
+    config = fit(config, engine_name, folder if resumed else None, processes)
     check_options(engine_name, config)  # with what was chosen for this card
     prompts, tokenizer, stop_tokens = load_prompts(config, given.rows, accelerator.print)
     # In a resumed run the start is read as a reference only.
@@ -108,7 +103,7 @@ def begin(config: Config, resume: bool, force: bool, given: Given, closing: Exit
         closing.callback(hub.close)
     rewards = RewardModel(config.reward, config.train.max_steps, given.reward_funcs)
     closing.callback(rewards.close)
-    learner = make_learner(config, accelerator, shard, start, newest)
+    learner = make_learner(config, accelerator, start, newest)
     engine = make_engine(engine_name, config, stop_tokens, accelerator)
     closing.callback(engine.close)
     sample: Sampler = engine.generate
@@ -146,21 +141,14 @@ def weights_digests(config: Config, start: Path | None) -> dict[str, str]:
     return {key: digest[:16] for key, digest in digests.items() if digest is not None}
 
 
-def make_learner(
-    config: Config,
-    accelerator: Accelerator,
-    shard: Callable[[Any], None] | None,
-    start: Path | None,
-    newest: Path | None,
-) -> Learner:
+def make_learner(config: Config, accelerator: Accelerator, start: Path | None, newest: Path | None) -> Learner:
     """Policy and optimiser, new or as a checkpoint has them."""
-    policy = load_policy(config, accelerator.device, shard, start)
+    policy = load_policy(config, accelerator.device, start)
     optimizer = make_optimizer(policy, config.train)
     progress = Progress(tau_p=config.objective.s2t.tau_p)
     if newest is not None:
         progress = checkpoint.load_checkpoint(newest, policy, optimizer, config.objective.s2t)
-    in_step = (lambda count: max(gather_object([count]))) if policy.sharded else None
-    budget = TokenBudget(config.train.max_tokens_per_microbatch, progress.halvings, in_step)
+    budget = TokenBudget(config.train.max_tokens_per_microbatch, progress.halvings)
     if config.train.park_trainer:
         policy.park()
     return Learner(config, policy, optimizer, budget, accelerator, progress)

@@ -1,12 +1,10 @@
 import itertools
 import math
 
-import pytest
 import torch
 from helpers import fake_completions
 
-from stapo_lite.algorithm.microbatches import TokenBudget, pack, sequence_length, split_by_tokens, split_evenly
-from stapo_lite.errors import RunError
+from stapo_lite.algorithm.microbatches import pack, sequence_length, split_by_tokens, split_evenly
 from stapo_lite.types import Completion, Prompt
 
 
@@ -62,15 +60,3 @@ def test_work_is_dealt_out_evenly():
     lengths = (torch.randn(512, generator=torch.Generator().manual_seed(0)).exp() * 1000).tolist()
     loads = [sum(lengths[i] for i in share) for share in split_evenly(lengths, 8)]
     assert max(loads) < 1.001 * sum(loads) / 8
-
-
-def test_who_has_fewer_micro_batches_gets_empty_ones():
-    batch = pack(fake_completions(0, [1.0] * 6), "cpu")
-    budget = TokenBudget(10_000, in_step=lambda count: count + 2)
-    assert budget.fit(batch, range(6), lambda parts: [len(rows) for rows in parts]) == [6, 0, 0]
-
-    def too_much(_):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
-
-    with pytest.raises(RunError, match="memory ran out: lower train.max_tokens_per_microbatch"):
-        budget.fit(batch, range(6), too_much)

@@ -1,5 +1,7 @@
 """How many processes a command starts, and what this machine computes in."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -30,6 +32,14 @@ def test_those_that_were_launched_count(monkeypatch):
     assert not processes.launch(4, ["train"])
     with pytest.raises(InputError, match="--processes=2: 4 were launched"):
         processes.count_processes(2)
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])
+def test_a_launch_that_would_split_the_base_is_refused(monkeypatch, kind):
+    """transformers would leave the second process without weights, and say nothing."""
+    monkeypatch.setenv(f"ACCELERATE_USE_{kind}", "true")
+    with pytest.raises(InputError, match=f"accelerate's distributed_type: {kind}: .*set MULTI_GPU"):
+        processes.check_launch(SimpleNamespace(num_processes=1, is_main_process=True))
 
 
 @pytest.mark.parametrize(("card", "features", "dtype"), [

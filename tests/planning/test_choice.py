@@ -103,11 +103,6 @@ def test_servers_have_cards_of_their_own():
     )  # a sixth of it in the mean, under way
 
 
-def test_a_base_that_is_spread_stays_on_the_cards():
-    found = choose(config(), qwen3("8B"), Cards(40 * GIB, processes=2, sharded=True))
-    assert found["train.park_trainer"] is False
-
-
 def test_a_container_has_less_than_its_host(monkeypatch, tmp_path):
     """A job of 6 GiB in a container of 8 GiB: what each has left, cached files included."""
     free = psutil.virtual_memory()._replace(available=100 * GIB)
@@ -155,7 +150,7 @@ def card(monkeypatch):
 
 def test_a_run_takes_what_others_leave_of_the_fullest_card_and_keeps_it(card, tmp_path, capsys, monkeypatch):
     given = config()
-    run = fit(given, "vllm", None, 1, False)
+    run = fit(given, "vllm", None, 1)
     assert card == {"card": 0, "host": 0 if hasattr(torch.accelerator, "empty_host_cache") else 9 * GIB}
     assert "memory for a card of 22.0 GiB" in capsys.readouterr().out
     host = psutil.virtual_memory().available
@@ -166,10 +161,10 @@ def test_a_run_takes_what_others_leave_of_the_fullest_card_and_keeps_it(card, tm
     assert run.train == expected.train
     kept = run.model_copy(update={"train": run.train.model_copy(update={"max_tokens_per_microbatch": 3333})})
     (tmp_path / "config.yaml").write_text(to_yaml(kept), encoding="utf-8")
-    assert flatten(fit(given, "vllm", tmp_path, 1, False).model_dump()) == flatten(kept.model_dump())
-    assert fit(given, "transformers", None, 1, False) is given
+    assert flatten(fit(given, "vllm", tmp_path, 1).model_dump()) == flatten(kept.model_dump())
+    assert fit(given, "transformers", None, 1) is given
     capsys.readouterr()
-    fit(config(rollout__engine="server"), "server", None, 1, False)
+    fit(config(rollout__engine="server"), "server", None, 1)
     assert "KV cache of 0" not in (told := capsys.readouterr().out)
     server = fit_server(config(rollout__engine="server"))
     assert f"{server.rollout.max_num_seqs} sequences at a time" in told
@@ -182,7 +177,7 @@ def test_a_run_takes_what_others_leave_of_the_fullest_card_and_keeps_it(card, tm
 
 def test_torch_2_11_has_no_cache_of_host_memory_to_empty(card, monkeypatch):
     monkeypatch.delattr(torch.accelerator, "empty_host_cache", raising=False)
-    assert fit(config(), "vllm", None, 1, False).rollout.gpu_memory_utilization > 0.5
+    assert fit(config(), "vllm", None, 1).rollout.gpu_memory_utilization > 0.5
     assert card["card"] == 0
 
 

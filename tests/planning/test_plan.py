@@ -67,22 +67,13 @@ def test_a_server_has_a_card_of_its_own_and_holds_the_versions_under_way():
     assert found.traffic["adapter to each server, a step"] == 2 * LORA_OF_RANK_32
 
 
-def test_a_base_spread_over_four_cards_by_hand():
-    """Embedding, head (151,936 x 4,096) and norms stay whole; the layers are quartered."""
-    c = config(lora__r=32)
-    four = Cards(48 * GIB, processes=4, sharded=True)
-    found = make_plan(c, qwen3("8B"), four)
-    layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 12288
-    whole = PARAMETERS["8B"] - 36 * layer
-    assert 0 < whole - 2 * 151_936 * 4096 < 1e6
-    assert found.update["trainer: its shard of the base"] == 2 * 36 * layer // 4 + 2 * whole
-    assert found.update["trainer: two gathered layers"] == 2 * 2 * layer
-    assert found.traffic["layers, a micro-batch"] == 2 * 2 * 36 * layer * 3 // 4
+def test_what_four_trainers_send_by_hand():
+    found = make_plan(config(lora__r=32), qwen3("8B"), Cards(48 * GIB, processes=4))
     assert found.traffic["gradients, an update"] == 2 * 4 * LORA_OF_RANK_32 * 3 // 4
     assert found.traffic["completions, a step, at most"] == 3 * 64 * 8 // 4 * (1024 + 2048) * 14
-    assert make_plan(c, qwen3("8B"), Cards(48 * GIB)).traffic["gradients, an update"] == 0
-    with pytest.raises(InputError, match="quantization=nf4: not with a base that FSDP shards"):
-        make_plan(config(quantization="nf4"), qwen3("8B"), four)
+    alone = make_plan(config(lora__r=32), qwen3("8B"), Cards(48 * GIB))
+    assert alone.traffic["gradients, an update"] == 0
+    assert found.update == alone.update
 
 
 def test_the_real_models_counted_and_the_8b_by_hand():

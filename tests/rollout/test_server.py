@@ -13,7 +13,7 @@ from dataclasses import replace
 import aiohttp
 import pytest
 from accelerate import Accelerator
-from helpers import PROMPTS, ROOT, SAMPLING, command, gap, generate, in_two_processes, run, same_metrics, write_yaml
+from helpers import PROMPTS, SAMPLING, command, gap, generate, in_two_processes, run, same_metrics, write_yaml
 from test_rollout import (  # noqa: F401
     DECODING,
     VERSIONS,
@@ -295,9 +295,8 @@ def served(engine, server, write_config):
 
 @pytest.mark.slow
 def test_two_processes_make_the_same_run_as_one(served, tmp_path):
-    """Where the base is spread over both, and an adapter that one of them publishes reaches the other."""
-    launcher = ["--config_file", str(ROOT / "configs" / "accelerate" / "fsdp2.yaml")]
-    in_two_processes(served(str(tmp_path / "two")), tmp_path, accelerate=launcher)
+    """An adapter that one of them publishes reaches the other."""
+    in_two_processes(served(str(tmp_path / "two")), tmp_path)
     one = run(served(str(tmp_path / "one")))
     assert all(m["updates"] == 2 and m["silenced_share"] > 0 for m in one)
     assert all(m["lag_max"] == 0 for m in one)

@@ -655,25 +655,19 @@ def test_dry_run_prints_the_config_and_stops(write_config, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("fsdp", "override", "message"),
+    ("override", "message"),
     [
-        (None, "data.max_prompt_length=20", "row 1: the prompt has"),
-        (None, "reward.functions=[parity:odd]", "reward.functions=parity:odd: cannot be imported"),
-        (None, "rollout.engine=vllm", "rollout.engine=vllm: vLLM is not installed"),
-        (None, "log.report_to=[trackio]", "log.report_to: trackio is not installed; pip install trackio"),
-        (None, "train.park_trainer=true", "train.park_trainer=True needs vLLM"),
-        (None, "rollout.model=m", "rollout.model=m needs vLLM"),
-        ("2", "train.compile=true", "train.compile=True: not with a base that FSDP shards"),
-        ("2", "rollout.engine=transformers", "rollout.engine=transformers: not with"),
-        ("1", "train.compile=false", "fsdp_version: 1: set 2"),
+        ("data.max_prompt_length=20", "row 1: the prompt has"),
+        ("reward.functions=[parity:odd]", "reward.functions=parity:odd: cannot be imported"),
+        ("rollout.engine=vllm", "rollout.engine=vllm: vLLM is not installed"),
+        ("log.report_to=[trackio]", "log.report_to: trackio is not installed; pip install trackio"),
+        ("train.park_trainer=true", "train.park_trainer=True needs vLLM"),
+        ("rollout.model=m", "rollout.model=m needs vLLM"),
     ],
 )
-def test_bad_input_is_found_before_the_model_loads(write_config, monkeypatch, capsys, fsdp, override, message):
+def test_bad_input_is_found_before_the_model_loads(write_config, monkeypatch, capsys, override, message):
     monkeypatch.setattr(opening, "load_policy", lambda *_, **__: pytest.fail("the model was loaded"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    if fsdp is not None:
-        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-        monkeypatch.setenv("FSDP_VERSION", fsdp)
     assert command("train", write_config(), override) == 2
     assert message in capsys.readouterr().err
 
