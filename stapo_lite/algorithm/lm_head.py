@@ -8,7 +8,7 @@ hidden state is one vector, known as soon as the softmax is:
 The sum is formed in the forward pass by the online softmax of flash attention (hidden states as
 queries, rows of W as both keys and values). Two matrix products in all, and a backward pass that only
 scales rows; recomputing the logits in the backward pass takes three. Where entropy needs a gradient, the
-recomputing path below does the same sweep. The head itself is never trained.
+logits of a few tokens at a time are computed again in the backward pass. The head itself is never trained.
 
 Logits are accumulated in fp32: rounding them to bf16 changes a probability near tau_p by some per cent.
 """
@@ -20,11 +20,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from stapo_lite.types import TokenStatistics
 
 TILE = 128
 """The numbers of rows and columns of a tile of logits are multiples of this."""
+DENSE_COPIES = 6
+"""Values per token and vocabulary entry that are in memory at a time if entropy has a gradient."""
 
 
 def token_statistics(
@@ -66,9 +69,12 @@ def token_statistics(
         raise ValueError("the head is frozen here, and gets no gradient: set its requires_grad to False")
     if not torch.is_grad_enabled():
         hidden = hidden.detach()  # then only the first product runs
-    head = _RecomputedHead if differentiable_entropy else _FrozenHead
-    with torch.autocast(hidden.device.type, enabled=False), _bf16_products(weight):  # autocast would round to bf16
-        return TokenStatistics(*head.apply(hidden, weight, bias, targets, temperature, memory_bytes))
+    arguments = (hidden, weight, bias, targets, temperature, memory_bytes)
+    with torch.autocast(hidden.device.type, enabled=False):  # which would round to bf16
+        if differentiable_entropy and hidden.requires_grad:
+            return _differentiable(*arguments)
+        with _bf16_products(weight):
+            return TokenStatistics(*_FrozenHead.apply(*arguments))
 
 
 @torch.no_grad()
@@ -89,9 +95,8 @@ def top_tokens(
         ids [N, k] int64, and their probabilities at the temperature, [N, k] fp32.
     """
     _, v = chunk_sizes(len(hidden), len(weight), weight.shape[1], memory_bytes)
-    with torch.autocast(hidden.device.type, enabled=False), _bf16_products(weight):
-        tiles = [logits.clone() for _, _, logits in _logit_tiles(hidden, weight, bias, temperature, v)]
-    best = torch.cat(tiles, 1).softmax(1).topk(k)
+    with torch.autocast(hidden.device.type, enabled=False):
+        best = _all_logits(hidden, weight, bias, temperature, v).softmax(1).topk(k)
     return best.indices, best.values
 
 
@@ -143,47 +148,53 @@ class _FrozenHead(torch.autograd.Function):
         return d_hidden, None, None, None, None, None
 
 
-class _RecomputedHead(torch.autograd.Function):
-    """Gradients from all statistics to hidden; logits recomputed tile by tile.
+def _differentiable(hidden, weight, bias, targets, temperature, memory_bytes) -> TokenStatistics:
+    """Statistics that all have a gradient: of a few tokens at a time, whose logits are computed again in the backward
+    pass."""
+    n = max(1, memory_bytes // (4 * DENSE_COPIES * len(weight)))
+    _, v = chunk_sizes(n, len(weight), weight.shape[1], memory_bytes // DENSE_COPIES)
+    chunks = [
+        checkpoint(
+            _dense_statistics, hidden[start : start + n], weight, bias, targets[start : start + n], temperature, v,
+            use_reentrant=False,
+        )
+        for start in range(0, max(1, len(hidden)), n)
+    ]  # fmt: skip
+    return TokenStatistics(*map(torch.cat, zip(*chunks, strict=True)))
 
-    With p the softmax of the logits a:  d log p_y / da = 1[y] - p;  dH / da = -p (log p + H);
-    d(sum p^2) / da = 2 p (p - sum p^2).
-    """
+
+def _dense_statistics(hidden, weight, bias, targets, temperature, v) -> tuple[Tensor, Tensor, Tensor]:
+    log_p = _Logits.apply(hidden, weight, bias, temperature, v).log_softmax(1)
+    p = log_p.exp()
+    return log_p.gather(1, targets[:, None])[:, 0], -(p * log_p).sum(1), p.square().sum(1)
+
+
+class _Logits(torch.autograd.Function):
+    """All logits, [n, V] fp32; products accumulate in fp32 in both passes."""
 
     @staticmethod
-    def forward(ctx: Any, hidden, weight, bias, targets, temperature, memory_bytes):
-        n, v = chunk_sizes(len(hidden), len(weight), weight.shape[1], memory_bytes // 2)  # backward holds more
-        outputs = hidden.new_empty(4, len(hidden), dtype=torch.float32)
-        for start in range(0, len(hidden), n):
-            rows = slice(start, start + n)
-            outputs[:, rows], _ = _sweep(hidden[rows], weight, bias, targets[rows], temperature, v, False)
-        ctx.save_for_backward(hidden, weight, bias, targets, outputs)
-        ctx.temperature, ctx.tile = temperature, (n, v)
-        logprobs, entropy, collision, _ = outputs.unbind()
-        return logprobs, entropy, collision
+    def forward(ctx: Any, hidden, weight, bias, temperature, v):
+        ctx.save_for_backward(weight)
+        ctx.temperature, ctx.tile, ctx.dtype = temperature, v, hidden.dtype
+        return _all_logits(hidden, weight, bias, temperature, v)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor):
-        hidden, weight, bias, targets, outputs = ctx.saved_tensors
-        n, v = ctx.tile
-        d_hidden = torch.zeros_like(hidden, dtype=torch.float32)
+        (weight,) = ctx.saved_tensors
+        (d_logits,) = gradients
+        d_hidden = torch.zeros(len(d_logits), weight.shape[1], device=weight.device)
         with _bf16_products(weight):
-            for start in range(0, len(hidden), n):
-                rows = slice(start, start + n)
-                _, entropy, collision, log_normaliser = outputs[:, rows, None].unbind()
-                d_logprobs, d_entropy, d_collision = (g[rows, None] for g in gradients)
-                for columns, tile, logits in _logit_tiles(hidden[rows], weight, bias, ctx.temperature, v):
-                    log_p = logits.sub_(log_normaliser)
-                    p = log_p.exp()
-                    d_logits = (p - collision).mul_(p).mul_(2 * d_collision)
-                    d_logits -= log_p.add_(entropy).mul_(p).mul_(d_entropy)
-                    d_logits -= p.mul_(d_logprobs)
-                    local, inside = _locate(targets[rows] - columns.start, logits)
-                    d_logits.scatter_add_(1, local, torch.where(inside, d_logprobs, 0.0))
-                    d_logits /= ctx.temperature
-                    _product(d_logits.to(tile.dtype), tile, d_hidden[rows], add=True)
-                    del p, d_logits  # their memory serves the next tile
-        return d_hidden.to(hidden.dtype), None, None, None, None, None
+            for columns, tile in _weight_tiles(weight, ctx.tile):
+                part = d_logits[:, columns] / ctx.temperature
+                _product(part.to(tile.dtype), tile, d_hidden, add=True)
+        return d_hidden.to(ctx.dtype), None, None, None, None
+
+
+def _all_logits(hidden, weight, bias, temperature, v) -> Tensor:
+    """[n, V] fp32, computed in tiles of v columns."""
+    with _bf16_products(weight):
+        tiles = [logits.clone() for _, _, logits in _logit_tiles(hidden, weight, bias, temperature, v)]
+    return torch.cat(tiles, 1)
 
 
 def _sweep(hidden, weight, bias, targets, temperature, v, want_expectation: bool):
@@ -222,25 +233,32 @@ def _sweep(hidden, weight, bias, targets, temperature, v, want_expectation: bool
 
 
 def _logit_tiles(hidden, weight, bias, temperature, v) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """(columns, their rows of weight, logits [n, v] fp32) over the vocabulary; the last tile may be narrower.
-
-    The CPU rounds a half-precision product to its operands' type, so there they are fp32 copies. What is
-    yielded lives in the same memory each time.
-    """
-    copy = None
-    if not weight.is_cuda and weight.dtype != torch.float32:
-        copy, hidden = torch.empty(v, weight.shape[1]), hidden.float()
+    """(columns, their rows of weight, logits [n, v] fp32) over the vocabulary; the last tile may be narrower. What is
+    yielded lives in the same memory each time."""
+    if not weight.is_cuda:
+        hidden = hidden.float()
     buffer = hidden.new_empty(len(hidden) * v, dtype=torch.float32)
-    for start in range(0, len(weight), v):
-        tile = weight[start : start + v]
-        columns = slice(start, start + len(tile))
-        if copy is not None:
-            tile = copy[: len(tile)].copy_(tile)
+    for columns, tile in _weight_tiles(weight, v):
         logits = buffer[: len(hidden) * len(tile)].view(len(hidden), len(tile))
         _product(hidden, tile.T, logits, add=False)
         if bias is not None:
             logits += bias[columns]
         yield columns, tile, logits if temperature == 1 else logits.div_(temperature)
+
+
+def _weight_tiles(weight, v) -> Iterator[tuple[slice, Tensor]]:
+    """(columns, their rows of weight), at most v at a time.
+
+    The CPU rounds a half-precision product to its operands' type, so there they are fp32 copies, in the same memory
+    each time.
+    """
+    copy = None
+    if not weight.is_cuda and weight.dtype != torch.float32:
+        copy = torch.empty(v, weight.shape[1])
+    for start in range(0, len(weight), v):
+        tile = weight[start : start + v]
+        columns = slice(start, start + len(tile))
+        yield columns, tile if copy is None else copy[: len(tile)].copy_(tile)
 
 
 def _locate(local: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:

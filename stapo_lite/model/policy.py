@@ -114,7 +114,7 @@ class Policy:
         """`statistics` of completions whose hidden states are known.
 
         Args:
-            differentiable_entropy: give entropy a gradient too, by the recomputing LM head.
+            differentiable_entropy: give entropy a gradient too; the logits are then computed twice.
         """
         targets = torch.tensor(list(itertools.chain(*(c.token_ids for c in completions))), dtype=torch.int64)
         return token_statistics(
