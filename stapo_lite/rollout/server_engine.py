@@ -40,9 +40,7 @@ START_TIMEOUT = 600.0
 HEALTH_INTERVAL = 5.0
 """Seconds between two checks of a server that has a request."""
 HEALTH_TIMEOUT = 20.0
-"""Seconds that a server may take to answer a check; after two late answers in a row it is lost."""
-LOST_TIMEOUT = 5.0
-"""Seconds for which a publication waits for the answer of a server that was lost."""
+"""Seconds that a server may take to answer a check; later it is lost."""
 KEEPALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 15, socket.TCP_KEEPCNT: 4}
 """A request may be silent for hours, and routers forget such connections: seconds until the peer is asked whether it is
 there, seconds between two such questions, and how many may stay without an answer."""
@@ -184,16 +182,15 @@ class ServerEngine(RolloutEngine):
         raise (RunError if response.status < 500 and response.status not in (404, 429) else ServerFault)(text)
 
     async def _healthy(self, server: Server) -> bool:
-        """Whether the server answers, asked up to twice; one that is not live, once, for less time. Else it is lost."""
-        for timeout in [HEALTH_TIMEOUT] * 2 if server.live else [LOST_TIMEOUT]:
-            with suppress(ServerFault, RunError):
-                await self._ask("GET", f"{server.url}/health", timeout)
-                return True
+        """Whether the server answers; else it is lost."""
+        with suppress(ServerFault, RunError):
+            await self._ask("GET", f"{server.url}/health", HEALTH_TIMEOUT)
+            return True
         self._lose(server, "it does not answer")
         return False
 
     def _lose(self, server: Server, reason: str) -> None:
-        """Do without a server until the next adapter."""
+        """Mark the server as lost until the next publish."""
         if server.live:
             logger.warning("rollout.servers: going on without %s (%s)", server.url, reason)
         server.live, self._why_lost = False, reason
@@ -227,20 +224,15 @@ class ServerEngine(RolloutEngine):
         return f"{self._folder.name}-v{version}"
 
     async def _load(self, server: Server, version: int) -> bool:
-        content, attempt = {"lora_name": self._name(version), "lora_path": str(self._folder / f"v{version}")}, 0
-        while await self._healthy(server):
-            try:
-                await self._ask("POST", f"{server.url}/v1/load_lora_adapter", json=content)
-                return True
-            except (ServerFault, RunError) as error:
-                if "already been loaded" in str(error):  # only the answer was lost
-                    return True
-                attempt += 1
-                if attempt > MAX_RETRIES:
-                    self._lose(server, one_line(error))
-                    break
-            await asyncio.sleep(0.1 * 2**attempt)
-        return False
+        if not await self._healthy(server):
+            return False
+        content = {"lora_name": self._name(version), "lora_path": str(self._folder / f"v{version}")}
+        try:
+            await self._ask("POST", f"{server.url}/v1/load_lora_adapter", json=content)
+            return True
+        except (ServerFault, RunError) as error:
+            self._lose(server, one_line(error))
+            return False
 
     async def _unload(self, versions: Sequence[int]) -> None:
         for version in versions:

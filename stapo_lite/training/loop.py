@@ -48,7 +48,7 @@ def train(
     Raises:
         InputError: something in the config, the data or the model cannot be used; found before any
             weights are loaded, where it can be.
-        RunError: a fault reached its limit (docs/faults.md), such as a vLLM that failed again after three restarts.
+        RunError: a fault reached its limit (docs/faults.md), such as servers that are all lost.
     """
     with open_run(config, resume, force, given) as run:
         for step in run.steps():

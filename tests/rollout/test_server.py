@@ -194,12 +194,9 @@ def other(server):
 
 
 def test_requests_that_fail_are_repeated_a_few_times(engine, other, make_policy, tmp_path, monkeypatch):
-    policy, asked, broken, loaded = make_policy(), [], [], []
+    policy, asked, broken = make_policy(), [], []
 
     def lost(url):
-        if url == f"{other}/v1/load_lora_adapter":
-            loaded.append(url)
-            return len(loaded) <= server_engine.MAX_RETRIES
         if url != f"{other}/v1/completions":
             return False
         asked.append(url)
@@ -209,7 +206,6 @@ def test_requests_that_fail_are_repeated_a_few_times(engine, other, make_policy,
     with connected(tmp_path, other) as shaky:
         engine.publish(policy, next(VERSIONS))
         shaky.publish(policy, 1)
-        assert len(loaded) == 1 + server_engine.MAX_RETRIES
         assert tokens(generate(shaky, PROMPTS)) == tokens(generate(engine, PROMPTS))
         assert len(asked) == 12 + 4
         broken.append(True)
