@@ -3,8 +3,7 @@
 import json
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -44,24 +43,3 @@ def save(result: dict[str, Any], path: Path | None) -> None:
     print(text)
     if path:
         path.write_text(text + "\n", encoding="utf-8")
-
-
-@contextmanager
-def timed(owner: Any, *names: str) -> Iterator[list[float]]:
-    """Seconds spent in functions of a module or a class, as one number in a list."""
-    spent, originals = [0.0], {name: getattr(owner, name) for name in names}
-
-    def wrap(original: Any) -> Any:
-        def function(*arguments: Any) -> Any:
-            start = now()
-            result = original(*arguments)
-            spent[0] += now() - start
-            return result
-
-        return function
-
-    for name, original in originals.items():
-        setattr(owner, name, wrap(original))
-    yield spent
-    for name, original in originals.items():
-        setattr(owner, name, original)

@@ -157,16 +157,3 @@ def test_a_finished_run_is_not_made_again(experiment, tmp_path):
         assert f"output_dir: {tmp_path / 'work' / name}" in config
         assert "- alliteration:reward" in config
     assert experiment("experiments.py", "alliteration", "--only", "stapo", "random", "--seeds", "3") == ""
-
-
-@pytest.mark.slow
-def test_trl_takes_the_same_task(experiment, tmp_path):
-    experiment("experiments_trl.py", "--seed", "3")
-    metrics, held_out = experiments_report.load([tmp_path / "out"])["trl-dapo"][3]
-    assert [line["step"] for line in metrics] == [1, 2]
-    assert [line["learning_rate"] for line in metrics] == pytest.approx([1e-4, 2e-4])  # the warm-up, a step at a time
-    # Two steps change little: TRL's measure of entropy is ours.
-    assert metrics[-1]["sampled_nll"] == pytest.approx(held_out[-1]["entropy"], rel=0.1)
-    measured = experiments_report.measures(metrics, held_out)
-    assert measured["held-out reward"] == 0
-    assert math.isnan(measured["silenced, %"])
