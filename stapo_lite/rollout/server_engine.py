@@ -231,6 +231,8 @@ class ServerEngine(RolloutEngine):
             await self._ask("POST", f"{server.url}/v1/load_lora_adapter", json=content)
             return True
         except (ServerFault, RunError) as error:
+            if "already been loaded" in str(error):  # the same server under another address
+                return True
             self._lose(server, one_line(error))
             return False
 
