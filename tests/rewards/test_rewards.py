@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from contextlib import ExitStack, closing, suppress
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -269,14 +270,19 @@ def test_a_fork_that_returns_ends_the_call_and_not_the_run(tmp_path, monkeypatch
                 assert sandbox.call({"x": number}) == number
 
 
+def mailboxes():
+    gc.collect()
+    files = Path("/proc/self/fd").iterdir()
+    return sum("memfd:stapo_lite" in os.readlink(path) for path in files if path.is_symlink())
+
+
 def test_closing_a_function_leaves_no_descriptor(tmp_path, monkeypatch):
     (tmp_path / "plain.py").write_text("def f(completions, **_): return [1.0]\n", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
-    before = psutil.Process().num_fds()
+    before = mailboxes()
     for _ in range(3):
         UserFunction("plain:f", GENEROUS).close()
-    gc.collect()
-    assert psutil.Process().num_fds() == before
+    assert mailboxes() <= before
 
 
 def test_a_coroutine_under_way_ends_with_its_run():
