@@ -55,7 +55,7 @@ test: install-dev  ## five minutes on two quiet cores
 	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder
 
 test-all: install-dev  ## all of it, half an hour: also benchmarks, notebooks, more kills
-	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder --durations 20 -m '' tests/training/test_quickstart.py tests  # the longest first
+	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder --durations 20 -m '' tests/extras/test_quickstart.py tests  # the longest first
 
 lint: install-dev
 	$(BIN)/pre-commit run --all-files

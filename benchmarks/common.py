@@ -1,4 +1,4 @@
-"""What every benchmark needs: a clock, and a result with the commit and the versions it was measured with."""
+"""Shared by all benchmarks: a clock, and a result that names its commit and versions."""
 
 import json
 import subprocess
@@ -14,21 +14,21 @@ QUICKSTART = Path(__file__).parent.parent / "configs/quickstart.yaml"
 
 
 def now() -> float:
-    """Seconds, when everything started before is done."""
+    """The time in seconds, once the card has done all work that was queued."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def seconds(call: Callable[[], Any]) -> float:
-    """Of one call."""
+    """Seconds that one call takes."""
     start = now()
     call()
     return now() - start
 
 
 def commit() -> str:
-    """Of the checkout this file is in; "unknown" where it is in none, or there is no git."""
+    """The commit of this file's checkout; "unknown" if it is in none, or git is missing."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,14 +1,17 @@
-"""The same short runs with two versions of the package: what a rewrite must leave as it was, and what it may speed up.
+"""Compare short runs of two versions of the package: a rewrite must not change their numbers, and
+may change their speed.
 
     python benchmarks/compare_commits.py [COMMIT] [--cases NAME ...] [--out FILE]
-    python benchmarks/compare_commits.py COMMIT --time "update.py --pairs 1" --key "zero 0.0" seconds ours [--pairs 5]
+    python benchmarks/compare_commits.py COMMIT --time "update.py --pairs 1" --key "zero 0.0"
+    seconds ours [--pairs 5]
 
-COMMIT (by default HEAD) is unpacked beside the working tree. Each case trains a tiny random model for a few steps with
-both: every preset, both engines, the token log, a resumed run, two processes, dynamic sampling, half precision.
-Metrics, adapters and token logs are compared number by number; both must know the config keys of the cases.
+COMMIT (by default HEAD) is unpacked to a temporary folder and compared with the working tree. Each
+case trains a tiny random model for a few steps with both: every preset, both engines, the token
+log, a resumed run, two processes, dynamic sampling, half precision. Metrics, adapters and token
+logs are compared number by number. Both versions must know the config keys of the cases.
 
-`--time` runs one of `benchmarks/`, as it is in each tree, and compares the number that its JSON has at `--key`: medians
-over pairs in alternating order. Several keys may be given.
+`--time` runs a script of `benchmarks/`, each tree its own copy, and compares the number at `--key`
+of its JSON: medians over pairs in alternating order. `--key` may be given several times.
 """
 
 import argparse
@@ -30,7 +33,7 @@ from common import save
 from random_model import VOCABULARY, build, qwen3
 from safetensors.torch import load_file
 
-from stapo_lite.files import read_lines
+from stapo_lite.files import read_lines, write_lines
 
 ROOT = Path(__file__).parent.parent
 TIMES = {"tokens_per_second", "seconds_rollout", "seconds_reward", "seconds_update", "seconds_step"}
@@ -45,7 +48,10 @@ RARELY = {"reward.functions": ["rewards_of_cases:rarely"]}
 CASES: dict[str, dict[str, Any]] = {
     **{name: {"algorithm": name} for name in ("stapo", "justrl", "grpo", "dr-grpo", "20-entropy")},
     "dapo": {"algorithm": "dapo", **RARELY},
-    **{f"s2t {name}": {"objective.s2t.preset": name} for name in ("paper-v1", "full", "high-entropy", "random")},
+    **{
+        f"s2t {name}": {"objective.s2t.preset": name}
+        for name in ("paper-v1", "full", "high-entropy", "random")
+    },
     "s2t article": {"objective.s2t.preset": "article", "objective.s2t.tau_p": 0.05},
     "s2t current": {"objective.s2t.statistics": "current"},
     "s2t adaptive": {"objective.s2t.target_share": 1e-4, "objective.s2t.tau_p": 0.002},
@@ -64,16 +70,29 @@ CASES: dict[str, dict[str, Any]] = {
     "checkpointing": {"train.gradient_checkpointing": True, "train.offload_activations": True},
     "audit": {"log.audit_tokens": 5},
     "resumed": {"log.audit_tokens": 5, "first": {"train.max_steps": 1}},
-    "two processes": {"log.audit_tokens": 5, "processes": 2, "rollout.dynamic_sampling": True, **RARELY},
+    "two processes": {
+        "log.audit_tokens": 5,
+        "processes": 2,
+        "rollout.dynamic_sampling": True,
+        **RARELY,
+    },
     "vllm": {"rollout.engine": "vllm"},
     "vllm float16": {"rollout.engine": "vllm", "dtype": "float16"},
 }
 
 KV_CACHE = {"rollout.vllm.kv_cache_memory_bytes": 10 << 20}
+CHILD = """
+import json, sys
+from stapo_lite import Trainer
+
+config, runs = json.loads(sys.argv[1])
+for overrides, resume in runs:
+    Trainer(config, overrides).train(resume)
+"""
 
 
 def config(folder: Path) -> dict[str, Any]:
-    """A run of three steps, two updates each."""
+    """The config of a run of three steps with two updates each."""
     return {
         "model": str(folder / "model"),
         "dtype": "float32",
@@ -96,7 +115,8 @@ def config(folder: Path) -> dict[str, Any]:
 
 
 def run_cases(tree: Path, folder: Path, names: list[str], out: Path) -> None:
-    """Run cases with the package of `tree`; those of one process share one, which imports it once."""
+    """Run cases with the package of `tree`. All single-process cases share one process, which
+    imports the package once."""
     together: list[list[Any]] = []
     for name in names:
         changes = dict(CASES[name])
@@ -105,11 +125,14 @@ def run_cases(tree: Path, folder: Path, names: list[str], out: Path) -> None:
         runs = []
         for part in [first, {}] if first else [{}]:
             keys = {"output_dir": str(out / name)} | changes | part | KV_CACHE
-            runs.append([[f"{key}={json.dumps(value)}" for key, value in keys.items()], len(runs) > 0])
+            overrides = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
+            resume = len(runs) > 0
+            runs.append([overrides, resume])
         if processes == 1:
             together += runs
         else:
-            options = ["--num_processes", str(processes), "--num_machines", "1", "--main_process_port", "0"]
+            options = ["--num_processes", str(processes), "--num_machines", "1"]
+            options += ["--main_process_port", "0"]
             options += ["--mixed_precision", "no", "--dynamo_backend", "no"]
             launcher = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", *options]
             child(tree, folder, launcher, runs)
@@ -118,15 +141,13 @@ def run_cases(tree: Path, folder: Path, names: list[str], out: Path) -> None:
 
 
 def child(tree: Path, folder: Path, launcher: list[str], runs: list[list[Any]]) -> None:
+    """Make runs, given as overrides and whether to resume, with the package of `tree`."""
     script = folder / "child.py"
-    script.write_text(
-        "import json, sys\nfrom stapo_lite import load_config\nfrom stapo_lite.training.loop import train\n"
-        "tree, runs = json.loads(sys.argv[1])\n"
-        "for overrides, resume in runs:\n    list(train(load_config(tree, overrides), resume))\n"
-    )
+    script.write_text(CHILD)
+    own = {"PYTHONPATH": f"{tree}:{folder}", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [*launcher, str(script), json.dumps([config(folder), runs])],
-        env=os.environ | {"PYTHONPATH": f"{tree}:{folder}", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        env=os.environ | own,
         cwd=folder,
         capture_output=True,
         text=True,
@@ -137,42 +158,58 @@ def child(tree: Path, folder: Path, launcher: list[str], runs: list[list[Any]]) 
 
 
 def difference(old: Any, new: Any) -> float:
-    """The largest relative difference of two numbers, lists or dictionaries; infinite where anything else differs."""
+    """The largest relative difference of two numbers, lists or dictionaries; infinite if anything
+    else differs."""
     if isinstance(old, dict) and isinstance(new, dict):
         keys = (old.keys() | new.keys()) - TIMES
         return max((difference(old.get(key), new.get(key)) for key in keys), default=0.0)
     if isinstance(old, list) and isinstance(new, list):
         return max((difference(a, b) for a, b in zip_longest(old, new)), default=0.0)
     if isinstance(old, float) and isinstance(new, float):
-        return abs(old - new) / max(abs(old), abs(new), 1e-3)  # differences of nothing are rounding
+        # The floor keeps rounding errors of values near zero small.
+        return abs(old - new) / max(abs(old), abs(new), 1e-3)
     return 0.0 if old == new else float("inf")
 
 
 def compare(old: Path, new: Path) -> dict[str, Any]:
-    """What differs between two run folders; every number is 0 where they agree to the bit."""
-    metrics = [read_lines(folder / "metrics.jsonl") for folder in (old, new)]
-    adapters = [load_file(folder / "adapter" / "adapter_model.safetensors") for folder in (old, new)]
-    weights = [torch.cat([adapter[name].flatten() for name in sorted(adapter)]) for adapter in adapters]
-    worst = {name: difference(*([line.get(name) for line in side] for side in metrics)) for name in metrics[0][0]}
-    return {
-        "first step": difference(*(side[0] for side in metrics)),
-        "metrics": difference(*metrics),
-        "worst metric": max(worst.keys() - TIMES, key=worst.__getitem__),
-        "adapter": ((weights[0] - weights[1]).norm() / weights[0].norm()).item(),
-        "token log": difference(*(read_lines(folder / "tokens.jsonl") for folder in (old, new))),
-        "planes": difference(*(read_lines(folder / "quadrants.jsonl") for folder in (old, new))),
+    """Relative differences between two run folders; a number is 0 if they agree to the bit."""
+    old_metrics, new_metrics = (read_lines(folder / "metrics.jsonl") for folder in (old, new))
+    worst = {}
+    for name in old_metrics[0].keys() - TIMES:
+        old_values = [line.get(name) for line in old_metrics]
+        new_values = [line.get(name) for line in new_metrics]
+        worst[name] = difference(old_values, new_values)
+    old_adapter, new_adapter = adapter_weights(old), adapter_weights(new)
+    result = {
+        "first step": difference(old_metrics[0], new_metrics[0]),
+        "metrics": difference(old_metrics, new_metrics),
+        "worst metric": max(worst, key=worst.__getitem__),
+        "adapter": ((old_adapter - new_adapter).norm() / old_adapter.norm()).item(),
     }
+    for name, file in (("token log", "tokens.jsonl"), ("planes", "quadrants.jsonl")):
+        result[name] = difference(read_lines(old / file), read_lines(new / file))
+    return result
 
 
-def time_benchmark(trees: list[Path], folder: Path, command: str, keys: list[list[str]], pairs: int) -> dict[str, Any]:
-    """Seconds of the old and the new tree, and the new by the old, for each of the keys of the benchmark's JSON."""
+def adapter_weights(run: Path) -> torch.Tensor:
+    """All weights of a run's adapter, flat, in the order of their names."""
+    adapter = load_file(run / "adapter" / "adapter_model.safetensors")
+    return torch.cat([adapter[name].flatten() for name in sorted(adapter)])
+
+
+def time_benchmark(
+    trees: list[Path], folder: Path, command: str, keys: list[list[str]], pairs: int
+) -> dict[str, Any]:
+    """For each key of the benchmark's JSON the seconds in the old and the new tree, and the ratio
+    new / old."""
     script, *options = shlex.split(command)
+    out = folder / "timed.json"
+    options += ["--out", str(out)]
     seconds: dict[str, list[list[float]]] = {" / ".join(key): [[], []] for key in keys}
     for pair in range(pairs):
         for side in (0, 1) if pair % 2 == 0 else (1, 0):
-            out = folder / "timed.json"
             subprocess.run(
-                [sys.executable, str(trees[side] / "benchmarks" / script), *options, "--out", str(out)],
+                [sys.executable, str(trees[side] / "benchmarks" / script), *options],
                 env=os.environ | {"PYTHONPATH": str(trees[side])},
                 check=True,
                 stdout=subprocess.DEVNULL,
@@ -183,28 +220,56 @@ def time_benchmark(trees: list[Path], folder: Path, command: str, keys: list[lis
                     value = value[name]
                 seconds[" / ".join(key)][side].append(value)
         print(f"pair {pair + 1} of {pairs}: {seconds}", file=sys.stderr, flush=True)
-    return {
-        key: {
+    result = {}
+    for key, (old, new) in seconds.items():
+        ratios = [b / a for a, b in zip(old, new, strict=True)]
+        result[key] = {
             "old": statistics.median(old),
             "new": statistics.median(new),
-            "new / old": statistics.median(b / a for a, b in zip(old, new, strict=True)),
-            "new / old of each pair": [round(b / a, 3) for a, b in zip(old, new, strict=True)],
+            "new / old": statistics.median(ratios),
+            "new / old of each pair": [round(ratio, 3) for ratio in ratios],
         }
-        for key, (old, new) in seconds.items()
+    return result
+
+
+def write_inputs(folder: Path) -> None:
+    """Write the model, the reward functions and the prompts of the cases."""
+    shape = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "vocab_size": VOCABULARY,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.2,
     }
+    build(folder / "model", qwen3("1.7B", **shape))
+    (folder / "rewards_of_cases.py").write_text(REWARD)
+    words = ("one", "two", "three", "four")
+    prompts = [{"prompt": f"say {word}", "answer": "a"} for word in words]
+    write_lines(folder / "prompts.jsonl", prompts)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("commit", nargs="?", default="HEAD")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--time", metavar="COMMAND", help="a script of benchmarks/ and its options, without --out")
+    parser.add_argument(
+        "--time", metavar="COMMAND", help="a script of benchmarks/ and its options, without --out"
+    )
     parser.add_argument("--key", nargs="+", action="append", help="path of a number in its JSON")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     git = ["git", "-C", str(ROOT)]
-    commit = subprocess.run([*git, "rev-parse", arguments.commit], check=True, capture_output=True, text=True)
+    commit = subprocess.run(
+        [*git, "rev-parse", arguments.commit], check=True, capture_output=True, text=True
+    )
     archive = subprocess.run(
         [*git, "archive", "--format=zip", arguments.commit], check=True, capture_output=True
     ).stdout
@@ -216,17 +281,14 @@ def main() -> None:
             timed = time_benchmark(trees, folder, arguments.time, arguments.key, arguments.pairs)
             result: dict[str, Any] = {"command": arguments.time, "seconds": timed}
         else:
-            initial = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-            initial |= {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512}
-            shape = {"vocab_size": VOCABULARY, "tie_word_embeddings": False, "initializer_range": 0.2}
-            build(folder / "model", qwen3("1.7B", **initial, **shape))
-            (folder / "rewards_of_cases.py").write_text(REWARD)
-            prompts = [{"prompt": f"say {word}", "answer": "a"} for word in ("one", "two", "three", "four")]
-            (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+            write_inputs(folder)
             for side, tree in zip(("old", "new"), trees, strict=True):
                 (folder / side).mkdir()
                 run_cases(tree, folder, arguments.cases, folder / side)
-            result = {"differences": {n: compare(folder / "old" / n, folder / "new" / n) for n in arguments.cases}}
+            found = {}
+            for case in arguments.cases:
+                found[case] = compare(folder / "old" / case, folder / "new" / case)
+            result = {"differences": found}
         save({"old": commit.stdout.strip()} | result, arguments.out)
 
 

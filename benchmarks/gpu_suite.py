@@ -1,14 +1,17 @@
-"""Every GPU test and benchmark with one command, on one CUDA card, without network; one JSON.
+"""Run every GPU test and benchmark with one command on one CUDA card, without a network.
 
-    python benchmarks/gpu_suite.py --out benchmarks/results/gpu.json [--only tests lm_head ...] [--gpu-memory 24]
+    python benchmarks/gpu_suite.py --out benchmarks/results/gpu.json [--only tests lm_head ...]
+    [--gpu-memory 24]
 
-Parts: `tests` (tests/gpu); `lm_head`, `update`, `sync`, `mismatch` (the benchmarks of those names, on Qwen3-1.7B); and
-for each shipped Qwen3 config `run:NAME`: three steps of training on a model of that size with random weights, as on a
-card of `--gpu-memory` GiB: another process holds the rest of the card, and vLLM gets its share of what is left. Each
-`run` reports the most memory that the card gave out in each phase, next to what `stapo plan` predicts, tokens per
-second, and the seconds of sleep and wake. Each part has a process of its own, and the file is written after each, so
-that parts can be run one by one.
-Needs disk for the largest model (30 GB for 14B).
+Parts: `tests` (tests/gpu); `lm_head`, `update`, `mismatch` (the benchmarks of those names, the last
+two on the shape of Qwen3-1.7B); and `run:NAME` for each shipped Qwen3 config: three steps of
+training on a model of that size with random weights, as on a card of `--gpu-memory` GiB. Another
+process holds the rest of the card, and vLLM gets its share of what is left. Each `run` reports the
+peak memory of the card in each phase next to what `stapo plan` predicts, tokens per second, and the
+seconds of sleep and wake.
+
+Each part has a process of its own, and the JSON file is written after each part, so parts can be
+run one by one. The largest model (14B) needs 30 GB of disk.
 """
 
 import argparse
@@ -27,30 +30,39 @@ import torch
 from common import now, save
 from random_model import build, qwen3
 
-from stapo_lite.planning.plan import CUDA_CONTEXT
+from stapo_lite.extras.planning.plan import CUDA_CONTEXT
+from stapo_lite.files import write_lines
 
 HERE = Path(__file__).parent
 RUNS = {"qwen1.7b_lora": "1.7B", "qwen8b_lora": "8B", "qwen8b_qlora": "8B", "qwen14b_qlora": "14B"}
-# Random weights write to the limit: short completions, and the longest micro-batches are made of many of them.
+# A model with random weights writes until the limit. Limits are short here, so that the longest
+# micro-batches hold many completions.
 SHORT = [
-    "rollout.max_completion_length=1024", "data.prompt_suffix=''", "data.subset=null", "data.answer_column=answer",
-    "reward.functions=[gpu_suite:parity]", "train.max_steps=3", "train.batch_size=8", "train.mini_batch_size=4",
-    "log.save_steps=0", "data.drop_contaminated=false",
-]  # fmt: skip
+    "rollout.max_completion_length=1024",
+    "data.prompt_suffix=''",
+    "data.subset=null",
+    "data.answer_column=answer",
+    "data.drop_contaminated=false",
+    "reward.functions=[gpu_suite:parity]",
+    "train.max_steps=3",
+    "train.batch_size=8",
+    "train.mini_batch_size=4",
+    "log.save_steps=0",
+]
 
 
 def parity(completion_ids: list[list[int]], **columns: Any) -> list[float]:
-    """A reward that random completions get half of the time."""
+    """A reward of 1 for about half of all random completions."""
     return [float(sum(ids) % 2) for ids in completion_ids]
 
 
 class Watch(threading.Thread):
-    """The most memory in use on the card, by phase.
+    """Samples the memory in use on the card, and keeps the peak of each phase.
 
     Attributes:
-        phase: where the following samples are counted; `None` nowhere.
-        base: bytes that do not count.
-        peaks: bytes.
+        phase: the phase that samples count for; while it is None, none are taken.
+        base: bytes in use that do not count.
+        peaks: phase -> bytes.
     """
 
     def __init__(self) -> None:
@@ -63,15 +75,21 @@ class Watch(threading.Thread):
         while True:
             if self.phase is not None:
                 free, total = torch.cuda.mem_get_info()
-                self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), total - free - self.base)
+                used = total - free - self.base
+                self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), used)
             time.sleep(0.02)
 
 
 @contextmanager
 def ballast(leave: int) -> Iterator[None]:
-    """Have another process hold the card's memory but for `leave` bytes. torch's own limit would count what a sleeping
-    vLLM has given back."""
-    code = "import sys, torch; x = torch.empty(int(sys.argv[1]), dtype=torch.uint8, device='cuda'); print(flush=True)"
+    """Let another process hold all of the card's memory except for `leave` bytes.
+
+    Torch's own limit would count the memory that a sleeping vLLM has given back.
+    """
+    code = (
+        "import sys, torch; x = torch.empty(int(sys.argv[1]), dtype=torch.uint8, device='cuda'); "
+        "print(flush=True)"
+    )
     size = torch.cuda.mem_get_info()[0] - leave - CUDA_CONTEXT
     command = [sys.executable, "-c", f"{code}; sys.stdin.read()", str(max(1, size))]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -84,32 +102,15 @@ def ballast(leave: int) -> Iterator[None]:
             process.kill()
 
 
-def run_config(name: str, gpu_memory: int, scratch: Path) -> dict[str, Any]:
-    """Three steps of a shipped config; see above."""
-    from stapo_lite.config import load_config
-    from stapo_lite.planning.choice import apply, choose
-    from stapo_lite.planning.plan import GIB, Cards, make_plan
+def time_sleep_and_wake(watch: Watch) -> dict[str, list[float]]:
+    """Have vLLM engines set the watch's phase; return lists that their seconds of sleep and wake
+    will be added to."""
     from stapo_lite.rollout.vllm_engine import VLLMEngine
-    from stapo_lite.training.loop import train
 
-    model = qwen3(RUNS[name])
-    build(scratch / "model", model, torch.bfloat16, "cuda")
-    torch.cuda.empty_cache()
-    prompts = [json.dumps({"prompt": f"Say something about the number {n}.", "answer": "1"}) for n in range(64)]
-    (scratch / "prompts.jsonl").write_text("\n".join(prompts), encoding="utf-8")
-    used_by_others = torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0]
-    total = torch.cuda.mem_get_info()[1]
-    paths = [f"model={scratch / 'model'}", f"data.source={scratch / 'prompts.jsonl'}", f"output_dir={scratch / 'run'}"]
-    given = load_config(HERE.parent / f"configs/{name}.yaml", [*SHORT, *paths])
-    planned = apply(given, choose(given, model, Cards(gpu_memory)))
-    share = planned.rollout.gpu_memory_utilization * gpu_memory / total
-    config = load_config(planned.model_dump(), [f"rollout.gpu_memory_utilization={share:.4f}"])
-
-    watch, seconds = Watch(), {"sleep": [], "wake": []}
-    watch.start()
+    seconds: dict[str, list[float]] = {"sleep": [], "wake": []}
 
     def timed(phase: str, original: Any, engine: Any) -> None:
-        """Sleep begins the update, wake the rollouts."""
+        """Time a sleep, which begins the update, or a wake, which begins the rollouts."""
         start = now()
         original(engine)
         seconds["sleep" if phase == "update" else "wake"].append(now() - start)
@@ -118,13 +119,47 @@ def run_config(name: str, gpu_memory: int, scratch: Path) -> dict[str, Any]:
     sleep, wake = VLLMEngine.sleep, VLLMEngine.wake
     VLLMEngine.sleep = lambda engine: timed("update", sleep, engine)  # type: ignore[method-assign]
     VLLMEngine.wake = lambda engine: timed("rollout", wake, engine)  # type: ignore[method-assign]
+    return seconds
+
+
+def run_config(name: str, gpu_memory: int, scratch: Path) -> dict[str, Any]:
+    """Train three steps with a shipped config; measure memory and speed."""
+    from stapo_lite import Trainer
+    from stapo_lite.config import load_config
+    from stapo_lite.extras.planning.choice import apply, choose
+    from stapo_lite.extras.planning.plan import GIB, Hardware, make_plan
+
+    model = qwen3(RUNS[name])
+    build(scratch / "model", model, torch.bfloat16, "cuda")
+    torch.cuda.empty_cache()
+    requests = [f"Say something about the number {n}." for n in range(64)]
+    rows = [{"prompt": request, "answer": "1"} for request in requests]
+    write_lines(scratch / "prompts.jsonl", rows)
+    free, total = torch.cuda.mem_get_info()
+    used_by_others = total - free
+    paths = [
+        f"model={scratch / 'model'}",
+        f"data.source={scratch / 'prompts.jsonl'}",
+        f"output_dir={scratch / 'run'}",
+    ]
+    given = load_config(HERE.parent / f"configs/{name}.yaml", [*SHORT, *paths])
+    planned = apply(given, choose(given, model, Hardware(gpu_memory)))
+    share = planned.rollout.gpu_memory_utilization * gpu_memory / total
+    config = load_config(planned.model_dump(), [f"rollout.gpu_memory_utilization={share:.4f}"])
+
+    watch = Watch()
+    watch.start()
+    seconds = time_sleep_and_wake(watch)
     with ballast(gpu_memory - used_by_others) if gpu_memory < total else nullcontext():
         free, total = torch.cuda.mem_get_info()
         watch.base = total - free - used_by_others  # the ballast is no part of the run
-        metrics = list(train(config))
+        metrics = Trainer(config).train()
         watch.phase = None
-    prediction = make_plan(planned, model, Cards(gpu_memory))
-    tokens = planned.train.batch_size * planned.rollout.num_generations * planned.rollout.max_completion_length
+    prediction = make_plan(planned, model, Hardware(gpu_memory))
+    predicted = prediction.rollout | prediction.update
+    rollout = planned.rollout
+    completions = planned.train.batch_size * rollout.num_generations
+    tokens = completions * rollout.max_completion_length
     return {
         "GiB in use, others' included": {phase: peak / GIB for phase, peak in watch.peaks.items()},
         "GiB in use by others before": used_by_others / GIB,
@@ -132,7 +167,7 @@ def run_config(name: str, gpu_memory: int, scratch: Path) -> dict[str, Any]:
             "rollout": sum(prediction.rollout.values()) / GIB,
             "update": sum(prediction.update.values()) / GIB,
         },
-        "predicted, part by part": {k: v / GIB for k, v in (prediction.rollout | prediction.update).items()},
+        "predicted, part by part": {name: size / GIB for name, size in predicted.items()},
         "torch's peak in GiB": torch.cuda.max_memory_allocated() / GIB,
         "seconds": seconds,
         "rollout tokens per second": tokens / metrics[-1]["seconds_rollout"],
@@ -142,22 +177,24 @@ def run_config(name: str, gpu_memory: int, scratch: Path) -> dict[str, Any]:
 
 
 def run_tests() -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-rs", str(HERE.parent / "tests/gpu")],
-        capture_output=True, text=True, check=False, cwd=HERE.parent,
-    )  # fmt: skip
+    """Run tests/gpu."""
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", str(HERE.parent / "tests/gpu")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=HERE.parent)
     return {"exit status": done.returncode, "output": (done.stdout + done.stderr)[-8000:]}
 
 
 def run_script(name: str, *arguments: str) -> dict[str, Any]:
-    """Another benchmark's JSON."""
+    """Run another benchmark; return its JSON."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
-        subprocess.run([sys.executable, str(HERE / f"{name}.py"), *arguments, "--out", str(out)], check=True)
+        subprocess.run(
+            [sys.executable, str(HERE / f"{name}.py"), *arguments, "--out", str(out)], check=True
+        )
         return json.loads(out.read_text(encoding="utf-8"))
 
 
 def run_part(part: str, gpu_memory: int, scratch: Path) -> dict[str, Any]:
+    """Run one part in this process; return its result."""
     if part == "tests":
         return run_tests()
     if part == "lm_head":
@@ -165,16 +202,23 @@ def run_part(part: str, gpu_memory: int, scratch: Path) -> dict[str, Any]:
     if part.startswith("run:"):
         return run_config(part.removeprefix("run:"), gpu_memory, scratch)
     model = build(scratch / "model", qwen3("1.7B"), torch.bfloat16, "cuda")
-    shape = ["--prompts", "16", "--prompt-length", "256", "--longest", "4096", "--max-tokens", "16384"]
-    return run_script(part, "--model", str(model), *(shape if part == "update" else []))
+    options = ["--model", str(model)]
+    if part == "update":
+        options += ["--prompts", "16", "--prompt-length", "256"]
+        options += ["--longest", "4096", "--max-tokens", "16384"]
+    return run_script(part, *options)
 
 
 def main() -> None:
-    parts = ["tests", "lm_head", "update", "sync", "mismatch", *(f"run:{name}" for name in RUNS)]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = ["tests", "lm_head", "update", "mismatch", *(f"run:{name}" for name in RUNS)]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", choices=parts, default=parts)
     parser.add_argument("--gpu-memory", type=float, default=24, metavar="GIB")
-    parser.add_argument("--scratch", type=Path, help="folder for models; a temporary one by default")
+    parser.add_argument(
+        "--scratch", type=Path, help="folder for models; a temporary one by default"
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -184,17 +228,24 @@ def main() -> None:
             raise SystemExit("error: needs a CUDA device")
         with tempfile.TemporaryDirectory(dir=arguments.scratch) as folder:
             result = run_part(arguments.only[0], gpu_memory, Path(folder))
-        save(result | {"device": torch.cuda.get_device_name(), "GiB allowed": arguments.gpu_memory}, arguments.out)
+        card = {"device": torch.cuda.get_device_name(), "GiB allowed": arguments.gpu_memory}
+        save(result | card, arguments.out)
         return
-    results = json.loads(arguments.out.read_text(encoding="utf-8")) if arguments.out.exists() else {}
+    results = {}
+    if arguments.out.exists():
+        results = json.loads(arguments.out.read_text(encoding="utf-8"))
     for part in arguments.only:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "part.json"
-            own = ["--child", "--only", part, "--gpu-memory", str(arguments.gpu_memory), "--out", str(out)]
-            scratch = ["--scratch", str(arguments.scratch)] if arguments.scratch else []
-            done = subprocess.run([sys.executable, __file__, *own, *scratch], check=False)
-            failed = {"failed with status": done.returncode}
-            results[part] = json.loads(out.read_text(encoding="utf-8")) if out.exists() else failed
+            own = ["--child", "--only", part, "--out", str(out)]
+            own += ["--gpu-memory", str(arguments.gpu_memory)]
+            if arguments.scratch:
+                own += ["--scratch", str(arguments.scratch)]
+            done = subprocess.run([sys.executable, __file__, *own], check=False)
+            if out.exists():
+                results[part] = json.loads(out.read_text(encoding="utf-8"))
+            else:
+                results[part] = {"failed with status": done.returncode}
         save(results, arguments.out)
 
 

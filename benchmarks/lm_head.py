@@ -1,10 +1,12 @@
-"""Log-probability and entropy from hidden states: time, memory and error of several ways to compute them.
+"""Compare time, memory and error of several ways to compute log-probability and entropy from hidden
+states.
 
-    python benchmarks/lm_head.py [--tokens 512] [--hidden 2048 4096] [--vocabulary 151936] [--pairs 5] [--out FILE]
+    python benchmarks/lm_head.py [--tokens 512] [--hidden 2048 4096] [--vocabulary 151936]
+    [--pairs 5] [--out FILE]
 
-Bfloat16, frozen head, as with LoRA. All ways run one after the other in each pair; times are medians over the pairs,
-ratios are taken within a pair. Ours gets TRL's peak memory, less its results, as its budget. Errors are against float64
-on 32 tokens.
+Bfloat16, with a frozen head, as with LoRA. Each round runs all ways one after the other. Times are
+medians over the rounds; ratios are taken within a round. The memory budget of ours is TRL's peak
+less the size of the results. Errors are measured against float64 on 32 tokens.
 """
 
 import argparse
@@ -36,11 +38,13 @@ def dense(hidden, weight, targets):
 
 
 def trl(hidden, weight, targets):
-    return ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, 8192, None, 1.0, ("entropy",))[:2]
+    return ChunkedLogProbFunction.apply(
+        hidden, weight, None, targets, 1.0, 8192, None, 1.0, ("entropy",)
+    )[:2]
 
 
 def liger(hidden, weight, targets):
-    """Its fused cross-entropy: the log-probability's gradient only, no entropy."""
+    """Liger's fused cross-entropy: log-probability and its gradient, no entropy."""
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     loss = liger_fused_linear_cross_entropy(hidden, weight, targets, reduction="none")
@@ -48,19 +52,22 @@ def liger(hidden, weight, targets):
 
 
 class Recomputed(torch.autograd.Function):
-    """In the manner of verl's torch version: chunks of tokens, all logits of a chunk at once, computed again in the
+    """The way of verl's torch version: all logits of a chunk of tokens at once, recomputed in the
     backward pass."""
 
     CHUNK = 512
 
     @staticmethod
     def forward(ctx, hidden, weight, targets):
-        outputs = []
-        for h, y in zip(hidden.split(Recomputed.CHUNK), targets.split(Recomputed.CHUNK), strict=True):
+        logprob_parts, entropy_parts = [], []
+        hidden_chunks = hidden.split(Recomputed.CHUNK)
+        target_chunks = targets.split(Recomputed.CHUNK)
+        for h, y in zip(hidden_chunks, target_chunks, strict=True):
             log_p = torch.log_softmax((h @ weight.T).float(), -1)
-            outputs.append((log_p.gather(1, y[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)))
+            logprob_parts.append(log_p.gather(1, y[:, None]).squeeze(1))
+            entropy_parts.append(-(log_p.exp() * log_p).sum(-1))
         ctx.save_for_backward(hidden, weight, targets)
-        logprobs, entropy = (torch.cat(parts) for parts in zip(*outputs, strict=True))
+        logprobs, entropy = torch.cat(logprob_parts), torch.cat(entropy_parts)
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
@@ -78,7 +85,8 @@ class Recomputed(torch.autograd.Function):
 
 
 def run(way: Callable, hidden, weight, targets, backward: bool):
-    """Log-probabilities, entropies and the gradient of the former's sum."""
+    """Log-probabilities, entropies, and the gradient of the sum of the log-probabilities; all [N]
+    but the gradient, [N, hidden]."""
     hidden = hidden.detach().requires_grad_(backward)
     with torch.set_grad_enabled(backward):
         logprobs, entropy = way(hidden, weight, targets)
@@ -88,7 +96,8 @@ def run(way: Callable, hidden, weight, targets, backward: bool):
 
 
 def errors(way: Callable, hidden, weight, targets) -> dict[str, float]:
-    """Largest error of log-probability, entropy and gradient (relative to its largest entry) against float64."""
+    """Largest error against float64 of log-probability, entropy, and gradient; the latter's is
+    relative to its largest entry."""
     h = hidden.double().requires_grad_()
     log_p = torch.log_softmax(h @ weight.double().T, -1)
     logprobs = log_p.gather(1, targets[:, None]).squeeze(1)
@@ -96,44 +105,55 @@ def errors(way: Callable, hidden, weight, targets) -> dict[str, float]:
     exact = (logprobs.detach(), -(log_p.exp() * log_p).sum(-1).detach(), h.grad)
     scales = (1.0, 1.0, h.grad.abs().max().item())
     actual = run(way, hidden, weight, targets, backward=True)
-    return {
-        name: (a.double() - e).abs().max().item() / scale
-        for name, a, e, scale in zip(("logprob", "entropy", "gradient"), actual, exact, scales, strict=True)
-    }
+    names = ("logprob", "entropy", "gradient")
+    largest = {}
+    for name, a, e, scale in zip(names, actual, exact, scales, strict=True):
+        largest[name] = (a.double() - e).abs().max().item() / scale
+    return largest
 
 
 def compare(tokens: int, width: int, vocabulary: int, pairs: int, device: str) -> dict:
+    """Measure all ways at one hidden size; return seconds, ratios, peaks and errors."""
     generator = torch.Generator().manual_seed(0)
-    weight = (torch.randn(vocabulary, width, generator=generator) * width**-0.5).bfloat16().to(device)
-    hidden = (torch.randn(tokens, width, generator=generator) * 3).bfloat16().to(device)
+    weight = torch.randn(vocabulary, width, generator=generator) * width**-0.5
+    weight = weight.bfloat16().to(device)
+    hidden = torch.randn(tokens, width, generator=generator) * 3
+    hidden = hidden.bfloat16().to(device)
     targets = torch.randint(0, vocabulary, (tokens,), generator=generator).to(device)
     peers: dict[str, Callable] = {"trl": trl, "recomputed": Recomputed.apply, "dense": dense}
     if device == "cuda" and find_spec("liger_kernel"):
         peers["liger"] = liger
     result: dict = {}
     for name, backward in (("forward+backward", True), ("forward", False)):
-        budget = peak_bytes(partial(run, trl, hidden, weight, targets, backward)) - 2 * hidden.nbytes
+        inputs = (hidden, weight, targets, backward)
+        budget = peak_bytes(partial(run, trl, *inputs)) - 2 * hidden.nbytes
         ways = {"ours": partial(ours, memory_bytes=budget)} | peers
-        peaks = {w: peak_bytes(partial(run, f, hidden, weight, targets, backward)) / 2**20 for w, f in ways.items()}
+        calls = {way: partial(run, function, *inputs) for way, function in ways.items()}
+        peaks = {way: peak_bytes(call) / 2**20 for way, call in calls.items()}
         times: dict[str, list[float]] = {way: [] for way in ways}
         for _ in range(pairs):
-            for way, function in ways.items():
-                times[way].append(seconds(partial(run, function, hidden, weight, targets, backward)))
-        result[name] = {
-            way: {
+            for way, call in calls.items():
+                times[way].append(seconds(call))
+        result[name] = {}
+        for way in ways:
+            ratios = [a / b for a, b in zip(times["ours"], times[way], strict=True)]
+            result[name][way] = {
                 "seconds": statistics.median(times[way]),
-                "ours / this": statistics.median(a / b for a, b in zip(times["ours"], times[way], strict=True)),
+                "ours / this": statistics.median(ratios),
                 "peak MiB beyond the inputs": round(peaks[way], 1),
             }
-            for way in ways
-        }
         if backward:
-            result["largest error"] = {w: errors(f, hidden[:32], weight, targets[:32]) for w, f in ways.items()}
+            largest = {}
+            for way, function in ways.items():
+                largest[way] = errors(function, hidden[:32], weight, targets[:32])
+            result["largest error"] = largest
     return result
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--hidden", type=int, nargs="+", default=[2048, 4096])
     parser.add_argument("--vocabulary", type=int, default=151_936)
@@ -142,10 +162,11 @@ def main() -> None:
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = {"tokens": arguments.tokens, "vocabulary": arguments.vocabulary, "device": device}
-    result = {
-        f"hidden {width}": compare(arguments.tokens, width, arguments.vocabulary, arguments.pairs, device)
-        for width in arguments.hidden
-    }
+    result = {}
+    for width in arguments.hidden:
+        result[f"hidden {width}"] = compare(
+            arguments.tokens, width, arguments.vocabulary, arguments.pairs, device
+        )
     save(shape | {"threads": torch.get_num_threads()} | result, arguments.out)
 
 

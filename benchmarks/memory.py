@@ -1,4 +1,4 @@
-"""Peak memory of a call, on a CPU as well as on a GPU."""
+"""Peak memory of a call, on a CPU or a GPU."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:
-    """Most bytes that `run` has allocated at one time, beyond what was there before."""
+    """The most bytes that `run` holds at one time, beyond what was allocated before."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -24,7 +24,7 @@ def peak_bytes(run: Callable[[], Any]) -> int:
 
 
 class PeakMemory(TorchDispatchMode):
-    """Memory of the storages that operators make inside the block; their internal workspace is not seen.
+    """Counts the storages that operators make inside the block, without their internal workspace.
 
     Attributes:
         peak: the most bytes at one time.
@@ -33,7 +33,7 @@ class PeakMemory(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.peak = 0
-        self._sizes = WeakIdKeyDictionary()  # storage -> bytes; 0 for those from outside
+        self._sizes = WeakIdKeyDictionary()  # storage -> bytes; 0 if made outside
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         for storage in _storages((args, kwargs)):

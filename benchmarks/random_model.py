@@ -1,4 +1,5 @@
-"""A model with random weights in a folder, with a byte-level tokenizer and a chat template: no download."""
+"""Write a model with random weights, a byte-level tokenizer and a chat template to a folder,
+without a download."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ QWEN3 = {
 
 
 def qwen3(size: str, **changes: Any) -> Any:
-    """The transformers config of a Qwen3."""
+    """The transformers config of a Qwen3 model of this size."""
     from transformers import Qwen3Config
 
     hidden, intermediate, layers, heads, tied = QWEN3[size]
@@ -42,17 +43,27 @@ def qwen3(size: str, **changes: Any) -> Any:
     return Qwen3Config(**values | changes)
 
 
-def build(folder: Path, config: Any, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Path:
-    """Write the model, its weights drawn on `device` with `config.initializer_range`, and the tokenizer."""
+def build(
+    folder: Path, config: Any, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> Path:
+    """Write a model and its tokenizer; return the folder.
+
+    Args:
+        config: of transformers; its `initializer_range` is the standard deviation of the weights.
+        device: draws the weights.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     alphabet = SPECIAL + sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
+    vocabulary = {token: i for i, token in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(SPECIAL)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<|pad|>")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<|pad|>"
+    )
     fast.chat_template = CHATML
     fast.save_pretrained(folder)
 
@@ -63,10 +74,11 @@ def build(folder: Path, config: Any, dtype: torch.dtype = torch.float32, device:
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim == 1:  # norms
+            shape = parameter.shape
+            if len(shape) == 1:  # a norm
                 parameter.fill_(1.0)
             else:
-                drawn = torch.randn(parameter.shape, generator=generator, device=device, dtype=dtype)
+                drawn = torch.randn(shape, generator=generator, device=device, dtype=dtype)
                 parameter.copy_(drawn.mul_(config.initializer_range))
     model.save_pretrained(folder)
     return folder

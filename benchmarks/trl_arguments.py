@@ -1,4 +1,5 @@
-"""TRL's GRPOTrainer with the settings of a config: the part that every comparison with it shares."""
+"""Arguments of TRL's GRPOTrainer for the settings of a config, shared by all comparisons with
+TRL."""
 
 from typing import Any
 
@@ -11,18 +12,21 @@ from stapo_lite.model.processes import resolve_dtype
 
 
 def trl_arguments(config: Config, **others: Any) -> dict[str, Any]:
-    """Its model, adapter and arguments: `loss_type="dapo"`, which is `justrl`, saved and reported nowhere. Every row is
-    as wide as the longest, so a micro-batch has as many, of those that divide the mini-batch, as our tokens have room
-    for.
+    """Return the keyword arguments for GRPOTrainer that set model, adapter and GRPOConfig.
+
+    The loss is `loss_type="dapo"`, our `justrl`; nothing is saved or reported. In TRL every
+    row is as wide as the longest. A micro-batch gets as many rows as our token budget has room for,
+    rounded down to a number that divides the mini-batch.
 
     Args:
-        others: of GRPOConfig.
+        others: more fields of GRPOConfig.
     """
     dtype = resolve_dtype(config.dtype)
     lora, objective, train, rollout = config.lora, config.objective, config.train, config.rollout
     completions = train.mini_batch_size * rollout.num_generations
     rows = config.largest_microbatch // config.max_sequence_length
-    rows = next(n for n in range(rows, 0, -1) if completions % n == 0)
+    while completions % rows:
+        rows -= 1
     arguments = GRPOConfig(
         output_dir=config.output_dir,
         use_cpu=not torch.cuda.is_available(),
@@ -47,5 +51,7 @@ def trl_arguments(config: Config, **others: Any) -> dict[str, Any]:
         disable_tqdm=True,
         **others,
     )
-    peft = LoraConfig(r=lora.r, lora_alpha=lora.lora_alpha, target_modules=list(lora.target_modules))
+    peft = LoraConfig(
+        r=lora.r, lora_alpha=lora.lora_alpha, target_modules=list(lora.target_modules)
+    )
     return {"model": config.model, "args": arguments, "peft_config": peft}

@@ -1,22 +1,31 @@
-"""The training phase, from finished rollouts to the optimiser's step: ours against TRL's GRPOTrainer.
+"""Time the training phase, from finished rollouts to the optimiser's step: ours against TRL's
+GRPOTrainer.
 
-    python benchmarks/update.py [--model FOLDER] [--zero 0 0.5 0.75] [--pairs 5] [--dtype bfloat16] [--out FILE]
-    python benchmarks/update.py --prompts 16 --prompt-length 256 --longest 4096 --max-tokens 32768  # on a GPU
+    python benchmarks/update.py [--model FOLDER] [--zero 0 0.5 0.75] [--pairs 5] [--dtype bfloat16]
+    [--out FILE]
 
-Same rollouts, model and adapter; one update of `dapo` (token mean, clip 0.2 and 0.28, no KL, no mask) over all of them
-with truncated sampler correction, fused AdamW, gradient checkpointing. The learning rate is 0 and the gradient's clip
-far away, so that every update does the same work and the gradients can be compared, with each other and with float32.
-Completions are log-normal in length, clipped; `--zero` is the share of groups without advantage. Both run in each pair,
-in alternating order; ratios are TRL's seconds divided by ours, within a pair; medians are over the pairs.
+On a GPU:
 
-TRL: `train()` of one step, its adapter from `peft_config`, bf16 by its autocast. `_generate` returns the rollouts and
-starts the clock, `on_step_end` stops it: padding, a forward pass for the old log-probabilities and the correction from
-them (as for every user of vLLM; the ratio without that part is reported too), advantages, micro-batches, metrics, clip,
-step. Its chunked LM head, SDPA, shuffle and padding are left as they are. Every row is as wide as the batch's longest
-(`trl_arguments.py`). Prompts of equal length spare it the padding on the left.
+    python benchmarks/update.py --prompts 16 --prompt-length 256 --longest 4096 --max-tokens 32768
 
-Ours: `update` and the reduction of its metrics, with the default settings. Advantages are normalised as TRL does it,
-with 1e-4 added to the standard deviation.
+Both sides have the same rollouts, model and adapter, and make one update of `dapo` (token mean,
+clip 0.2 and 0.28, no KL, no mask) over all rollouts, with truncated sampler correction, fused AdamW
+and gradient checkpointing. The learning rate is 0 and the gradient is never clipped, so that every
+update does the same work and the gradients can be compared with each other and with float32.
+Lengths of completions are log-normal, clipped. `--zero` is the share of groups without advantage.
+Each pair runs both sides, in alternating order. Ratios are TRL's seconds divided by ours within a
+pair; medians are over the pairs.
+
+TRL runs `train()` for one step, with its adapter from `peft_config` and bf16 by its autocast.
+`_generate` returns the rollouts and starts the clock, `on_step_end` stops it. In between are
+padding, a forward pass for the old log-probabilities and the correction from them (as every user of
+vLLM has it; the ratio without this part is reported too), advantages, micro-batches, metrics, clip
+and step. TRL's chunked LM head, SDPA, shuffle and padding are left as they are. Every row is as
+wide as the longest of the batch (`trl_arguments.py`). All prompts have the same length, which
+spares TRL the padding on the left.
+
+Ours runs `update` and the reduction of its metrics with the default settings. Advantages are
+normalised as in TRL, with 1e-4 added to the standard deviation.
 """
 
 import argparse
@@ -40,53 +49,65 @@ from trl_arguments import trl_arguments
 from stapo_lite.algorithm.advantages import group_advantages
 from stapo_lite.algorithm.microbatches import TokenBudget, pack, sequence_length, split_by_tokens
 from stapo_lite.config import Config
-from stapo_lite.model.policy import Policy, load_policy, make_optimizer
-from stapo_lite.tools.quickstart import fetch_model
+from stapo_lite.extras.quickstart.model import fetch_model
+from stapo_lite.model.loading import load_weights
+from stapo_lite.model.policy import Policy, make_optimizer, make_policy
 from stapo_lite.training.checkpoint import Progress
 from stapo_lite.training.update import Learner, measure, update, with_gradient
 from stapo_lite.types import Completion, Prompt
 
-GAP = 0.3  # standard deviation between the log-probabilities of trainer and sampler: 1 % of the tokens are truncated
+GAP = 0.3
+"""Standard deviation of the difference between the log-probabilities of trainer and sampler, in
+nats; the correction then truncates 1 % of the tokens."""
 
 
 class Ours:
-    """One update a run; keeps the gradient of the last."""
+    """One update of ours at each `run`; keeps the gradient of the last one."""
 
-    def __init__(self, rollouts: list[Completion], policy: Policy, config: Config, accelerator: Accelerator):
+    def __init__(
+        self, rollouts: list[Completion], policy: Policy, config: Config, accelerator: Accelerator
+    ):
         self.rollouts, self.gradient = rollouts, []
         optimizer = make_optimizer(policy, config.train)
         optimizer.register_step_pre_hook(self._keep_gradient)
         budget = TokenBudget(config.train.max_tokens_per_microbatch)
-        self.learner = Learner(config, policy, optimizer, budget, accelerator, Progress(config.objective.s2t.tau_p))
+        self.learner = Learner(
+            config, policy, optimizer, budget, accelerator, Progress(config.objective.s2t.tau_p)
+        )
 
     def _keep_gradient(self, *step: Any) -> None:
         self.gradient = [p.grad for p in self.learner.policy.parameters.values()]
 
     def run(self) -> dict[str, float]:
+        """Make an update; return its loss and seconds."""
         start = now()
-        self.learner.begin_step(learning_rate=0.0)
-        update(self.learner, pack(self.rollouts, self.learner.policy.device))
-        loss = self.learner.tally.reduce(self.learner.accelerator)["loss"]
+        self.learner.set_learning_rate(0.0)
+        done = update(self.learner, pack(self.rollouts, self.learner.policy.device))
+        loss = done.sums["loss"].item()
         return {"loss": loss, "seconds": now() - start}
 
 
 class Trl(GRPOTrainer, TrainerCallback):
-    """TRL's trainer with finished rollouts in place of an engine; one step a run; keeps the gradient of the last."""
+    """TRL's trainer with finished rollouts in place of an engine: one step at each `run`; keeps the
+    gradient of the last one."""
 
     def __init__(self, rollouts: list[Completion], **arguments: Any):
         self.rollouts, self.gradient, self.times = rollouts, [], {}
         super().__init__(reward_funcs=self.rewards, callbacks=[self], **arguments)
         self.remove_callback(PrinterCallback)
-        self.use_vllm = True  # not before: it would start one
-        self.accelerator.free_memory = lambda *objects: None  # train() would empty the allocator's cache each time
+        self.use_vllm = True  # only now, since the constructor would start vLLM
+        # train() would empty the allocator's cache each time.
+        self.accelerator.free_memory = lambda *objects: None
 
     def rewards(self, **columns: Any) -> list[float | None]:
         return [c.reward for c in self.rollouts]
 
     def _generate(self, prompts: list) -> tuple:
         self.times["generated"] = now()
-        prompt_ids, completion_ids = [c.prompt.token_ids for c in self.rollouts], [c.token_ids for c in self.rollouts]
-        return prompt_ids, completion_ids, None, prompts, [c.rollout_logprobs for c in self.rollouts], {}, None, []
+        prompt_ids = [c.prompt.token_ids for c in self.rollouts]
+        completion_ids = [c.token_ids for c in self.rollouts]
+        logprobs = [c.rollout_logprobs for c in self.rollouts]
+        return prompt_ids, completion_ids, None, prompts, logprobs, {}, None, []
 
     def _generate_and_score_completions(self, inputs: list) -> dict:
         result = super()._generate_and_score_completions(inputs)
@@ -100,11 +121,19 @@ class Trl(GRPOTrainer, TrainerCallback):
         self.times["stepped"] = now()
 
     def run(self) -> dict[str, float]:
-        loss, start = self.train().training_loss, self.times["generated"]
-        return {"loss": loss, "seconds": self.times["stepped"] - start, "scoring": self.times["scored"] - start}
+        """Make a step; return its loss, its seconds, and those until the old log-probabilities and
+        advantages are there (`scoring`)."""
+        loss = self.train().training_loss
+        start = self.times["generated"]
+        return {
+            "loss": loss,
+            "seconds": self.times["stepped"] - start,
+            "scoring": self.times["scored"] - start,
+        }
 
 
 def make_trl(rollouts: list[Completion], config: Config) -> Trl:
+    """TRL's trainer for one step with the settings of the config."""
     arguments = trl_arguments(
         config,
         max_steps=1,
@@ -112,11 +141,16 @@ def make_trl(rollouts: list[Completion], config: Config) -> Trl:
         vllm_importance_sampling_clip_max=config.objective.sampler_cap,
         learning_rate=0.0,
     )
-    return Trl(rollouts, train_dataset=Dataset.from_dict({"prompt": ["any"] * config.train.batch_size}), **arguments)
+    return Trl(
+        rollouts,
+        train_dataset=Dataset.from_dict({"prompt": ["any"] * config.train.batch_size}),
+        **arguments,
+    )
 
 
 def make_rollouts(config: Config) -> list[Completion]:
-    """Random tokens: prompts of equal length, completions of a quarter of the greatest length at the median."""
+    """Rollouts of random tokens: prompts of equal length, completions whose median length is a
+    quarter of the longest."""
     generator = torch.Generator().manual_seed(0)
     vocabulary = AutoConfig.from_pretrained(config.model).vocab_size
     generations, longest = config.rollout.num_generations, config.rollout.max_completion_length
@@ -124,37 +158,47 @@ def make_rollouts(config: Config) -> list[Completion]:
     def draw(count: int) -> list[int]:
         return torch.randint(vocabulary, (count,), generator=generator).tolist()
 
-    prompts = [Prompt("", draw(config.data.max_prompt_length), answer="") for _ in range(config.train.batch_size)]
-    lengths = longest / 4 * torch.exp(0.9 * torch.randn(len(prompts) * generations, generator=generator))
+    prompts = []
+    for _ in range(config.train.batch_size):
+        prompts.append(Prompt("", draw(config.data.max_prompt_length), answer=""))
+    normal = torch.randn(len(prompts) * generations, generator=generator)
+    lengths = longest / 4 * torch.exp(0.9 * normal)
     lengths[lengths.argmax()] = longest
-    return [
-        Completion(prompts[index // generations], draw(n), [], truncated=n == longest, adapter_version=0)
-        for index, n in enumerate(lengths.long().clamp(1, longest).tolist())
-    ]
+    rollouts = []
+    for index, length in enumerate(lengths.long().clamp(1, longest).tolist()):
+        prompt, truncated = prompts[index // generations], length == longest
+        completion = Completion(prompt, draw(length), [], truncated=truncated, adapter_version=0)
+        rollouts.append(completion)
+    return rollouts
 
 
 def give_rewards(rollouts: list[Completion], generations: int, zero: float) -> None:
-    """Right or wrong; all right in a share `zero` of the groups."""
-    rewards = torch.rand(len(rollouts) // generations, generations, generator=torch.Generator().manual_seed(0)).round()
+    """Set rewards of 0 or 1, and the advantages. In a share `zero` of the groups all rewards are 1,
+    so that these groups have no advantage."""
+    generator = torch.Generator().manual_seed(0)
+    rewards = torch.rand(len(rollouts) // generations, generations, generator=generator).round()
     rewards[:, 0], rewards[:, 1] = 0, 1
     rewards[: round(zero * len(rewards))] = 1
     advantages = group_advantages(rewards, eps=1e-4)
-    for completion, reward, advantage in zip(rollouts, rewards.flatten(), advantages.flatten(), strict=True):
+    values = zip(rollouts, rewards.flatten(), advantages.flatten(), strict=True)
+    for completion, reward, advantage in values:
         completion.reward, completion.advantage = reward.item(), advantage.item()
 
 
 def give_logprobs(rollouts: list[Completion], policy: Policy, max_tokens: int) -> None:
-    """The sampler's: those of the policy and some noise."""
+    """Set the sampler's log-probabilities: those of the policy plus noise."""
     generator = torch.Generator().manual_seed(0)
     batch = pack(rollouts, policy.device)
     measured = measure(policy, batch, range(len(rollouts)), TokenBudget(max_tokens)).logprobs.cpu()
-    for completion, logprobs in zip(rollouts, measured.split([len(c.token_ids) for c in rollouts]), strict=True):
+    parts = measured.split([len(c.token_ids) for c in rollouts])
+    for completion, logprobs in zip(rollouts, parts, strict=True):
         noise = GAP * torch.randn(len(logprobs), generator=generator)
         completion.rollout_logprobs = (logprobs + noise).tolist()
 
 
 def share_adapter(policy: Policy, *models: torch.nn.Module) -> None:
-    """The policy's, with a B that is not zero, so that A has a gradient."""
+    """Give the policy's adapter a B that is not zero, so that A has a gradient, and copy it to the
+    models."""
     with torch.no_grad():
         for name, parameter in policy.parameters.items():
             if "lora_B" in name:
@@ -164,97 +208,145 @@ def share_adapter(policy: Policy, *models: torch.nn.Module) -> None:
 
 
 def flat(gradient: list[Tensor]) -> Tensor:
+    """All entries of a gradient in float64."""
     return torch.cat([part.flatten().double() for part in gradient])
 
 
-def compare(
-    model: str,
-    *,
-    prompts: int,
-    generations: int,
-    prompt_length: int,
-    longest: int,
-    max_tokens: int,
-    zero: list[float],
-    pairs: int,
-    dtype: str,
-    **train: Any,
-) -> dict[str, Any]:
-    """Arguments as on the command line; `train` has more keys of the config's section of that name."""
-    train |= {"batch_size": prompts, "mini_batch_size": prompts, "max_tokens_per_microbatch": max_tokens}
-    sections = {
-        "data": {"source": "unused", "max_prompt_length": prompt_length},
-        "rollout": {"max_completion_length": longest, "num_generations": generations},
-        "train": {"max_grad_norm": 1e9} | train,
-    }
-    config = Config(algorithm="dapo", model=model, output_dir=tempfile.gettempdir(), dtype=dtype, **sections)
+def make_config(given: argparse.Namespace) -> Config:
+    """The config of a run with the sizes of the command line."""
+    return Config(
+        algorithm="dapo",
+        model=given.model,
+        output_dir=tempfile.gettempdir(),
+        dtype=given.dtype,
+        data={"source": "unused", "max_prompt_length": given.prompt_length},
+        rollout={
+            "max_completion_length": given.longest,
+            "num_generations": given.generations,
+        },
+        train={
+            "max_grad_norm": 1e9,
+            "batch_size": given.prompts,
+            "mini_batch_size": given.prompts,
+            "max_tokens_per_microbatch": given.max_tokens,
+        },
+    )
+
+
+def compare(given: argparse.Namespace) -> dict[str, Any]:
+    """Compare the two sides at each share of groups without advantage."""
+    config = make_config(given)
     rollouts = make_rollouts(config)
     trl = make_trl(rollouts, config)
-    policy, exact = (
-        load_policy(config.model_copy(update={"dtype": name}), trl.accelerator.device) for name in (dtype, "float32")
-    )
+    device, exact_config = trl.accelerator.device, config.model_copy(update={"dtype": "float32"})
+    policy = make_policy(load_weights(config.model, config.dtype, device), config)
+    exact = make_policy(load_weights(config.model, "float32", device), exact_config)
     share_adapter(policy, trl.model, exact.model)
-    give_logprobs(rollouts, policy, max_tokens)
-    sides = {"ours": Ours(rollouts, policy, config, trl.accelerator), "TRL": trl}
+    give_logprobs(rollouts, policy, given.max_tokens)
+    ours = Ours(rollouts, policy, config, trl.accelerator)
     reference = Ours(rollouts, exact, config, trl.accelerator)
 
     result: dict[str, Any] = {"rows of TRL's micro-batches": trl.args.per_device_train_batch_size}
-    for share in zero:
-        give_rewards(rollouts, generations, share)
-        peaks = {name: round(peak_bytes(side.run) / 2**20, 1) for name, side in sides.items()}  # warms up too
-        runs = [{name: sides[name].run() for name in list(sides)[:: (-1) ** pair]} for pair in range(pairs)]
-        ours, theirs = ([run[name]["seconds"] for run in runs] for name in sides)
-        scoring = [run["TRL"]["scoring"] for run in runs]
-        runs[-1]["float32"] = reference.run()
-        gradients = {name: flat(side.gradient) for name, side in (sides | {"float32": reference}).items()}
-        ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
-        lengths = [sequence_length(rollouts[row]) for row in with_gradient(rollouts, config.objective)]
-        result[f"zero {share}"] = {
-            "TRL / ours": statistics.median(ratios),
-            "TRL / ours of each pair": [round(ratio, 3) for ratio in ratios],
-            "TRL from its first micro-batch on / ours": statistics.median(
-                (b - s) / a for a, b, s in zip(ours, theirs, scoring, strict=True)
-            ),
-            "seconds": {
-                "ours": statistics.median(ours),
-                "TRL": statistics.median(theirs),
-                "TRL before its first": statistics.median(scoring),
-            },
-            "peak MiB beyond the models": peaks,
-            "tokens": sum(map(sequence_length, rollouts)),
-            "tokens with a gradient": sum(lengths),
-            "tokens that run, padding included": {
-                "ours": sum(len(rows) * lengths[rows[0]] for rows in split_by_tokens(lengths, max_tokens)),
-                "TRL": len(rollouts) * (prompt_length + longest),
-            },
-            "loss": {name: run["loss"] for name, run in runs[-1].items()},
-            "gradient norm": {name: gradient.norm().item() for name, gradient in gradients.items()},
-            "relative difference of the gradients": {
-                f"{a}, {b}": ((gradients[a] - gradients[b]).norm() / gradients[b].norm()).item()
-                for a, b in itertools.combinations(gradients, 2)
-            },
-        }
+    for share in given.zero:
+        give_rewards(rollouts, given.generations, share)
+        measured = measure_sides(ours, trl, reference, given.pairs)
+        result[f"zero {share}"] = measured | count_tokens(rollouts, config)
     return result
 
 
+def measure_sides(ours: Ours, trl: Trl, reference: Ours, pairs: int) -> dict[str, Any]:
+    """Times, memory, losses and gradients of the two sides with the rollouts as they are now.
+
+    Args:
+        reference: ours in float32.
+    """
+    sides = {"ours": ours, "TRL": trl}
+    # This warms both sides up, too.
+    peaks = {name: round(peak_bytes(side.run) / 2**20, 1) for name, side in sides.items()}
+    runs = []
+    for pair in range(pairs):
+        order = list(sides)[:: (-1) ** pair]  # the first one alternates
+        runs.append({name: sides[name].run() for name in order})
+    our_seconds = [run["ours"]["seconds"] for run in runs]
+    trl_seconds = [run["TRL"]["seconds"] for run in runs]
+    scoring = [run["TRL"]["scoring"] for run in runs]
+    ratios, without_scoring = [], []
+    for a, b, s in zip(our_seconds, trl_seconds, scoring, strict=True):
+        ratios.append(b / a)
+        without_scoring.append((b - s) / a)
+    losses = runs[-1] | {"float32": reference.run()}
+    gradients = {
+        "ours": flat(ours.gradient),
+        "TRL": flat(trl.gradient),
+        "float32": flat(reference.gradient),
+    }
+    differences = {}
+    for a, b in itertools.combinations(gradients, 2):
+        difference = (gradients[a] - gradients[b]).norm() / gradients[b].norm()
+        differences[f"{a}, {b}"] = difference.item()
+    return {
+        "TRL / ours": statistics.median(ratios),
+        "TRL / ours of each pair": [round(ratio, 3) for ratio in ratios],
+        "TRL from its first micro-batch on / ours": statistics.median(without_scoring),
+        "seconds": {
+            "ours": statistics.median(our_seconds),
+            "TRL": statistics.median(trl_seconds),
+            "TRL before its first": statistics.median(scoring),
+        },
+        "peak MiB beyond the models": peaks,
+        "loss": {name: run["loss"] for name, run in losses.items()},
+        "gradient norm": {name: gradient.norm().item() for name, gradient in gradients.items()},
+        "relative difference of the gradients": differences,
+    }
+
+
+def count_tokens(rollouts: list[Completion], config: Config) -> dict[str, Any]:
+    """Tokens of the rollouts, and those that each side runs through the model."""
+    trained = with_gradient(rollouts, config.objective)
+    lengths = [sequence_length(rollouts[row]) for row in trained]
+    microbatches = split_by_tokens(lengths, config.train.max_tokens_per_microbatch)
+    longest = config.data.max_prompt_length + config.rollout.max_completion_length
+    return {
+        "tokens": sum(map(sequence_length, rollouts)),
+        "tokens with a gradient": sum(lengths),
+        "tokens that run, padding included": {
+            "ours": sum(len(rows) * lengths[rows[0]] for rows in microbatches),
+            "TRL": len(rollouts) * longest,
+        },
+    }
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="folder with weights and tokenizer; SmolLM2-135M-Instruct where left out")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", help="folder with weights and tokenizer; default: SmolLM2-135M-Instruct"
+    )
     parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--generations", type=int, default=8, help="of each prompt")
-    parser.add_argument("--prompt-length", type=int, default=16, help="of every prompt")
-    parser.add_argument("--longest", type=int, default=80, help="of the completions")
-    parser.add_argument("--max-tokens", type=int, default=768, help="of a micro-batch of ours")
-    parser.add_argument("--zero", type=float, nargs="+", default=[0.0, 0.5, 0.75], help="shares without advantage")
+    parser.add_argument("--generations", type=int, default=8, help="per prompt")
+    parser.add_argument("--prompt-length", type=int, default=16, help="tokens of every prompt")
+    parser.add_argument("--longest", type=int, default=80, help="tokens of the longest completion")
+    parser.add_argument(
+        "--max-tokens", type=int, default=768, help="tokens of a micro-batch of ours"
+    )
+    parser.add_argument(
+        "--zero",
+        type=float,
+        nargs="+",
+        default=[0.0, 0.5, 0.75],
+        help="shares of groups without advantage",
+    )
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--out", type=Path)
-    arguments = vars(parser.parse_args())
-    path = arguments.pop("out")
-    arguments["model"] = arguments["model"] or str(fetch_model())
-    result = compare(**arguments)
-    arguments["model"] = Path(arguments["model"]).name
-    save(arguments | {"threads": torch.get_num_threads(), "TRL": version("trl")} | result, path)
+    given = parser.parse_args()
+    given.model = given.model or str(fetch_model())
+    result = compare(given)
+    settings = vars(given) | {"model": Path(given.model).name}
+    path = settings.pop("out")
+    setup = {"threads": torch.get_num_threads(), "TRL": version("trl")}
+    save(settings | setup | result, path)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""The config reference as Markdown, generated from the fields' docstrings: `make docs` writes docs/config.md."""
+"""The config reference as Markdown, generated from the fields' docstrings: `make docs` writes
+docs/config.md."""
 
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -14,7 +15,12 @@ def reference() -> str:
 
     def add(section: type[BaseModel], prefix: str, title: str = "") -> None:
         lines.extend(
-            [f"## {title}{prefix.rstrip('.') or 'top level'}", "", " ".join((section.__doc__ or "").split()), ""]
+            [
+                f"## {title}{prefix.rstrip('.') or 'top level'}",
+                "",
+                " ".join((section.__doc__ or "").split()),
+                "",
+            ]
         )
         lines.extend(["| key | type | default | meaning |", "|---|---|---|---|"])
         nested = []

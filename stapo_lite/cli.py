@@ -1,87 +1,119 @@
-"""One command line for everything: `stapo train configs/quickstart.yaml`, the same as `python -m stapo_lite train ...`.
+"""The command line: `stapo train configs/quickstart.yaml`, or `python -m stapo_lite train ...`.
 
-Commands import what is slow to import once their arguments are read.
+A command is a function below. Its positional parameters are the command's arguments, its
+keyword-only parameters the options, each with a help text; the docstring describes the command.
+Commands import what is slow to import when they run, so that --help and typing errors answer at
+once.
 """
 
 import os
 import sys
-from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Callable
+from argparse import ArgumentParser, ArgumentTypeError
+from collections.abc import Callable, Sequence
+from inspect import Parameter, signature
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 from stapo_lite.errors import explained, one_line_errors
+from stapo_lite.extras.math.grading import NUM_WORKERS, TIMEOUT, grade_file
 
 if TYPE_CHECKING:  # slow to import
     from stapo_lite.config import Config
 
+ConfigFile = Annotated[Path, "YAML file, see configs/"]
+Overrides = Annotated[Sequence[str], "key.sub=value, to replace values of the config"]
+RunFolder = Annotated[Path, "output_dir of the run"]
+Processes = Annotated[int | None, "how many processes; by default one per card"]
+Resume = Annotated[bool, "continue from the newest checkpoint in output_dir, if any"]
 
-def train(parser: ArgumentParser, arguments: list[str]) -> None:
+
+def train(
+    config_file: ConfigFile,
+    overrides: Overrides,
+    *,
+    processes: Processes = None,
+    dry_run: Annotated[bool, "print config and batch arithmetic, and stop"] = False,
+    resume: Resume = False,
+    force: Annotated[bool, "resume with a config that makes it another run"] = False,
+) -> None:
     """Train a LoRA adapter with STAPO."""
-    what = "how many processes train; by default one per card"
-    parser.add_argument("--processes", type=positive(int), metavar="N", help=what)
-    parser.add_argument("--dry-run", action="store_true", help="print config and batch arithmetic, and stop")
-    parser.add_argument("--resume", action="store_true", help="continue from output_dir's newest checkpoint, if any")
-    parser.add_argument("--force", action="store_true", help="resume with a config that makes it another run")
-    given = _with_config(parser, arguments)
     from stapo_lite.config import batch_arithmetic, check_processes, load_config, to_yaml
     from stapo_lite.model.processes import count_processes, launch
 
-    config = load_config(given.config, given.overrides)
-    processes = count_processes(given.processes)
-    check_processes(config, processes)
-    if given.dry_run:
+    config = load_config(config_file, overrides)
+    count = count_processes(processes)
+    check_processes(config, count)
+    if dry_run:
         if os.environ.get("RANK", "0") == "0":
-            print(f"{to_yaml(config)}\n{batch_arithmetic(config, processes)}")
+            print(f"{to_yaml(config)}\n{batch_arithmetic(config, count)}")
         return
-    if not launch(processes, ["train", *arguments]):
-        _train(config, given.resume, given.force)
+    if not launch(count, sys.argv[1:]):
+        _train(config, resume, force)
 
 
-def _train(config: "Config", resume: bool = False, force: bool = False) -> None:
+def _train(config: "Config", resume: bool, force: bool = False) -> None:
     """Run a training in this process."""
-    from accelerate import PartialState
-
+    from stapo_lite.assemble import open_run
     from stapo_lite.training.lifecycle import end_on_sigterm
     from stapo_lite.training.loop import train
 
     end_on_sigterm()
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # a log file shows each step when it ends
-    for _ in train(config, resume, force):
-        pass
-    PartialState().destroy_process_group()  # its threads, still running at exit, may abort a process
+    with open_run(config, resume, force) as run:
+        for _ in train(run):
+            pass
+    _end_processes()
 
 
-def serve(parser: ArgumentParser, arguments: list[str]) -> None:
+def _end_processes() -> None:
+    """Stop the threads of the process group, which may abort a process that exits."""
+    from accelerate import PartialState
+
+    PartialState().destroy_process_group()
+
+
+def serve(
+    config_file: ConfigFile,
+    overrides: Overrides,
+    *,
+    host: Annotated[str, "address to listen on; by default this machine only"] = "127.0.0.1",
+    port: Annotated[int, "by default 8000"] = 8000,
+) -> None:
     """Serve a run's rollouts by vLLM."""
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; this machine only by default")
-    parser.add_argument("--port", type=int, default=8000)
-    given = _with_config(parser, arguments)
     from stapo_lite.config import load_config
-    from stapo_lite.serve import serve
+    from stapo_lite.extras.planning.choice import fit_server
+    from stapo_lite.extras.servers.serve import become_server
+    from stapo_lite.model.processes import resolve_dtype
+    from stapo_lite.rollout import resolve_engine
+    from stapo_lite.rollout.vllm_options import check_vllm
 
-    overrides = [*given.overrides, "rollout.engine=server", "train.park_trainer=false"]
-    serve(load_config(given.config, overrides), given.host, given.port)
+    served = [*overrides, "rollout.engine=server", "train.park_trainer=false"]
+    config = load_config(config_file, served)
+    resolve_engine("vllm")
+    check_vllm(config.rollout)
+    config = fit_server(config.model_copy(update={"dtype": resolve_dtype(config.dtype)}))
+    become_server(config, host, port)
 
 
-def plan(parser: ArgumentParser, arguments: list[str]) -> None:
-    """Predict a run's memory; the exit status is not 0 where it does not fit."""
-    parser.add_argument("--gpu-memory", type=positive(float), required=True, metavar="GIB", help="memory of each card")
-    parser.add_argument("--host-memory", type=positive(float), metavar="GIB", help="host memory for each card")
-    parser.add_argument("--processes", type=positive(int), default=1, metavar="N", help="how many processes train")
-    given = _with_config(parser, arguments)
+def plan(
+    config_file: ConfigFile,
+    overrides: Overrides,
+    *,
+    gpu_memory: Annotated[float, "memory of each card, in GiB"],
+    host_memory: Annotated[float | None, "host memory for each card, in GiB"] = None,
+    processes: Annotated[int, "how many processes train; by default 1"] = 1,
+) -> None:
+    """Predict a run's memory; the exit status is not 0 if it does not fit."""
     from stapo_lite.config import load_config
-
-    config = load_config(given.config, given.overrides)
+    from stapo_lite.extras.planning.choice import apply_all, choose, describe
+    from stapo_lite.extras.planning.plan import GIB, Hardware, make_plan, report
     from stapo_lite.model.loading import load_model_config
-    from stapo_lite.planning.choice import apply_all, choose, describe
-    from stapo_lite.planning.plan import GIB, Cards, make_plan, report
 
+    config = load_config(config_file, overrides)
     model = load_model_config(config.model).get_text_config()
-    host_memory = given.host_memory and given.host_memory * GIB  # None stays None
-    cards = Cards(int(given.gpu_memory * GIB), host_memory, given.processes)
+    cards = Hardware(int(gpu_memory * GIB), host_memory and host_memory * GIB, processes)
     config = apply_all(config, choose(config, model, cards), model, cards)
     plan = make_plan(config, model, cards)
     print(f"{describe(config, plan, model, cards)}\n{report(plan)}")
@@ -91,124 +123,183 @@ def plan(parser: ArgumentParser, arguments: list[str]) -> None:
     print("It fits.")
 
 
-def evaluate(parser: ArgumentParser, arguments: list[str]) -> None:
-    """Evaluate on math benchmarks; or: compare FOLDER FOLDER ..., evaluations side by side."""
-    what = "how many processes sample; by default one per card"
-    parser.add_argument("--processes", type=positive(int), metavar="N", help=what)
-    given = _with_config(parser, arguments)
-    if given.config == Path("compare"):
-        from stapo_lite.evaluation.results import compare
+def evaluate(config_file: ConfigFile, overrides: Overrides, *, processes: Processes = None) -> None:
+    """Evaluate on math benchmarks; `evaluate compare FOLDER FOLDER ...` shows evaluations side by
+    side."""
+    from stapo_lite.extras.evaluation.results import compare_evaluations, pass_table, results_table
 
-        print(compare([Path(folder) for folder in given.overrides]))
+    if config_file == Path("compare"):
+        print(compare_evaluations([Path(folder) for folder in overrides]))
         return
     from stapo_lite.config import load_eval_config
     from stapo_lite.model.processes import count_processes, launch
 
-    config = load_eval_config(given.config, given.overrides)
-    if launch(count_processes(given.processes), ["evaluate", *arguments]):
+    config = load_eval_config(config_file, overrides)
+    if launch(count_processes(processes), sys.argv[1:]):
         return
-    from accelerate import PartialState
-
-    from stapo_lite.evaluation.evaluate import evaluate
-    from stapo_lite.evaluation.results import pass_table, results_table
+    from stapo_lite.extras.evaluation.evaluate import evaluate
 
     try:
         results = evaluate(config)
     except KeyboardInterrupt:
-        raise SystemExit(f"\ninterrupted; the same command goes on with what is in {config.output_dir}") from None
-    PartialState().destroy_process_group()  # its threads, still running at exit, may abort a process
+        raise SystemExit("\ninterrupted; the same command continues the evaluation") from None
+    _end_processes()
     if results is not None:
         print(f"{results_table(results)}\n\n{pass_table(results)}\n\nresults: {config.output_dir}")
 
 
-def show(parser: ArgumentParser, arguments: list[str]) -> None:
-    """Sum up a run: a table, reward.png in its folder, and the kept completions with the lowest rewards."""
-    parser.add_argument("run_folder", type=Path, metavar="RUN")
-    parser.add_argument("--worst", type=positive(int), default=10, metavar="N", help="how many; 10 by default")
-    parser.add_argument("--step", type=int, metavar="K", help="show completions of this step only")
-    given = parser.parse_args(arguments)
-    from stapo_lite.training.report import write_report
-    from stapo_lite.training.tracking import show_completions
+def show(
+    run_folder: RunFolder,
+    *,
+    worst: Annotated[int, "how many completions; by default 10"] = 10,
+    step: Annotated[int | None, "show completions of this step only"] = None,
+) -> None:
+    """Sum up a run: a table, reward.png in its folder, and the kept completions with the lowest
+    rewards."""
+    from stapo_lite.extras.audit.report import show_completions, write_report
 
-    with explained(f"{given.run_folder}: cannot be written", OSError):
-        table = write_report(given.run_folder)
-    completions = show_completions(given.run_folder, given.worst, given.step)
+    with explained(f"{run_folder}: cannot be written", OSError):
+        table = write_report(run_folder)
+    completions = show_completions(run_folder, worst, step)
     print(table)
     if completions:
         print(f"\n{completions}")
 
 
-def audit(parser: ArgumentParser, arguments: list[str]) -> None:
+def audit(
+    run_folder: RunFolder,
+    *,
+    out: Annotated[Path | None, "folder of page and PNGs; by default RUN_FOLDER/audit"] = None,
+) -> None:
     """Make a page about a run's tokens."""
-    parser.add_argument("run_folder", type=Path, metavar="RUN")
-    parser.add_argument("--out", type=Path, help="folder of page and PNGs; by default RUN/audit")
-    given = parser.parse_args(arguments)
-    from stapo_lite.tools.audit import audit
+    from stapo_lite.extras.audit.page import audit
 
-    print(f"page: {audit(given.run_folder, given.out)}")
+    print(f"page: {audit(run_folder, out)}")
 
 
-def export(parser: ArgumentParser, arguments: list[str]) -> None:
+def export(
+    run_folder: RunFolder,
+    *,
+    out: Annotated[Path, "folder to write"],
+    merge: Annotated[bool, "merge the adapter into its base"] = False,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"],
+        "data type of the exported weights; by default bfloat16",
+    ] = "bfloat16",
+    base_model: Annotated[
+        str | None, "the base in full precision; by default the run's model"
+    ] = None,
+    evaluation: Annotated[Path | None, "output_dir of an evaluation, for the model card"] = None,
+    push_to_hub: Annotated[
+        str | None, "repository to push to, USER/NAME; created if there is none"
+    ] = None,
+    private: Annotated[bool, "make the repository private"] = False,
+) -> None:
     """Export a run's adapter to publish, merged or as it is."""
-    parser.add_argument("run_folder", type=Path)
-    parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--merge", action="store_true", help="merge the adapter into its base")
-    choices = ("float32", "bfloat16", "float16")
-    parser.add_argument("--dtype", choices=choices, default="bfloat16", help="data type of the exported weights")
-    parser.add_argument("--base-model", help="the base in full precision; by default the run's model")
-    parser.add_argument("--evaluation", type=Path, help="output_dir of an evaluation, for the model card")
-    parser.add_argument("--push-to-hub", metavar="USER/NAME", help="repository to push to; made if there is none")
-    parser.add_argument("--private", action="store_true", help="make the repository private")
-    given = vars(parser.parse_args(arguments))
-    from stapo_lite.tools.export import export
+    from stapo_lite.extras.publish.export import export
 
-    print(f"exported: {export(**given)}")
+    folder = export(
+        run_folder,
+        out,
+        merge=merge,
+        dtype=dtype,
+        base_model=base_model,
+        evaluation=evaluation,
+        push_to_hub=push_to_hub,
+        private=private,
+    )
+    print(f"exported: {folder}")
 
 
-def grade(parser: ArgumentParser, arguments: list[str]) -> None:
+def grade(
+    cases: Annotated[Path, "JSON lines of gold, pred and optionally form, answer_type, tolerance"],
+    *,
+    out: Annotated[Path, "the same lines with `correct`"],
+    timeout: Annotated[float, "seconds per answer"] = TIMEOUT,
+    num_workers: Annotated[int, "how many processes grade"] = NUM_WORKERS,
+) -> None:
     """Grade a file of answers by rules."""
-    from stapo_lite.rewards.grading import NUM_WORKERS, TIMEOUT, grade_file
-
-    parser.add_argument("cases", type=Path, help="JSON lines of gold, pred and optionally form, answer_type, tolerance")
-    parser.add_argument("--out", type=Path, required=True, help="the same lines with `correct`")
-    parser.add_argument("--timeout", type=positive(float), default=TIMEOUT, help="seconds per answer")
-    parser.add_argument("--num-workers", type=positive(int), default=NUM_WORKERS, help="how many processes grade")
-    print(grade_file(**vars(parser.parse_args(arguments))))
+    print(grade_file(cases, out, timeout, num_workers))
 
 
-def contamination(parser: ArgumentParser, arguments: list[str]) -> None:
+def contamination(
+    source: Annotated[str, "a .jsonl or .parquet file, or a dataset on the Hub"],
+    *,
+    subset: Annotated[str | None, "configuration name of a Hub dataset"] = None,
+    split: Annotated[str, "split of a Hub dataset; by default train"] = "train",
+    prompt_column: Annotated[str | None, "by default prompt, problem or question"] = None,
+    benchmarks: Annotated[Sequence[str], "all (the default), their names, or .jsonl files"] = (
+        "all",
+    ),
+    out: Annotated[Path | None, "write the rows that overlap none (.jsonl)"] = None,
+) -> None:
     """Find benchmark problems in a training set."""
-    parser.add_argument("source", help="a .jsonl or .parquet file, or a dataset on the Hub")
-    parser.add_argument("--subset", help="configuration name of a Hub dataset")
-    parser.add_argument("--split", default="train", help="split of a Hub dataset")
-    parser.add_argument("--prompt-column", help="by default `prompt`, `problem` or `question`")
-    parser.add_argument("--benchmarks", nargs="+", default=["all"], help="`all`, their names, or .jsonl files")
-    parser.add_argument("--out", type=Path, help="write the rows that overlap none (.jsonl)")
-    given = parser.parse_args(arguments)
     from stapo_lite.config import Data
-    from stapo_lite.data.contamination import check_dataset
+    from stapo_lite.extras.evaluation.contamination import check_dataset
 
-    data = Data(source=given.source, subset=given.subset, split=given.split)
-    print(check_dataset(data, given.prompt_column, given.benchmarks, given.out))
+    data = Data(source=source, subset=subset, split=split)
+    print(check_dataset(data, prompt_column, benchmarks, out))
 
 
-def quickstart(parser: ArgumentParser, arguments: list[str]) -> None:
-    """Fetch a small model, train it to write a sentence with a given word, and make a page about its tokens."""
-    parser.add_argument("--resume", action="store_true", help="continue one that was interrupted")
-    _overrides(parser)
-    given = parser.parse_intermixed_args(arguments)
+def quickstart(overrides: Overrides, *, resume: Resume = False) -> None:
+    """Fetch a small model, train it to write a sentence with a given word, and make a page about
+    its tokens."""
     from stapo_lite.config import load_config
-    from stapo_lite.tools.audit import audit
-    from stapo_lite.tools.quickstart import fetch_model
+    from stapo_lite.extras.audit.page import audit
+    from stapo_lite.extras.quickstart.model import fetch_model
 
-    config = load_config("configs/quickstart.yaml", given.overrides)
+    config = load_config("configs/quickstart.yaml", overrides)
     print(f"model: {fetch_model()}")
-    _train(config, given.resume)
+    _train(config, resume)
     print(f"page about its tokens: {audit(config.output_dir)}")
 
 
-def positive(number: type[int] | type[float]) -> Callable[[str], float]:
-    """The reader of an argument that is such a number, finite and greater than 0."""
+COMMANDS = (train, serve, plan, evaluate, show, audit, export, grade, contamination, quickstart)
+
+
+def main(command: str | None = None) -> None:
+    """Run a command, by default the one that is the program's first argument."""
+    if command is None:
+        sys.path.insert(0, "")  # `python -m` finds the user's modules there, too
+    else:
+        sys.argv.insert(1, command)
+    functions = {function.__name__: function for function in COMMANDS}
+    parser = ArgumentParser("stapo")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, function in functions.items():
+        subparsers.add_parser(name, help=function.__doc__, description=function.__doc__)
+    chosen = parser.parse_args(sys.argv[1:2] or ["--help"]).command
+    subparser = subparsers.choices[chosen]
+    for parameter in signature(functions[chosen]).parameters.values():
+        _add_argument(subparser, parameter)
+    given = subparser.parse_intermixed_args(sys.argv[2:])
+    with one_line_errors():
+        functions[chosen](**vars(given))
+
+
+def _add_argument(parser: ArgumentParser, parameter: Parameter) -> None:
+    """Add the argument or the option that a parameter of a command stands for."""
+    kind, about = get_args(parameter.annotation)
+    name, parts = parameter.name, get_args(kind)
+    options: dict[str, Any] = {"help": about}
+    if parameter.kind is Parameter.KEYWORD_ONLY:
+        name = "--" + name.replace("_", "-")
+        options["default"] = parameter.default
+        options["required"] = parameter.default is Parameter.empty
+    if kind is bool:
+        options["action"] = "store_true"
+    elif get_origin(kind) is Sequence:
+        options["nargs"] = "*"
+    elif get_origin(kind) is Literal:
+        options["choices"] = parts
+    else:
+        reader = parts[0] if parts else kind  # of `int | None`, or of `int`
+        options["type"] = _positive(reader) if reader in (int, float) else reader
+    parser.add_argument(name, **options)
+
+
+def _positive(number: type[int] | type[float]) -> Callable[[str], float]:
+    """A reader for an argument that must be finite and greater than 0."""
 
     def read(text: str) -> float:
         value = number(text)
@@ -216,35 +307,5 @@ def positive(number: type[int] | type[float]) -> Callable[[str], float]:
             raise ArgumentTypeError(f"must be greater than 0, got {text}")
         return value
 
-    read.__name__ = number.__name__  # for argparse's message where it is no number
+    read.__name__ = number.__name__  # argparse's message names it if the text is no number
     return read
-
-
-def _with_config(parser: ArgumentParser, arguments: list[str]) -> Namespace:
-    """Parse arguments that begin with a YAML file and overrides of its keys."""
-    parser.add_argument("config", type=Path, help="YAML file, see configs/")
-    _overrides(parser)
-    return parser.parse_intermixed_args(arguments)
-
-
-def _overrides(parser: ArgumentParser) -> None:
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="replace values of the config")
-
-
-_FUNCTIONS = (train, serve, plan, evaluate, show, audit, export, grade, contamination, quickstart)
-COMMANDS = {function.__name__: function for function in _FUNCTIONS}
-
-
-def main(command: str | None = None) -> None:
-    """Run a command, by default the one that is the program's first argument."""
-    arguments = sys.argv[1:]
-    if command is None:
-        sys.path.insert(0, "")  # where `python -m` finds the user's modules, too
-        lines = "\n".join(f"  {name:<14} {function.__doc__}" for name, function in COMMANDS.items())
-        parser = ArgumentParser("stapo", "stapo COMMAND ...", epilog=lines, formatter_class=RawDescriptionHelpFormatter)
-        parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of those below; --help says more")
-        command = str(parser.parse_args(arguments[:1] or ["--help"]).command)
-        arguments = arguments[1:]
-    function = COMMANDS[command]
-    with one_line_errors():
-        function(ArgumentParser(f"stapo {command}", description=function.__doc__), arguments)

@@ -13,13 +13,16 @@ class InputError(Exception):
 
 
 class RunError(Exception):
-    """A run that cannot go on through no mistake in its input. Its message is one line; the programs print it and exit
-    with status 1."""
+    """A run that cannot go on through no mistake in its input. Its message is one line; the
+    programs print it and exit with status 1."""
 
 
 @contextmanager
 def explained(
-    what: str, *kinds: type[Exception], fix: str = "", kind: type[InputError | RunError] = InputError
+    what: str,
+    *kinds: type[Exception],
+    fix: str = "",
+    kind: type[InputError | RunError] = InputError,
 ) -> Iterator[None]:
     """Turn errors into one for the user: `what (reason)fix`.
 
@@ -61,6 +64,12 @@ def one_line(error: BaseException) -> str:
 
 
 def out_of_memory(error: RuntimeError) -> bool:
-    """Whether the device's or the host's memory ran out, by the words of torch, CUDA, cuBLAS and vLLM."""
-    kinds = ("out of memory", "can't allocate memory", "cublas_status_alloc_failed", "cudnn_status_not_supported.")
+    """Whether the device's or the host's memory ran out, by the words of torch, CUDA, cuBLAS and
+    vLLM."""
+    kinds = (
+        "out of memory",
+        "can't allocate memory",
+        "cublas_status_alloc_failed",
+        "cudnn_status_not_supported.",
+    )
     return any(kind in str(error).lower() for kind in kinds)

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ SURROGATES = "backslashreplace"
 def lock(folder: Path) -> AbstractContextManager:
     """Make an output folder and keep other processes out of it.
 
-    The lock ends with its process, whatever ends that. On a file system without locks it is a mark, which a process
-    that was killed on another machine leaves behind.
+    The lock ends with its process, whatever ends that. On a file system without locks it is a mark,
+    which a process that was killed on another machine leaves behind.
 
     Raises:
         InputError: another process writes to the folder, or it cannot be written.
@@ -29,13 +29,14 @@ def lock(folder: Path) -> AbstractContextManager:
         return FileLock(folder / ".lock").acquire(blocking=False)
     except Timeout:
         raise InputError(
-            f"output_dir={folder}: another run writes to it now; choose another folder, or delete .lock if none does"
+            f"output_dir={folder}: another run writes to it now; choose another folder, or delete "
+            ".lock if none does"
         ) from None
     except OSError as error:
         raise InputError(f"output_dir={folder}: cannot be written ({error.strerror})") from None
 
 
-def refuse_strangers(folder: Path, patterns: Iterable[str]) -> None:
+def check_nothing_overwritten(folder: Path, patterns: Iterable[str]) -> None:
     """Check that nothing in an output folder would be overwritten.
 
     Args:
@@ -53,23 +54,32 @@ def refuse_strangers(folder: Path, patterns: Iterable[str]) -> None:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """A user's file: one JSON object per line, values as they are (the `datasets` reader turns text into dates).
+    """A user's file: one JSON object per line, values as they are (the `datasets` reader turns text
+    into dates).
 
     Raises:
         InputError: no such file, or a line is not a JSON object.
     """
+    objects = []
     with explained(f"{path}: cannot be read", OSError), path.open("rb") as file:
-        return [_parse(line, f"{path}, line {n}") for n, line in enumerate(file, start=1) if line.strip()]
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                objects.append(_parse(line, f"{path}, line {number}"))
+    return objects
 
 
 def check_writable(path: Path) -> None:
-    """Raise an InputError where the file of `--out` cannot be written: before the work, which would be lost."""
+    """Check, before the work whose result it is to hold, that the file of `--out` can be written.
+
+    Raises:
+        InputError: it cannot.
+    """
     with explained(f"--out={path}: cannot be written", OSError):
         path.open("a").close()
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a JSON lines file that may have been cut off; none where there is no file.
+    """The complete lines of a JSON lines file that may have been cut off; none if there is no file.
 
     Raises:
         InputError: one is not a JSON object.
@@ -78,12 +88,12 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def stream_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The same of a file that may be larger than memory, one by one."""
+    """Like `read_lines`, but lazy: the file may be larger than memory."""
     if path.exists():
         yield from (line for _, line in _complete_lines(path))
 
 
-def size_until(path: Path, step: int) -> int:
+def size_up_to_step(path: Path, step: int) -> int:
     """Bytes of a JSON lines file up to the first line that is of a later step, or not complete.
 
     Raises:
@@ -99,12 +109,13 @@ def size_until(path: Path, step: int) -> int:
 
 
 def _complete_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Where each line ends, in bytes, and its object; without a last one that was cut off."""
+    """The offset in bytes at which each line ends, and its object; a last line that was cut off is
+    left out."""
     end = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
+            end += len(line)
             if line.endswith(b"\n"):
-                end += len(line)
                 yield end, _parse(line, f"{path}, line {number}")
 
 
@@ -119,20 +130,16 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def _parse(data: bytes, where: str) -> dict[str, Any]:
-    with explained(f"{where}: not JSON", ValueError, RecursionError):  # bad UTF-8 is a ValueError, too
+    with explained(f"{where}: not JSON", ValueError, RecursionError):  # bad UTF-8, too
         value = json.loads(data.decode("utf-8-sig"))
     if not isinstance(value, dict):
         raise InputError(f"{where}: must be a JSON object, got {type(value).__name__}")
     return value
 
 
-def write_lines(path: Path, lines: Iterable[dict[str, Any]], default: Callable[[Any], Any] | None = None) -> None:
-    """Replace a JSON lines file.
-
-    Args:
-        default: what JSON can hold in place of a value that it cannot, as for `json.dumps`.
-    """
-    write_text(path, "".join(_dump(line, default) for line in lines))
+def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
+    """Replace a JSON lines file."""
+    write_text(path, "".join(map(_dump, lines)))
 
 
 def append_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
@@ -149,8 +156,9 @@ def append_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
         file.writelines(map(_dump, lines))
 
 
-def _dump(line: dict[str, Any], default: Callable[[Any], Any] | None = None) -> str:
-    return json.dumps(line, ensure_ascii=False, default=default) + "\n"
+def _dump(line: dict[str, Any]) -> str:
+    # Values that JSON does not know, such as the dates of a Parquet file, become text.
+    return json.dumps(line, ensure_ascii=False, default=str) + "\n"
 
 
 def write_text(path: Path, text: str) -> None:

@@ -1,4 +1,5 @@
-"""Cores and memory that this process may use: a container or a job sets limits (Linux, cgroup v2)."""
+"""Cores and memory that this process may use, within the limits of its container or job (Linux,
+cgroup v2)."""
 
 import os
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ import psutil
 
 CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 UNLIMITED = (OSError, ValueError, KeyError)
-"""What reading a limit raises where there is none: no such file, or one that says "max"."""
+"""Raised when a limit is read that is not set: its file is missing, or says "max"."""
 
 
 def cores() -> int:
@@ -17,7 +18,7 @@ def cores() -> int:
     count = len(os.sched_getaffinity(0))
     for group in _cgroups():
         with suppress(*UNLIMITED):
-            quota, period = map(int, (group / "cpu.max").read_text("ascii").split())
+            quota, period = map(int, (group / "cpu.max").read_text().split())
             count = min(count, max(1, quota // period))
     return count
 
@@ -27,7 +28,7 @@ def host_memory() -> int:
     total = psutil.virtual_memory().total
     for group in _cgroups():
         with suppress(*UNLIMITED):
-            total = min(total, int((group / "memory.max").read_text("ascii")))
+            total = min(total, int((group / "memory.max").read_text()))
     return total
 
 
@@ -36,14 +37,16 @@ def host_memory_left() -> int:
     free = psutil.virtual_memory().available
     for group in _cgroups():
         with suppress(*UNLIMITED):
-            limit, used = (int((group / f"memory.{name}").read_text("ascii")) for name in ("max", "current"))
-            statistics = dict(line.split() for line in (group / "memory.stat").read_text("ascii").splitlines())
-            free = min(free, limit - used + int(statistics["inactive_file"]))  # cached files make room
+            limit = int((group / "memory.max").read_text())
+            used = int((group / "memory.current").read_text())
+            lines = (group / "memory.stat").read_text().splitlines()
+            cached = int(dict(map(str.split, lines))["inactive_file"])  # makes room
+            free = min(free, limit - used + cached)
     return free
 
 
 def _cgroups() -> Iterator[Path]:
-    """The folder of this process's cgroup, and those of the cgroups that it is in."""
+    """The folder of this process's cgroup, and those of the cgroups around it."""
     with suppress(OSError):
-        own = CGROUPS / OWN_CGROUP.read_text("utf-8").partition("0::/")[2].strip()
+        own = CGROUPS / OWN_CGROUP.read_text().partition("0::/")[2].strip()
         yield from (own, *own.parents)

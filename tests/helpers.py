@@ -1,4 +1,5 @@
-"""Shared by the tests, and no fixtures: small models, policies and completions, mini-batches, whole runs."""
+"""Shared by the tests, and no fixtures: small models, policies and completions, mini-batches, whole
+runs."""
 
 import copy
 import itertools
@@ -16,19 +17,25 @@ from accelerate import Accelerator
 from random_model import VOCABULARY, qwen3
 
 from stapo_lite.algorithm.microbatches import TokenBudget, pack
+from stapo_lite.assemble import open_run
 from stapo_lite.cli import main as cli
 from stapo_lite.config import Config, Engine, Lora, Train, load_config
-from stapo_lite.model.loading import find_start
-from stapo_lite.model.policy import Policy, load_policy, make_optimizer
-from stapo_lite.rollout import Sampling
+from stapo_lite.model.loading import find_start, load_weights
+from stapo_lite.model.policy import Policy, make_optimizer, make_policy
+from stapo_lite.rollout import RolloutSettings
 from stapo_lite.training.checkpoint import Progress, list_checkpoints
 from stapo_lite.training.loop import train
-from stapo_lite.training.update import Learner, measure, update
+from stapo_lite.training.metrics import reduce_sums
+from stapo_lite.training.update import Learner, find_masks, mask_inputs, measure, update
 from stapo_lite.types import Completion, Prompt, TokenStatistics
 
 ROOT = Path(__file__).parent.parent
-SAMPLING = Sampling(
-    num_generations=4, max_model_len=400, max_completion_length=12, temperature=0.8, stop_token_ids=(1, 2)
+SAMPLING = RolloutSettings(
+    num_generations=4,
+    max_model_len=400,
+    max_completion_length=12,
+    temperature=0.8,
+    stop_token_ids=(1, 2),
 )
 TIMES = {"tokens_per_second", "seconds_rollout", "seconds_reward", "seconds_update", "seconds_step"}
 ADVANTAGES = [1.2, -0.4, 0.0, 0.7, -1.1, 0.0, 0.3, 2.0]
@@ -55,14 +62,25 @@ CASES = {
     ),
     "dapo": ({"algorithm": "dapo"}, NO_S2T),
     "20-entropy": ({"algorithm": "20-entropy"}, NO_S2T | {"top": 0.2, "renormalize": False}),
-    "20-entropy renormalized": ({"algorithm": "20-entropy", "renormalize": True}, NO_S2T | {"top": 0.2}),
-    "grpo": ({"algorithm": "grpo"}, NO_S2T | {"aggregation": "sequence-mean", "epsilon_high": 0.2, "beta": 0.04}),
+    "20-entropy renormalized": (
+        {"algorithm": "20-entropy", "renormalize": True},
+        NO_S2T | {"top": 0.2},
+    ),
+    "grpo": (
+        {"algorithm": "grpo"},
+        NO_S2T | {"aggregation": "sequence-mean", "epsilon_high": 0.2, "beta": 0.04},
+    ),
     "dr-grpo": (
         {"algorithm": "dr-grpo"},
         NO_S2T | {"aggregation": "constant", "epsilon_high": 0.2, "max_length": LONGEST},
     ),
     "stapo with everything": (
-        {"beta": 0.1, "entropy_coef": 0.05, "aggregation": "sequence-mean", "top_entropy_quantile": 0.7},
+        {
+            "beta": 0.1,
+            "entropy_coef": 0.05,
+            "aggregation": "sequence-mean",
+            "top_entropy_quantile": 0.7,
+        },
         {"beta": 0.1, "entropy_coef": 0.05, "aggregation": "sequence-mean", "top": 0.7},
     ),
     "sequence-mask": (
@@ -74,13 +92,26 @@ CASES = {
 }
 INVARIANT = {
     name: CASES[name][0]
-    for name in ("stapo", "random", "20-entropy", "grpo", "dr-grpo", "stapo with everything", "sequence-mask")
+    for name in (
+        "stapo",
+        "random",
+        "20-entropy",
+        "grpo",
+        "dr-grpo",
+        "stapo with everything",
+        "sequence-mask",
+    )
 } | {"paper-v1 of the current policy": {"s2t": {"preset": "paper-v1", "statistics": "current"}}}
 RARELY_RIGHT = (
-    "def even(completion_ids, **columns): return [float(ids[0] % 4 == ids[-1] % 2 == 0) for ids in completion_ids]"
+    "def even(completion_ids, **columns): return [float(ids[0] % 4 == ids[-1] % 2 == 0) for ids "
+    "in completion_ids]"
 )
-PROMPTS = [Prompt("", [10 + (7 * i + 3 * t) % 250 for t in range(5 + 9 * i)], answer="") for i in range(3)]
-LONG = [Prompt("", [10 + (13 * t) % 250 for t in range(300)], answer="")]  # over two blocks of vLLM's prefix cache
+PROMPTS = [
+    Prompt("", [10 + (7 * i + 3 * t) % 250 for t in range(5 + 9 * i)], answer="") for i in range(3)
+]
+LONG = [
+    Prompt("", [10 + (13 * t) % 250 for t in range(300)], answer="")
+]  # over two blocks of vLLM's prefix cache
 
 
 def tiny_qwen3(tied: bool):
@@ -108,7 +139,8 @@ def adapted_policy(
     device: str = "cpu",
     **changes,
 ) -> Policy:
-    """A policy with an adapter that does something; `changes` are keys of the config, `lora__r=4`."""
+    """A policy with an adapter that does something; `changes` are keys of the config,
+    `lora__r=4`."""
     keys = {
         "lora__r": 8,
         "lora__lora_alpha": 16,
@@ -116,16 +148,19 @@ def adapted_policy(
         "train__gradient_checkpointing": False,
         "train__lm_head_memory_gb": 2**-10,
     }
-    overrides = [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in (keys | changes).items()]
+    overrides = [
+        f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in (keys | changes).items()
+    ]
     config = load_config(MINIMAL | {"model": str(model), "dtype": dtype}, overrides)
-    policy = load_policy(config, torch.device(device), find_start(config.lora))
+    base = load_weights(config.model, config.dtype, torch.device(device), config.quantization)
+    policy = make_policy(base, config, find_start(config.lora))
     randomise_adapter(policy, adapter_seed, scale)
     return policy
 
 
 def randomise_adapter(policy: Policy, seed: int, scale: float = 0.1, only: str = "") -> None:
-    """Give B (zero at first) random values, in the modules whose name contains `only`; zero elsewhere. Drawn on the
-    CPU, they are the same on a card."""
+    """Give B (zero at first) random values, in the modules whose name contains `only`; zero
+    elsewhere. Drawn on the CPU, they are the same on a card."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in policy.parameters.items():
@@ -134,7 +169,9 @@ def randomise_adapter(policy: Policy, seed: int, scale: float = 0.1, only: str =
                 parameter.copy_(drawn.mul_(float(only in name)))
 
 
-def fake_completions(seed: int, advantages: list[float], longest: int = 9, vocabulary: int = 260) -> list[Completion]:
+def fake_completions(
+    seed: int, advantages: list[float], longest: int = 9, vocabulary: int = 260
+) -> list[Completion]:
     """Completions of random tokens and lengths, one for each advantage."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -170,8 +207,14 @@ def write_yaml(path, tree):
     return path
 
 
+def steps(config, resume=False, force=False):
+    """Train step by step."""
+    with open_run(load_config(config), resume, force) as opened:
+        yield from train(opened)
+
+
 def run(config, resume=False):
-    return list(train(load_config(config), resume))
+    return list(steps(config, resume))
 
 
 def command(*arguments):
@@ -186,6 +229,14 @@ def command(*arguments):
     return 0
 
 
+def in_groups(completions):
+    return [completions[i : i + 4] for i in range(0, len(completions), 4)]
+
+
+def adapter_bytes(folder):
+    return (folder / "adapter_model.safetensors").read_bytes()
+
+
 def without_times(metrics):
     return [{k: v for k, v in line.items() if k not in TIMES} for line in metrics]
 
@@ -198,13 +249,18 @@ def same_metrics(metrics, others):
             if value is None:
                 assert line[name] is None
                 continue
-            rounding = 1e-5 if name.startswith("sampler_gap") else 1e-7  # all that the gap is in float32
-            relative = 1e-5 if name == "grad_norm" else 2e-6  # of fp32; test_update: 1e-6 in float64
+            rounding = (
+                1e-5 if name.startswith("sampler_gap") else 1e-7
+            )  # all that the gap is in float32
+            relative = (
+                1e-5 if name == "grad_norm" else 2e-6
+            )  # of fp32; test_update: 1e-6 in float64
             assert line[name] == pytest.approx(value, rel=relative, abs=rounding), name
 
 
 def in_two_processes(config, folder, *options, status=0):
-    """Launch a training by `stapo train`; the tests' modules are found in `folder`. Gives what it prints."""
+    """Launch a training by `stapo train`; the tests' modules are found in `folder`. Gives what it
+    prints."""
     launch = [sys.executable, "-m", "stapo_lite", "train", "--processes", "2"]
     done = subprocess.run(
         [*launch, str(config), *options],
@@ -216,7 +272,9 @@ def in_two_processes(config, folder, *options, status=0):
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{folder}:{ROOT}"},
     )
     assert done.returncode == status, done.stderr[-3000:]
-    assert status > 128 or "Traceback" not in done.stderr  # who outlives a killed process says what it lost
+    assert (
+        status > 128 or "Traceback" not in done.stderr
+    )  # who outlives a killed process says what it lost
     assert "on 2 process(es)" in done.stdout
     return done.stdout
 
@@ -227,25 +285,44 @@ def objective(algorithm="stapo", s2t=None, **changes):
 
 
 def run_update(
-    policy, completions, objective, *, old=None, max_tokens=10_000, max_grad_norm=1e9, token_log=None, longest=LONGEST
+    policy,
+    completions,
+    objective,
+    *,
+    old=None,
+    max_tokens=10_000,
+    max_grad_norm=1e9,
+    longest=LONGEST,
 ):
-    """(gradient of the loss, metrics, result): with SGD at rate 1 the parameters move by minus the gradient."""
+    """(gradient of the loss, metrics, result): with SGD at rate 1 the parameters move by minus the
+    gradient."""
     before = torch.cat([p.detach().flatten() for p in policy.parameters.values()])
-    learner = make_learner(policy, objective, max_tokens, max_grad_norm, longest, token_log)
+    learner = make_learner(policy, objective, max_tokens, max_grad_norm, longest)
     result = update(learner, packed(policy, completions, old))
     after = torch.cat([p.detach().flatten() for p in policy.parameters.values()])
-    return before - after, learner.tally.reduce(learner.accelerator), result
+    return before - after, reduce_sums(result.sums, learner.accelerator), result
 
 
-def make_learner(policy, objective, max_tokens, max_grad_norm=1e9, longest=LONGEST, token_log=None):
+def make_learner(policy, objective, max_tokens, max_grad_norm=1e9, longest=LONGEST):
     tree = MINIMAL | {"rollout": {"max_completion_length": longest}}
     tree["data"] = {"source": "p.jsonl", "max_prompt_length": 1}
-    tree["train"] = {"max_grad_norm": max_grad_norm, "learning_rate": 1.0, "max_tokens_per_microbatch": 2 * 10**9}
+    tree["train"] = {
+        "max_grad_norm": max_grad_norm,
+        "learning_rate": 1.0,
+        "max_tokens_per_microbatch": 2 * 10**9,
+    }
     config = Config(**tree).model_copy(update={"objective": objective})
     budget = max_tokens if isinstance(max_tokens, TokenBudget) else TokenBudget(max_tokens)
     optimizer = torch.optim.SGD(policy.parameters.values(), lr=1.0)
     progress = Progress(tau_p=objective.s2t.tau_p)
-    return Learner(config, policy, optimizer, budget, Accelerator(cpu=True), progress, token_log)
+    return Learner(config, policy, optimizer, budget, Accelerator(cpu=True), progress)
+
+
+def masks_of(policy, completions, objective):
+    """The masks of a first update, which needs a pass for them."""
+    batch, budget = packed(policy, completions), TokenBudget(10_000)
+    statistics = measure(policy, batch, mask_inputs(completions, objective), budget)
+    return find_masks(statistics, batch, objective, gather=lambda values: values)
 
 
 def measured(policy, completions, max_tokens=10_000):
@@ -253,15 +330,21 @@ def measured(policy, completions, max_tokens=10_000):
     budget = max_tokens if isinstance(max_tokens, TokenBudget) else TokenBudget(max_tokens)
     batch = pack(completions, policy.device)
     lengths = [len(c.token_ids) for c in completions]
-    parts = (value.split(lengths) for value in measure(policy, batch, range(len(completions)), budget))
-    return dict(zip(completions, itertools.starmap(TokenStatistics, zip(*parts, strict=True)), strict=True))
+    parts = (
+        value.split(lengths) for value in measure(policy, batch, range(len(completions)), budget)
+    )
+    return dict(
+        zip(completions, itertools.starmap(TokenStatistics, zip(*parts, strict=True)), strict=True)
+    )
 
 
 def packed(policy, completions, old=None):
     """A mini-batch; `old` has statistics of each completion."""
     batch = pack(completions, policy.device)
     if old is not None:
-        batch.old = TokenStatistics(*map(torch.cat, zip(*(old[c] for c in completions), strict=True)))
+        batch.old = TokenStatistics(
+            *map(torch.cat, zip(*(old[c] for c in completions), strict=True))
+        )
     return batch
 
 
@@ -270,17 +353,20 @@ def relative(actual, expected):
 
 
 def sampled_by_an_engine(policy, completions, noise=0.5):
-    """Give the completions the log-probabilities of an engine that differs from the trainer a good deal."""
+    """Give the completions the log-probabilities of an engine that differs from the trainer a good
+    deal."""
     exact = oracle.statistics(oracle.double(policy.model), completions, SAMPLING.temperature)
     generator = torch.Generator().manual_seed(0)
     for c in completions:
-        c.rollout_logprobs = [x + noise * torch.randn((), generator=generator).item() for x in exact[c][0]]
+        c.rollout_logprobs = [
+            x + noise * torch.randn((), generator=generator).item() for x in exact[c][0]
+        ]
     return completions
 
 
 def later_update(policy):
-    """(completions, statistics of the policy before) of an update after which the policy has moved: ratios, clipping
-    and capped weights."""
+    """(completions, statistics of the policy before) of an update after which the policy has moved:
+    ratios, clipping and capped weights."""
     completions = sampled_by_an_engine(policy, fake_completions(3, ADVANTAGES, LONGEST))
     old = measured(policy, completions)
     randomise_adapter(policy, seed=2, scale=0.13)
@@ -289,8 +375,12 @@ def later_update(policy):
 
 def assert_same(actual, expected, rel=1e-6):
     """Gradient, every metric and the result of two runs of `run_update`. The loss is a
-    difference of terms around 1, so it is allowed that much of 1; the gap of single tokens, a tenth of it."""
-    (gradient, metrics, result), (expected_gradient, expected_metrics, expected_result) = actual, expected
+    difference of terms around 1, so it is allowed that much of 1; the gap of single tokens, a tenth
+    of it."""
+    (gradient, metrics, result), (expected_gradient, expected_metrics, expected_result) = (
+        actual,
+        expected,
+    )
     assert relative(gradient, expected_gradient) < rel
     for name, value in expected_metrics.items():
         if name == "entropies":
@@ -298,7 +388,9 @@ def assert_same(actual, expected, rel=1e-6):
             torch.testing.assert_close(values, expected_values, rtol=rel, atol=5 * rel)
         else:
             scale = 1.0 if name == "loss" else 0.1
-            assert metrics[name] == (value if value is None else pytest.approx(value, rel=rel, abs=scale * rel)), name
+            assert metrics[name] == (
+                value if value is None else pytest.approx(value, rel=rel, abs=scale * rel)
+            ), name
     assert result.grad_norm == pytest.approx(expected_result.grad_norm, rel=rel)
     assert (result.tau_h or 0.0) == pytest.approx(expected_result.tau_h or 0.0, rel=rel)
 
@@ -316,17 +408,22 @@ class Letters:
 
 
 def make_vllm(model, dtype, quantization=None, sleep_level=1, cache_bytes=1 << 27):
-    """An engine; on a GPU the KV cache takes what is left of its share where `cache_bytes` is None."""
+    """An engine; on a GPU the KV cache takes what is left of its share where `cache_bytes` is
+    None."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
     from stapo_lite.rollout.vllm_engine import VLLMEngine
 
     cache = {"kv_cache_memory_bytes": cache_bytes} if cache_bytes else {}
-    options = Engine(max_num_seqs=16, gpu_memory_utilization=0.3, quantization=quantization, vllm=cache)
+    options = Engine(
+        max_num_seqs=16, gpu_memory_utilization=0.3, quantization=quantization, vllm=cache
+    )
     return VLLMEngine(str(model), dtype, SAMPLING, options, Lora(r=8), sleep_level)
 
 
 def generate(engine, prompts, seed=0):
-    return engine.generate(prompts, [seed + SAMPLING.num_generations * i for i in range(len(prompts))])
+    return engine.generate(
+        prompts, [seed + SAMPLING.num_generations * i for i in range(len(prompts))]
+    )
 
 
 def gap(policy, groups):
@@ -347,9 +444,16 @@ def dense(hidden, weight, bias, targets, temperature):
 
 
 def learn(policy, completions, optim, learning_rate):
-    """Take ten steps up the likelihood of completions, which is returned; what is frozen stays as it was."""
-    base = {name: p.detach().clone() for name, p in policy.model.named_parameters() if not p.requires_grad}
-    optimizer = make_optimizer(policy, Train(optim=optim, learning_rate=learning_rate, weight_decay=0.0))
+    """Take ten steps up the likelihood of completions, which is returned; what is frozen stays as
+    it was."""
+    base = {
+        name: p.detach().clone()
+        for name, p in policy.model.named_parameters()
+        if not p.requires_grad
+    }
+    optimizer = make_optimizer(
+        policy, Train(optim=optim, learning_rate=learning_rate, weight_decay=0.0)
+    )
     likelihoods = []
     for _ in range(10):
         likelihood = policy.statistics(completions).logprobs.sum()
@@ -372,6 +476,8 @@ def accelerate_launch(processes, *arguments, timeout=300, **options):
     sizes = ["--num_processes", str(processes), "--num_machines", "1", "--main_process_port", "0"]
     sizes += ["--mixed_precision", "no"]
     command = [executable, "launch", *sizes, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, **options)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, check=False, **options
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

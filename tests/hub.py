@@ -52,7 +52,9 @@ class Hub:
 
     def answer(self, method, path, body, role):
         """Status and document."""
-        name = path.removeprefix("/api/models/").partition("/auth-check/")[0].partition("/commit/")[0]
+        name = (
+            path.removeprefix("/api/models/").partition("/auth-check/")[0].partition("/commit/")[0]
+        )
         if method == "PUT":
             oid = hashlib.sha256(body).hexdigest()
             self.objects[oid] = body
@@ -61,7 +63,13 @@ class Hub:
             return 200 if name.startswith("me/") else 403, {}
         if method == "GET" and name in self.files:
             private = self.created.get(name, {}).get("visibility") == "private"
-            return 200, {"id": name, "modelId": name, "private": private, "siblings": [], "tags": []}
+            return 200, {
+                "id": name,
+                "modelId": name,
+                "private": private,
+                "siblings": [],
+                "tags": [],
+            }
         if method == "POST" and role != "write":
             return 403, {"error": "Forbidden"}
         if path == "/api/repos/create":
@@ -79,11 +87,17 @@ class Hub:
             known = {"shouldIgnore": False, "oid": None}
             paths = [file["path"] for file in json.loads(body)["files"]]
             modes = {path: "lfs" if path.endswith(".safetensors") else "regular" for path in paths}
-            return 200, {"files": [known | {"path": path, "uploadMode": mode} for path, mode in modes.items()]}
+            return 200, {
+                "files": [
+                    known | {"path": path, "uploadMode": mode} for path, mode in modes.items()
+                ]
+            }
         if path.endswith(".git/info/lfs/objects/batch"):
             objects = json.loads(body)["objects"]
             for entry in objects:
-                entry["actions"] = {"upload": {"href": f"{self.url}/lfs/{entry['oid']}", "header": {}}}
+                entry["actions"] = {
+                    "upload": {"href": f"{self.url}/lfs/{entry['oid']}", "header": {}}
+                }
             return 200, {"transfer": "basic", "objects": objects}
         if path.endswith("/commit/main"):
             for line in map(json.loads, body.splitlines()):

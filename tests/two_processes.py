@@ -1,11 +1,13 @@
-"""Run by test_parallel.py in two processes: updates of one mini-batch by the cases of the command line, split between
-them in two ways."""
+"""Run by test_parallel.py in two processes: updates of one mini-batch by the cases of the command
+line, split between them in two ways."""
 
 import os
 import sys
 from pathlib import Path
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch: two processes with two threads each fight for two cores
+os.environ["OMP_NUM_THREADS"] = (
+    "1"  # before torch: two processes with two threads each fight for two cores
+)
 
 import torch
 from accelerate import Accelerator
@@ -26,6 +28,8 @@ for case in sys.argv[3:]:
         mine = completions[rank::2]
         if split == "one has nothing to train":
             mine = [c for c in completions if (c.advantage == 0) == (rank == 1)]
-        gradient, metrics, result = run_update(policy, mine, objective(**INVARIANT[case]), old=old, max_tokens=40)
-        results[case, split] = gradient, metrics, tuple(result)
+        gradient, metrics, result = run_update(
+            policy, mine, objective(**INVARIANT[case]), old=old, max_tokens=40
+        )
+        results[case, split] = gradient, dict(metrics), tuple(result._replace(sums={}, tokens=None))
 torch.save(results, out / f"{rank}.pt")

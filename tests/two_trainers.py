@@ -1,10 +1,13 @@
-"""Run by test_parallel.py in two processes, each with vLLM: two runs and their exports, and an evaluation."""
+"""Run by test_parallel.py in two processes, each with vLLM: two runs and their exports, and an
+evaluation."""
 
 import os
 import sys
 from pathlib import Path
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch: two processes with two threads each fight for two cores
+os.environ["OMP_NUM_THREADS"] = (
+    "1"  # before torch: two processes with two threads each fight for two cores
+)
 
 from accelerate import PartialState
 
@@ -22,11 +25,18 @@ tree = {
     "dtype": "float32",
     "data": {"max_prompt_length": 300},
     "rollout": {"engine": "vllm", "num_generations": 4, "max_completion_length": 8},
-    "train": {"max_steps": 1, "batch_size": 4, "mini_batch_size": 4, "max_tokens_per_microbatch": 1024},
+    "train": {
+        "max_steps": 1,
+        "batch_size": 4,
+        "mini_batch_size": 4,
+        "max_tokens_per_microbatch": 1024,
+    },
 }
 tree["rollout"]["vllm"] = {"kv_cache_memory_bytes": 10 << 20}
 for name in ("one", "another"):
-    trainer = Trainer(tree | {"output_dir": str(out / name)}, reward_funcs=letters, train_dataset=rows)
+    trainer = Trainer(
+        tree | {"output_dir": str(out / name)}, reward_funcs=letters, train_dataset=rows
+    )
     trainer.train()
     exported = trainer.export(out / f"{name}-export")
     assert (exported / "adapter_model.safetensors").exists()

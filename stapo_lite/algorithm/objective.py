@@ -1,6 +1,7 @@
-"""The token loss of every preset, from the same few functions. Sums and weights only, never means: the
-denominators belong to the whole mini-batch, across micro-batches and processes; `update.add_gradient` puts them
-together. Tokens are flat [n].
+"""The token loss of every preset, from the same few functions. Tokens are flat [n].
+
+There are only sums and weights here, never means: the denominators belong to the whole mini-batch,
+across micro-batches and processes. `update.add_micro_batch` puts them together.
 """
 
 import math
@@ -16,7 +17,7 @@ class TokenLoss(NamedTuple):
     loss: Tensor
     """-min(rho A, clip(rho) A), with gradient"""
     gradient: Tensor
-    """w = rho A, 0 where clipped: minus the derivative of `loss` by the log-probability"""
+    """w = rho A, 0 if clipped: minus the derivative of `loss` by the log-probability"""
     clipped_low: Tensor
     """bool: A < 0 and rho < 1 - epsilon, so no gradient"""
     clipped_high: Tensor
@@ -26,11 +27,12 @@ class TokenLoss(NamedTuple):
 def clipped_token_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, epsilon: float, epsilon_high: float
 ) -> TokenLoss:
-    """-min(rho A, clip(rho, 1 - epsilon, 1 + epsilon_high) A) for each token (PPO with DAPO's clip-higher).
+    """-min(rho A, clip(rho, 1 - epsilon, 1 + epsilon_high) A) for each token (PPO with DAPO's
+    clip-higher).
 
     Args:
         logprobs: [n] fp32 with gradient.
-        old_logprobs: [n] fp32. At the first update after a rollout pass `logprobs.detach()`.
+        old_logprobs: [n] fp32. For the first update after a rollout pass `logprobs.detach()`.
         advantages: [n] fp32.
     """
     ratio = torch.exp(logprobs - old_logprobs)
@@ -43,32 +45,39 @@ def clipped_token_loss(
 
 
 def k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
-    """q/p - 1 - ln(q/p) >= 0 of tokens sampled from p: an unbiased estimate of KL(p || q) with little variance
-    (J. Schulman, "Approximating KL divergence"; eq. 4 of DeepSeekMath).
+    """q/p - 1 - ln(q/p) >= 0: for tokens sampled from p, an unbiased estimate of KL(p || q) with
+    little variance (J. Schulman, "Approximating KL divergence"; eq. 4 of DeepSeekMath).
 
     Args:
         logprobs: log p of the tokens, any shape.
         other_logprobs: log q, the same shape.
     """
     log_ratio = other_logprobs - logprobs
-    return torch.expm1(log_ratio) - log_ratio  # of nearly equal policies, exp(x) - x - 1 is rounding alone
+    # exp(x) - x - 1 would be nothing but rounding if the policies are nearly equal.
+    return torch.expm1(log_ratio) - log_ratio
 
 
 def sampler_correction(
-    old_logprobs: Tensor, rollout_logprobs: Tensor, rows: Tensor, sequences: int, mode: str, cap: float
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    rows: Tensor,
+    sequences: int,
+    mode: str,
+    cap: float,
 ) -> tuple[Tensor, Tensor]:
-    """Importance weights for tokens that the engine sampled and the trainer scores differently.
+    """Importance weights that correct for the engine: it sampled the tokens with slightly other
+    probabilities than the trainer computes.
 
     Args:
         old_logprobs, rollout_logprobs: [n] fp32.
         rows: [n] int64 below `sequences`: the sequence of each token.
-        mode: `token-truncate`: min(pi_old / pi_rollout, cap) of each token (truncated importance sampling,
-            TRL's `token_truncate`); `sequence-mask`: the product of the ratios of a sequence, 0 where it is
-            above the cap (TRL's `sequence_mask`); `off`: 1.
+        mode: `token-truncate`: min(pi_old / pi_rollout, cap) of each token (truncated importance
+            sampling, TRL's `token_truncate`); `sequence-mask`: the product of the ratios of a
+            sequence, 0 if it is above the cap (TRL's `sequence_mask`); `off`: 1.
         cap: the largest weight.
 
     Returns:
-        weights [n] fp32, and where the cap took effect, [n] bool.
+        weights [n] fp32, and whether the cap took effect, [n] bool.
     """
     log_ratio = old_logprobs - rollout_logprobs
     if mode == "off":
@@ -77,17 +86,20 @@ def sampler_correction(
         log_ratio = segment_sum(log_ratio, rows, sequences)[rows].float()
     ratio = log_ratio.exp()
     capped = ratio > cap
-    return (ratio.clamp(max=cap) if mode == "token-truncate" else ratio.masked_fill(capped, 0.0)), capped
+    if mode == "token-truncate":
+        return ratio.clamp(max=cap), capped
+    return ratio.masked_fill(capped, 0.0), capped
 
 
 def segment_sum(values: Tensor, rows: Tensor, sequences: int) -> Tensor:
     """Sum of each sequence's values, [sequences] float64."""
-    return torch.zeros(sequences, dtype=torch.float64, device=values.device).index_add_(0, rows, values.double())
+    sums = torch.zeros(sequences, dtype=torch.float64, device=values.device)
+    return sums.index_add_(0, rows, values.double())
 
 
 class Totals(NamedTuple):
-    """Counts over a whole mini-batch, on all processes: of the kept tokens, or with `renormalize: false` of all that
-    the model wrote."""
+    """Counts over a whole mini-batch, on all processes. Tokens are the kept ones, or with
+    `renormalize: false` all that the model wrote."""
 
     tokens: int
     counted_sequences: int
@@ -95,30 +107,38 @@ class Totals(NamedTuple):
     sequences: int
 
 
-def sequence_weights(counts: Tensor, totals: Totals, aggregation: str, max_completion_length: int) -> Tensor:
-    """The factor of each kept token of a sequence: the mini-batch's loss is the plain sum of factor times token loss.
+def sequence_weights(
+    counts: Tensor, totals: Totals, aggregation: str, max_completion_length: int
+) -> Tensor:
+    """The factor of each sequence's kept tokens. The mini-batch's loss is the plain sum of factor
+    times token loss.
 
     Args:
-        counts: [B], the number of such tokens of each sequence.
-        aggregation: `token-mean` (DAPO, eq. 8), `sequence-mean` (GRPO), `constant` (Dr. GRPO: completions x
-            `max_completion_length`).
+        counts: [B], the tokens of each sequence, counted as in `Totals`.
+        aggregation: `token-mean` (DAPO, eq. 8), `sequence-mean` (GRPO), `constant` (Dr. GRPO:
+            completions x `max_completion_length`).
 
     Returns:
         [B] fp32.
     """
     if aggregation == "sequence-mean":
         return (1 / (counts.clamp(min=1) * totals.counted_sequences)).float()
-    return torch.full_like(counts, 1 / _denominator(totals, aggregation, max_completion_length), dtype=torch.float32)
+    factor = 1 / _denominator(totals, aggregation, max_completion_length)
+    return torch.full_like(counts, factor, dtype=torch.float32)
 
 
 def loss_scale(totals: Totals, aggregation: str, max_completion_length: int) -> float:
-    """A power of two for training in float16, whose smallest number is 6e-8: the loss is multiplied by it, the gradient
-    divided. A kept token then weighs about 1/128, so that sums over a micro-batch do not overflow."""
-    return 2.0 ** (round(math.log2(_denominator(totals, aggregation, max_completion_length))) - 7)
+    """A power of two for training in float16, whose smallest number is 6e-8. The loss is multiplied
+    by it, and the gradient divided. A kept token then weighs about 1/128, so that sums over a
+    micro-batch do not overflow."""
+    denominator = _denominator(totals, aggregation, max_completion_length)
+    return 2.0 ** (round(math.log2(denominator)) - 7)
 
 
 def _denominator(totals: Totals, aggregation: str, max_completion_length: int) -> int:
-    return totals.sequences * max_completion_length if aggregation == "constant" else totals.tokens
+    if aggregation == "constant":
+        return totals.sequences * max_completion_length
+    return totals.tokens
 
 
 def logit_gradient_norm(gradient: Tensor, logprobs: Tensor, collision: Tensor) -> Tensor:
@@ -126,13 +146,15 @@ def logit_gradient_norm(gradient: Tensor, logprobs: Tensor, collision: Tensor) -
 
         ||dJ/da||^2 = w^2 (1 - 2 pi(y) + sum_v pi(v)^2)
 
-    Exact, without logits: the collision probability comes with the entropy. Any shape.
+    Exact, but needs no logits: the collision probability comes with the entropy. Any shape.
 
     Args:
         gradient: w, the derivative of J by the token's log-probability.
         logprobs: log pi(y).
         collision: sum_v pi(v)^2.
     """
-    pi, rest = logprobs.exp(), torch.expm1(logprobs).square()  # rest: (1 - pi)^2, exact where pi is near 1
-    others = torch.minimum((collision - pi.square()).clamp(min=0.0), rest)  # at most (1 - pi)^2, but for rounding
+    pi = logprobs.exp()
+    rest = torch.expm1(logprobs).square()  # (1 - pi)^2, exact even if pi is near 1
+    others = (collision - pi.square()).clamp(min=0.0)
+    others = torch.minimum(others, rest)  # rounding could make it larger
     return gradient.abs() * (rest + others).sqrt()

@@ -3,9 +3,9 @@
     I = 0  if  A > 0  and  pi < tau_p  and  H < tau_h        (strict inequalities)
     I = 1  otherwise
 
-tau_p is an absolute probability; tau_h is a quantile of the entropy, taken anew over each whole
-optimisation mini-batch, across micro-batches and processes. Nothing here depends on how the tokens are
-laid out: the functions are elementwise, but for the one quantile.
+tau_p is an absolute probability; tau_h is a quantile of the entropy over the whole optimisation
+mini-batch, across micro-batches and processes. Nothing here depends on how the tokens are laid out:
+the functions are elementwise, except for the one quantile.
 """
 
 import array
@@ -13,6 +13,7 @@ import math
 import zlib
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,44 +33,42 @@ def candidate_mask(logprobs: Tensor, advantages: Tensor, tau_p: float) -> Tensor
 
 
 def linear_quantile(values: Tensor, quantile: float) -> float | None:
-    """The quantile of the values, linear between order statistics; tau_h where they are entropies.
-
-    The same as `torch.quantile`, which refuses more than 2**24 elements.
+    """The quantile of the values, linear between order statistics; tau_h if they are entropies.
 
     Args:
         values: [M] fp32.
         quantile: in [0, 1].
 
     Returns:
-        None where there are no values.
+        None if there are no values.
     """
     return linear_quantiles(values, [quantile])[0]
 
 
 def linear_quantiles(values: Tensor, quantiles: Sequence[float]) -> list[float | None]:
-    """`linear_quantile` for several quantiles, with one sort."""
+    """`linear_quantile` for several quantiles at once.
+
+    By numpy, in float64: `torch.quantile` refuses more than 2**24 values.
+    """
     if values.numel() == 0:
         return [None] * len(quantiles)
-    ordered = values.double().sort().values
-    places = torch.tensor(quantiles, dtype=torch.float64, device=values.device) * (len(ordered) - 1)
-    low, high = ordered[places.floor().long()], ordered[places.ceil().long()]
-    return (low + (high - low) * places.frac()).tolist()
+    return np.quantile(values.double().cpu().numpy(), quantiles).tolist()
 
 
 def spurious_mask(candidates: Tensor, score: Tensor, threshold: float | None) -> Tensor:
-    """Candidates whose score is below the threshold: the tokens to silence, where I = 0.
+    """Candidates whose score is below the threshold: the tokens to silence (I = 0).
 
     Args:
         candidates: bool, from `candidate_mask`.
         score: fp32, the same shape: the entropy, or for the paper's ablations its negative
             (`high-entropy`) or `random_scores`.
-        threshold: quantile of the score from `linear_quantile`: tau_h where the score is the entropy.
+        threshold: quantile of the score from `linear_quantile`: tau_h if the score is the entropy.
             None silences nothing.
 
     Returns:
         bool, the same shape.
     """
-    # In float64, as the threshold is: rounded to float32 it could rise above a score it equals.
+    # In float64 like the threshold: rounded to float32, it could rise above a score it equals.
     return candidates & (score.double() < (-math.inf if threshold is None else threshold))
 
 
@@ -87,23 +86,29 @@ def top_entropy_mask(entropy: Tensor, threshold: float | None) -> Tensor:
 
 
 def random_scores(token_ids: Sequence[int], salt: int) -> Tensor:
-    """Uniform in [0, 1), [len(token_ids)] fp32: a function of the tokens and the salt alone, so that the
-    `random` ablation depends neither on the order of completions nor on the process that holds them."""
-    generator = torch.Generator().manual_seed(zlib.crc32(array.array("q", [salt, *token_ids]).tobytes()))
+    """Uniform in [0, 1), [len(token_ids)] fp32.
+
+    They depend on the tokens and the salt alone, and so neither on the order of the completions nor
+    on the process that has them (`random` ablation).
+    """
+    seed = zlib.crc32(array.array("q", [salt, *token_ids]).tobytes())
+    generator = torch.Generator().manual_seed(seed)
     return torch.rand(len(token_ids), generator=generator)
 
 
 def next_tau_p(tau_p: float, silenced_share: float, target: float, given: float) -> float:
     """Adaptive tau_p (experimental; the paper names adaptive thresholds as future work).
 
-    Integral control of log tau_p: a step that silences nothing raises tau_p by a tenth, one at the target
-    leaves it, and one far above lowers it by at most a factor of e. Linear in the share, so that the mean
-    share comes to the target even where single steps silence either nothing or too much.
+    Integral control of log tau_p: a step that silences nothing raises tau_p by a tenth, a step at
+    the target leaves it alone, and a step far above the target lowers it, by a factor of e at most.
+    The change is linear in the share, so that the mean share reaches the target even if each step
+    silences either nothing or too much.
 
     Args:
         silenced_share: of the step's completion tokens.
         target: the share to stay near.
-        given: tau_p of the config; a tenth and ten times of it, at most 1, are the bounds.
+        given: tau_p of the config. The result stays between a tenth and ten times of it, and is at
+            most 1.
     """
     change = 0.1 * max(-10.0, 1 - silenced_share / target)
     return min(1.0, 10 * given, max(given / 10, tau_p * math.exp(change)))

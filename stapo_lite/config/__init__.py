@@ -1,4 +1,4 @@
-"""The user's wishes as one typed tree, read from YAML and `key.sub=value` overrides."""
+"""The config: one typed tree, read from YAML and `key.sub=value` overrides."""
 
 from stapo_lite.config.launch import batch_arithmetic, check_processes
 from stapo_lite.config.loading import flatten, load_config, load_eval_config, to_yaml

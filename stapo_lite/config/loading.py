@@ -1,29 +1,35 @@
-"""Configs read from YAML and `key.sub=value` overrides, with errors of one line that name key and fix."""
+"""Read configs from YAML and `key.sub=value` overrides.
+
+Errors are one line each, with the key and the fix.
+"""
 
 import copy
 import difflib
 import reprlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from stapo_lite.config.schema import Config, EvalConfig, Section
 from stapo_lite.config.trl import TRL_NAMES
 from stapo_lite.errors import InputError, explained
 
 S = TypeVar("S", bound=Section)
+NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)
+"""Errors of the YAML reader; a ValueError for bad UTF-8 and huge numbers."""
 CONFIGS = Path(__file__).parents[1] / "configs"
 """Example configs of the repository, which come with the package."""
 
 
-def load_config(source: str | Path | dict[str, Any], overrides: list[str] | None = None) -> Config:
+def load_config(source: str | Path | dict[str, Any], overrides: Sequence[str] = ()) -> Config:
     """Read a YAML config and apply `key.sub=value` overrides (values are YAML too).
 
     Args:
-        source: the file, or what it would hold as nested dictionaries. Where `configs/NAME.yaml` is
-            missing, the package's example of that name.
+        source: the file, or what it would hold as nested dictionaries. If there is no
+            `configs/NAME.yaml`, the package's example of that name is read.
 
     Raises:
         InputError: the file is missing or not a mapping; a key is unknown (with the nearest match);
@@ -32,17 +38,19 @@ def load_config(source: str | Path | dict[str, Any], overrides: list[str] | None
     return _load(Config, source, overrides)
 
 
-def load_eval_config(source: str | Path | dict[str, Any], overrides: list[str] | None = None) -> EvalConfig:
+def load_eval_config(
+    source: str | Path | dict[str, Any], overrides: Sequence[str] = ()
+) -> EvalConfig:
     """Read an evaluation's config; arguments and errors as in `load_config`."""
     return _load(EvalConfig, source, overrides)
 
 
-def _load(schema: type[S], source: str | Path | dict, overrides: list[str] | None) -> S:
+def _load(schema: type[S], source: str | Path | dict, overrides: Sequence[str]) -> S:
     if isinstance(source, dict):
         path, tree = "config", copy.deepcopy(source)
     else:
         path, tree = str(source), _read_yaml(Path(source))
-    for override in overrides or []:
+    for override in overrides:
         _apply_override(tree, override)
     try:
         return schema.model_validate(tree)
@@ -57,19 +65,17 @@ class _Loader(yaml.SafeLoader):
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         twice = [key for key in keys if keys.count(key) > 1]
         if twice:
-            raise yaml.constructor.ConstructorError(None, None, f"the key {twice[0]!r} is given twice", node.start_mark)
+            raise yaml.constructor.ConstructorError(
+                None, None, f"the key {twice[0]!r} is given twice", node.start_mark
+            )
         return super().construct_mapping(node, deep)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     if path.parent == Path("configs") and not path.exists() and (CONFIGS / path.name).exists():
         path = CONFIGS / path.name
-    kinds = (OSError, ValueError, RecursionError, yaml.YAMLError)  # a ValueError: bad UTF-8, huge numbers
-    with explained(f"{path}: cannot be read as YAML", *kinds):
-        try:
-            tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-        except FileNotFoundError:
-            raise InputError(f"{path}: no such config file") from None
+    with explained(f"{path}: cannot be read as YAML", OSError, *NOT_YAML):
+        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     if not isinstance(tree, dict):
         raise InputError(f"{path}: must be a YAML mapping of keys, as in configs/quickstart.yaml")
     return tree
@@ -81,14 +87,15 @@ def to_yaml(config: Section, given: bool = False) -> str:
     Args:
         given: only the keys that were given, not those that presets and defaults set.
     """
-    return yaml.safe_dump(config.model_dump(exclude_unset=given), sort_keys=False, allow_unicode=True)
+    tree = config.model_dump(exclude_unset=given)
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
 
 def _apply_override(tree: dict, override: str) -> None:
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise InputError(f"override {override!r}: write it as key.sub=value")
-    with explained(f"override {override[:80]!r}: the value is not YAML", ValueError, RecursionError, yaml.YAMLError):
+    with explained(f"override {override[:80]!r}: the value is not YAML", *NOT_YAML):
         value = yaml.load(text, _Loader)
     *parents, last = key.split(".")
     node = tree
@@ -101,41 +108,49 @@ def _apply_override(tree: dict, override: str) -> None:
     node[last] = value
 
 
-def _explain(schema: type[BaseModel], error: Any) -> str:
-    """One of pydantic's errors as one line: key, what is wrong, what is allowed."""
+def _explain(schema: type[Section], error: Any) -> str:
+    """Render one of pydantic's errors as one line: the key, what is wrong, what is allowed."""
     key = ".".join(str(part) for part in error["loc"])
-    if error["type"] == "extra_forbidden":
-        return f"unknown key {key!r}: {_hint(schema, *error['loc'])}"
-    if error["type"] == "missing":
+    kind, value, message = error["type"], error["input"], error["msg"]
+    if kind == "extra_forbidden":
+        return f"unknown key {key!r}: {_hint(schema, error['loc'])}"
+    if kind == "missing":
         return f"key {key!r} is required: add it"
-    if error["type"] == "value_error":  # our own validators, which name their keys
+    if kind == "value_error":  # from `conflicts`, which names the keys
         return str(error["ctx"]["error"])
-    fix = f": write [{error['input']}]" if error["type"] == "list_type" and isinstance(error["input"], str) else ""
-    return f"key {key!r}: {error['msg'][0].lower()}{error['msg'][1:]}, got {reprlib.repr(error['input'])}{fix}"
+    fix = ""
+    if kind == "list_type" and isinstance(value, str):
+        fix = f": write [{value}]"
+    return f"key {key!r}: {message[0].lower()}{message[1:]}, got {reprlib.repr(value)}{fix}"
 
 
-def _hint(schema: type[BaseModel], *path: Any) -> str:
-    """The key that an unknown one was meant to be: one of TRL's names, one of another section, or one spelt alike."""
+def _hint(schema: type[Section], path: tuple[Any, ...]) -> str:
+    """The key that an unknown one was meant to be: one of TRL's names, one of another section, or
+    one with a similar spelling."""
     *parents, last = path
     if schema is Config and last in TRL_NAMES:
         return f"TRL's name; here {TRL_NAMES[last]}"
     section: Any = schema
     for part in parents:
         section = section.model_fields[part].annotation
-    keys = _keys(schema)
-    if elsewhere := [key for key in keys if key.rpartition(".")[2] == last]:
-        return f"did you mean {' or '.join(map(repr, elsewhere))}?"
     allowed = list(section.model_fields)
-    near = difflib.get_close_matches(str(last), allowed, n=1)
-    return f"did you mean {'.'.join(map(str, [*parents, near[0]]))!r}?" if near else f"allowed are {', '.join(allowed)}"
+    meant = [key for key in _keys(schema) if key.rpartition(".")[2] == last]
+    if not meant:
+        near = difflib.get_close_matches(last, allowed, n=1)
+        meant = [".".join([*parents, name]) for name in near]
+    if meant:
+        return f"did you mean {' or '.join(map(repr, meant))}?"
+    return f"allowed are {', '.join(allowed)}"
 
 
 def _keys(section: Any, prefix: str = "") -> list[str]:
     """All keys of a section, those of its sections with a dot."""
     found: list[str] = []
     for name, field in section.model_fields.items():
-        is_section = isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-        found += _keys(field.annotation, f"{prefix}{name}.") if is_section else [f"{prefix}{name}"]
+        if hasattr(field.annotation, "model_fields"):
+            found += _keys(field.annotation, f"{prefix}{name}.")
+        else:
+            found.append(prefix + name)
     return found
 
 
@@ -143,5 +158,8 @@ def flatten(tree: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
     """{"a": {"b": 1}} -> {"a.b": 1}"""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
     return flat

@@ -1,11 +1,14 @@
-"""Presets: the algorithms that the paper compares, ablations of S2T, decodings. Each is a set of other keys' values,
-which count where the user leaves those open; docs/deviations.md has the sources."""
+"""Presets: the algorithms that the paper compares, ablations of S2T, decodings.
 
-import copy
+Each is a set of values for other keys, used if the user leaves those open. docs/deviations.md has
+the sources.
+"""
+
 from typing import Any
 
 Presets = dict[str, dict[str, dict[str, Any]]]
-"""Key of the preset -> its value -> the keys that it sets and their values; where two set a key, the first wins."""
+"""Key of the preset -> its value -> the keys that it sets and their values; if two set a key, the
+first wins."""
 
 _NO_S2T = {"objective.s2t.enabled": False, "objective.entropy_coef": 0.0}
 _ALGORITHMS: dict[str, dict[str, Any]] = {
@@ -13,9 +16,18 @@ _ALGORITHMS: dict[str, dict[str, Any]] = {
     "justrl": _NO_S2T,
     "20-entropy": _NO_S2T | {"objective.top_entropy_quantile": 0.2, "objective.renormalize": False},
     "dapo": _NO_S2T | {"rollout.dynamic_sampling": True, "reward.overlong_penalty": 1.0},
-    "grpo": _NO_S2T | {"objective.aggregation": "sequence-mean", "objective.epsilon_high": 0.2, "objective.beta": 0.04},
+    "grpo": _NO_S2T
+    | {
+        "objective.aggregation": "sequence-mean",
+        "objective.epsilon_high": 0.2,
+        "objective.beta": 0.04,
+    },
     "dr-grpo": _NO_S2T
-    | {"objective.aggregation": "constant", "objective.epsilon_high": 0.2, "objective.scale_rewards": "none"},
+    | {
+        "objective.aggregation": "constant",
+        "objective.epsilon_high": 0.2,
+        "objective.scale_rewards": "none",
+    },
 }
 _S2T_PRESETS: dict[str, dict[str, Any]] = {
     "paper": {},  # the defaults
@@ -39,33 +51,3 @@ EVAL_PRESETS: Presets = {
     }
 }
 """The two decodings of the paper's tables."""
-
-
-def fill_presets(tree: Any, presets: Presets) -> tuple[Any, list[str]]:
-    """A copy of the tree, with its presets' values for the fields that it leaves open; and the keys of these fields."""
-    resolved, filled = copy.deepcopy(tree), []
-    for key, table in presets.items():
-        name = lookup(resolved, key)
-        for path, value in (table.get(name, {}) if isinstance(name, str) else {}).items():
-            if lookup(resolved, path) is None:
-                fill(resolved, path, value)
-                filled.append(path)
-    return resolved, filled
-
-
-def lookup(tree: Any, key: str) -> Any:
-    """The value at a dotted key; None where there is none."""
-    for part in key.split("."):
-        tree = tree.get(part) if isinstance(tree, dict) else None
-    return tree
-
-
-def fill(tree: Any, key: str, value: Any) -> None:
-    """Set the value at a dotted key unless there is one; a parent that is no section is left to the validation."""
-    *parents, last = key.split(".")
-    for parent in parents:
-        if not isinstance(tree, dict):
-            return
-        tree = tree.setdefault(parent, {})
-    if isinstance(tree, dict):
-        tree.setdefault(last, value)

@@ -1,12 +1,12 @@
 """The sections of a run's config and of an evaluation's.
 
-Every field carries its own docstring; `docs/config.md` is generated from them (`make docs`). Names are TRL's and PEFT's
-where they have one.
+Every field carries its own docstring; `docs/config.md` is generated from them (`make docs`). Names
+are TRL's and PEFT's if those have the setting.
 """
 
-import itertools
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from operator import attrgetter
+from os.path import expanduser
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -15,53 +15,68 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
     ValidationInfo,
     field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
-from stapo_lite.config.presets import EVAL_PRESETS, PRESETS, Presets, fill_presets
+from stapo_lite.config.presets import EVAL_PRESETS, PRESETS, Presets
 
 Symptom = Literal[
-    "entropy_collapse", "entropy_explosion", "no_signal", "reward_stuck", "silenced_share", "sampler_gap", "ratio"
+    "entropy_collapse",
+    "entropy_explosion",
+    "no_signal",
+    "reward_stuck",
+    "silenced_share",
+    "sampler_gap",
+    "ratio",
 ]
 
-
-def _path(text: str) -> str:
-    """A path that the system accepts, or a name on the Hub."""
-    if "\0" in text or any(len(part.encode(errors="replace")) > 255 for part in text.split("/")):
-        raise PydanticCustomError("path", "not a file name: at most 255 bytes in each part, and no NUL")
-    return os.path.expanduser(text)
-
-
-UserPath = Annotated[str, Field(min_length=1), AfterValidator(_path)]
+UserPath = Annotated[str, Field(min_length=1), AfterValidator(expanduser)]
+"""A path, or a name on the Hub."""
+Names = Annotated[list[str], Field(min_length=1)]
+Share = Annotated[float, Field(gt=0, le=1)]
 IN_PYTHON = "train_dataset"
 """`data.source` of a run whose rows exist only in Python."""
 BENCHMARK_NAMES = ["aime24", "aime25", "amc23", "math500", "minerva", "olympiadbench"]
 _OFF = BeforeValidator(lambda value: "off" if value is False else value)  # as YAML reads it
 _ALL_LINEAR = BeforeValidator(lambda value: [value] if value == "all-linear" else value)
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-OptionalPath = Annotated[str | None, AfterValidator(lambda path: path and _path(path))]
+PLANNED = ("kv_cache_memory_bytes", "max_num_batched_tokens", "tensor_parallel_size")
+"""vLLM's arguments that `stapo plan` computes with."""
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 class Section(BaseModel):
-    """Base of all sections: unknown keys are errors, fields are documented by their docstrings."""
+    """Base of all sections: unknown keys are errors, docstrings document the fields."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        # Each config gets sections of its own, which its presets may fill.
+        revalidate_instances="always",
+        validate_default=True,
+    )
 
     @field_validator("*", mode="before")
     @classmethod
     def _no_number_is_true_or_false(cls, value: Any, info: ValidationInfo) -> Any:
-        """Python would take them for 1 and 0, in keys that are switches in TRL, such as `log_completions`."""
-        numbers = (int, float, int | None, float | None)
+        """Refuse booleans for numbers. Pydantic would read them as 1 and 0, and some numbers here
+        are switches in TRL, such as `log_completions`."""
+        numbers = (int, float, PositiveInt | None, float | None)
         if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation in numbers:
             raise PydanticCustomError("number", "must be a number")
         return value
 
     def conflicts(self) -> Iterator[str]:
-        """Fields whose values do not go together, and the fix."""
+        """Yield a message for each set of values that do not go together: the keys and the fix."""
         return iter(())
 
     @model_validator(mode="after")
@@ -74,18 +89,18 @@ class Section(BaseModel):
 class Lora(Section):
     """The adapter (PEFT `LoraConfig` names)."""
 
-    adapter: OptionalPath = None
-    """Start from this adapter, a folder or a name on the Hub; it must have the rank, scale and layers given below. It
-    is then the reference of the KL term (`objective.beta`), too."""
+    adapter: UserPath | None = None
+    """Start from this adapter, a folder or a name on the Hub; it must have the rank, scale and
+    layers given below. It is then the reference of the KL term (`objective.beta`), too."""
     r: int = Field(16, ge=1, le=512)
     """Rank. vLLM serves ranks up to 512."""
-    lora_alpha: int = Field(32, gt=0)
+    lora_alpha: PositiveInt = 32
     """Scale of the adapter's output: `lora_alpha / r`."""
     use_rslora: bool = False
     """Scale by `lora_alpha / sqrt(r)` instead (rank-stabilised LoRA)."""
-    target_modules: Annotated[list[str], Field(min_length=1), _ALL_LINEAR] = PROJECTIONS
-    """Names of the decoder's linear layers that get an adapter, or `all-linear`. The LM head stays frozen: `lm_head.py`
-    relies on it."""
+    target_modules: Annotated[Names, _ALL_LINEAR] = PROJECTIONS
+    """Names of the decoder's linear layers that get an adapter, or `all-linear`. The LM head stays
+    frozen: `lm_head.py` relies on it."""
 
 
 class Prompting(Section):
@@ -100,20 +115,21 @@ class Prompting(Section):
     is continued."""
     chat_template_kwargs: dict[str, Any] = {}
     """Extra arguments of the chat template, such as `enable_thinking`."""
-    max_prompt_length: int = Field(1024, ge=1)
+    max_prompt_length: PositiveInt = 1024
     """Longest prompt, in tokens."""
 
     def conflicts(self) -> Iterator[str]:
         if self.system_prompt is not None and not self.apply_chat_template:
-            yield "data.system_prompt needs data.apply_chat_template=true: put it into the prompts instead"
+            fix = "put it into the prompts instead"
+            yield f"data.system_prompt needs data.apply_chat_template=true: {fix}"
 
 
 class Data(Prompting):
     """Prompts."""
 
     source: UserPath
-    """A `.jsonl` or `.parquet` file, a dataset name on the Hub, or `package.module:function`, which returns a list of
-    rows (dictionaries), the same at each call."""
+    """A `.jsonl` or `.parquet` file, a dataset name on the Hub, or `package.module:function`, which
+    returns a list of rows (dictionaries), the same at each call."""
     subset: str | None = None
     """Configuration name of a Hub dataset."""
     split: str = "train"
@@ -123,8 +139,9 @@ class Data(Prompting):
     answer_column: str = "answer"
     """Column with the reference answer, which `math` needs."""
     drop_contaminated: list[str] | Literal[False] = False
-    """Leave out rows that overlap these benchmarks: `[all]` for the six, or a list as in an evaluation (below). A row
-    overlaps where it holds 60 % or more of the 8-grams (of words) of one of their problems."""
+    """Leave out rows that overlap these benchmarks: `[all]` for the six, or a list as in an
+    evaluation (below). A row overlaps if it holds 60 % or more of the 8-grams (of words) of one
+    of their problems."""
     filter_overlong_prompts: bool = False
     """Drop prompts longer than `max_prompt_length` instead of stopping with an error."""
 
@@ -132,9 +149,9 @@ class Data(Prompting):
 class Reward(Section):
     """Scoring of completions."""
 
-    functions: list[str] = Field(["math"], min_length=1)
-    """`math` (the final answer, docs/grading.md), or `package.module:function` with TRL's signature; in Python
-    `Trainer(reward_funcs=...)` takes functions themselves."""
+    functions: Names = ["math"]
+    """`math` (the final answer, docs/grading.md), or `package.module:function` with TRL's
+    signature; in Python `Trainer(reward_funcs=...)` takes functions themselves."""
     weights: list[float] | None = None
     """Weight of each function; all 1 by default."""
     correct: float = 1.0
@@ -144,81 +161,96 @@ class Reward(Section):
     truncated_is_incorrect: bool = True
     """`math`: a completion that was cut off at `max_completion_length` is wrong, even if it has a
     `\\boxed{}`; otherwise everything after an early box would be rewarded with it."""
-    overlong_penalty: float = Field(0.0, ge=0)
-    """Soft overlong punishment (DAPO): taken off the reward of a completion of full length; 0 for none."""
-    overlong_buffer: float = Field(0.2, gt=0, le=1)
-    """The penalty grows linearly over this last share of `max_completion_length` (DAPO: 4,096 of 20,480)."""
-    function_timeout: float = Field(300.0, gt=0, le=1e6)
-    """Seconds that one call of your own function may take. It runs in a process of its own, which is then killed."""
+    overlong_penalty: NonNegativeFloat = 0.0
+    """Soft overlong punishment (DAPO): taken off the reward of a completion of full length; 0 for
+    none."""
+    overlong_buffer: Share = 0.2
+    """The penalty grows linearly over this last share of `max_completion_length` (DAPO: 4,096 of
+    20,480)."""
+    function_timeout: PositiveFloat = 300.0
+    """Seconds that one call of your own function may take. It runs in a process of its own, which
+    is then killed."""
 
     def conflicts(self) -> Iterator[str]:
         names, weights = self.functions, self.weights
         if len(set(names)) < len(names):
-            yield f"reward.functions={names}: one is listed twice; list it once and give it a weight (reward.weights)"
-        if weights is not None and len(weights) != len(names):
-            yield f"reward.weights={weights} for reward.functions={names}: give one weight per function"
-        if weights is not None and not any(weights):
-            yield f"reward.weights={weights}: a weight of 0 only logs; give one function another weight"
+            fix = "list it once and give it a weight (reward.weights)"
+            yield f"reward.functions={names}: one is listed twice; {fix}"
+        if weights is None:
+            return
+        if len(weights) != len(names):
+            fix = "give one weight per function"
+            yield f"reward.weights={weights} for reward.functions={names}: {fix}"
+        if not any(weights):
+            fix = "give one function another weight"
+            yield f"reward.weights={weights}: a weight of 0 only logs; {fix}"
 
 
 class Engine(Section):
     """The engine that samples completions."""
 
     engine: Literal["auto", "vllm", "transformers"] = "auto"
-    """`auto` takes vLLM where it is installed and has a device, else transformers' `generate`."""
-    max_completion_length: int = Field(2048, ge=1)
+    """`auto` takes vLLM if it is installed and has a device, else transformers' `generate`."""
+    max_completion_length: PositiveInt = 2048
     """Longest completion, in tokens."""
     gpu_memory_utilization: float = Field(0.45, gt=0, lt=1)
     """vLLM on a GPU: share of the card's memory it may take."""
-    max_num_seqs: int = Field(128, ge=1)
+    max_num_seqs: PositiveInt = 128
     """Completions sampled at the same time."""
     quantization: str | None = None
-    """vLLM's `quantization` of what it serves: `bitsandbytes` for the 4-bit weights of an `nf4` trainer, `fp8`, ...;
-    a quantised checkpoint needs none."""
+    """vLLM's `quantization` of what it serves: `bitsandbytes` for the 4-bit weights of an `nf4`
+    trainer, `fp8`, ...; a quantised checkpoint needs none."""
     vllm: dict[str, Any] = {}
-    """Any further engine argument of vLLM by its own name, such as `kv_cache_dtype` or `speculative_config`; those that
-    the run itself decides are refused. `kv_cache_memory_bytes` is 1 GiB by default on a CPU."""
+    """Any further engine argument of vLLM by its own name, such as `kv_cache_dtype` or
+    `speculative_config`; those that the run itself decides are refused. `kv_cache_memory_bytes` is
+    1 GiB by default on a CPU."""
 
 
 class Rollout(Engine):
     """Sampling of completion groups."""
 
     function: str | None = None
-    """`package.module:coroutine` for completions of several turns, with tools (docs/turns.md); in Python
-    `Trainer(rollout_func=...)`."""
+    """`package.module:coroutine` for completions of several turns, with tools (docs/turns.md); in
+    Python `Trainer(rollout_func=...)`."""
     num_generations: int = Field(8, ge=2)
     """Completions per prompt (the group size G)."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: PositiveFloat = 1.0
     """Sampling temperature; training uses the distribution at this temperature too. There is no
     top-p, top-k or repetition penalty: each would bias the sampled log-probabilities."""
     dynamic_sampling: bool = False
-    """Drop groups whose rewards are all equal and draw further prompts until the batch is full (DAPO)."""
-    max_sampling_rounds: int = Field(10, ge=1)
+    """Drop groups whose rewards are all equal and draw further prompts until the batch is full
+    (DAPO)."""
+    max_sampling_rounds: PositiveInt = 10
     """`dynamic_sampling` only: after this many rounds the step goes on with the groups it has."""
     engine: Literal["auto", "vllm", "server", "transformers"] = "auto"  # type: ignore[assignment]
-    """`auto` takes vLLM in the trainer's process where it is installed and has a device, else transformers' `generate`;
-    `server` is a vLLM of its own, on another card or machine (docs/scaling.md)."""
-    servers: list[str] = Field(["http://127.0.0.1:8000"], min_length=1)
+    """`auto` takes vLLM in the trainer's process if it is installed and has a device, else
+    transformers' `generate`; `server` is a vLLM of its own, on another card or machine
+    (docs/scaling.md)."""
+    servers: Names = ["http://127.0.0.1:8000"]
     """`server` only: addresses of servers that `stapo serve` started; they share the work."""
-    max_lag: int = Field(0, ge=0)
-    """`server` only: how many steps ahead of the trainer completions may be sampled, by an adapter that is so many
-    steps older; 0 is synchronous. `objective.sampler_correction` accounts for it."""
-    model: OptionalPath = None
-    """vLLM: serve this checkpoint of the same model, quantised to fp8, AWQ or GPTQ, in place of `model`. How far
-    that is from the trainer's policy is logged as `sampler_gap_*`, and corrected by `objective.sampler_correction`."""
+    max_lag: NonNegativeInt = 0
+    """`server` only: how many steps ahead of the trainer completions may be sampled, by an adapter
+    that is this many steps older; 0 is synchronous. `objective.sampler_correction` corrects for
+    it."""
+    model: UserPath | None = None
+    """vLLM: serve this checkpoint of the same model, quantised to fp8, AWQ or GPTQ, in place of
+    `model`. How far that is from the trainer's policy is logged as `sampler_gap_*`, and corrected
+    by `objective.sampler_correction`."""
     sleep_level: Literal[0, 1, 2] = 1
-    """vLLM on a GPU, while the trainer updates: 0 keeps its memory, 1 moves its weights to the host, 2 drops them and
-    reads them from the disk again (vLLM 0.28 or newer, not with `bitsandbytes`). The adapter is kept with each."""
-
+    """vLLM on a GPU, while the trainer updates: 0 keeps its memory, 1 moves its weights to the
+    host, 2 drops them and reads them from the disk again (vLLM 0.28 or newer, not with
+    `bitsandbytes`). Each level keeps the adapter."""
     self_check: bool = True
-    """Before the first step, sample a few tokens with a random adapter, and compare the engine's log-probabilities with
-    the trainer's; once more after the engine slept. If it ignores the adapter, the run ends there, in one line."""
+    """Before the first step, sample a few tokens with a random adapter, and compare the engine's
+    log-probabilities with the trainer's; once more after the engine slept. If it ignores the
+    adapter, the run ends there, in one line."""
 
     def conflicts(self) -> Iterator[str]:
-        for name in ("kv_cache_memory_bytes", "max_num_batched_tokens", "tensor_parallel_size"):  # the planner's
+        for name in PLANNED:
             if type(self.vllm.get(name, 1)) is not int:
                 yield f"rollout.vllm.{name}={self.vllm[name]}: must be a whole number"
-        if self.engine != "server" and self.vllm.keys() & {"tensor_parallel_size", "data_parallel_size"}:
+        parallel = {"tensor_parallel_size", "data_parallel_size"}
+        if self.engine != "server" and self.vllm.keys() & parallel:
             keys = "rollout.vllm.tensor_parallel_size and data_parallel_size"
             yield f"{keys} need rollout.engine=server (docs/scaling.md)"
         if self.engine != "server" and self.max_lag:
@@ -226,18 +258,21 @@ class Rollout(Engine):
         if self.function and self.max_lag:
             yield "rollout.function needs rollout.max_lag=0: turns cannot be sampled ahead"
         if self.sleep_level == 2 and self.quantization == "bitsandbytes":
-            yield "rollout.sleep_level=2: vLLM cannot read bitsandbytes weights again; set rollout.sleep_level=1"
+            fix = "set rollout.sleep_level=1"
+            yield f"rollout.sleep_level=2: vLLM cannot read bitsandbytes weights again; {fix}"
 
 
 class S2T(Section):
     """Silencing Spurious Tokens, the keep-mask of STAPO."""
 
     preset: Literal["paper", "paper-v1", "article", "full", "high-entropy", "random"] = "paper"
-    """Sets the fields below: the revised paper, its first version, the authors' article (which also sets
-    `objective.entropy_coef`), or an ablation: silence all candidates, the high-entropy ones, a random share."""
+    """Sets the fields below: the revised paper, its first version, the authors' article (which also
+    sets `objective.entropy_coef`), or an ablation: silence all candidates, the high-entropy ones, a
+    random share."""
     enabled: bool = True
-    """Off: no token is silenced. The share of spurious tokens and of their gradient is still logged."""
-    tau_p: float = Field(0.002, gt=0, le=1)
+    """Off: no token is silenced. The share of spurious tokens and of their gradient is still
+    logged."""
+    tau_p: Share = 0.002
     """Candidates are tokens of positive advantage with a probability below this."""
     quantile: float = Field(0.75, ge=0, le=1)
     """tau_h is this quantile of the entropy over `population`."""
@@ -245,18 +280,15 @@ class S2T(Section):
     """Tokens whose entropies the quantile is taken of: the candidates (revised paper) or all
     completion tokens of the mini-batch (first version)."""
     silence: Literal["low-entropy", "high-entropy", "random", "all"] = "low-entropy"
-    """Candidates to silence: those below tau_h; the same share from the top of the entropies; the same
-    share at random; all."""
+    """Candidates to silence: those below tau_h; the same share from the top of the entropies; the
+    same share at random; all."""
     statistics: Literal["current", "old"] = "old"
-    """Policy that supplies probability and entropy to the keep-mask: the one before the first update of the
-    step, or the current one (Algorithm 1 of the paper) at the price of a pass; see docs/results.md."""
+    """Policy that supplies probability and entropy to the keep-mask: the one before the first
+    update of the step, or the current one (Algorithm 1 of the paper) at the price of a pass; see
+    docs/results.md."""
     target_share: float | None = Field(None, gt=0, lt=1)
-    """Experimental: change `tau_p` after each step, between a tenth of the given value and ten times it, so that
-    silenced tokens stay near this share of all completion tokens."""
-
-    def conflicts(self) -> Iterator[str]:
-        if self.target_share is not None and not self.enabled:
-            yield "objective.s2t.target_share needs objective.s2t.enabled=true: set that, or leave target_share out"
+    """Experimental: change `tau_p` after each step, between a tenth of the given value and ten
+    times it, so that silenced tokens stay near this share of all completion tokens."""
 
 
 class Objective(Section):
@@ -269,24 +301,32 @@ class Objective(Section):
     (GRPO); sum over completions x `max_completion_length` (Dr. GRPO)."""
     epsilon: float = Field(0.2, ge=0, lt=1)
     """Lower clip: the ratio is not rewarded for falling below 1 - epsilon."""
-    epsilon_high: float = Field(0.28, ge=0)
+    epsilon_high: NonNegativeFloat = 0.28
     """Upper clip: the ratio is not rewarded for rising above 1 + epsilon_high."""
-    beta: float = Field(0.0, ge=0)
-    """Coefficient of the KL divergence (k3 estimator) from the reference: `lora.adapter`'s adapter, else the base."""
-    entropy_coef: float = Field(0.0, ge=0)
-    """Coefficient of the entropy bonus. Its gradient needs the slower LM head, which computes the logits twice."""
-    top_entropy_quantile: float = Field(1.0, gt=0, le=1)
-    """Train on this share of the mini-batch's tokens, those of highest entropy (20-Entropy: 0.2)."""
+    beta: NonNegativeFloat = 0.0
+    """Coefficient of the KL divergence (k3 estimator) from the reference: `lora.adapter`'s adapter,
+    else the base."""
+    entropy_coef: NonNegativeFloat = 0.0
+    """Coefficient of the entropy bonus. Its gradient needs the slower LM head, which computes the
+    logits twice."""
+    top_entropy_quantile: Share = 1.0
+    """Train on this share of the mini-batch's tokens, those of highest entropy (20-Entropy:
+    0.2)."""
     renormalize: bool = True
-    """Divide by the tokens that the masks keep (STAPO), or by all (20-Entropy: arXiv 2506.01939, eq. 5)."""
+    """Divide by the tokens that the masks keep (STAPO), or by all (20-Entropy: arXiv 2506.01939,
+    eq. 5)."""
     old_logprobs: Literal["trainer", "rollout"] = "trainer"
-    """Denominator of the ratio: the trainer's log-probabilities before the step's first update, or the
-    engine's, which need no pass over the later mini-batches (the keep-mask may need one of its own)."""
-    sampler_correction: Annotated[Literal["token-truncate", "sequence-mask", "off"], _OFF] = "token-truncate"
-    """Correction of the difference between trainer and engine, with `old_logprobs=trainer`. `token-truncate`: weight
-    each token by min(old / rollout, `sampler_cap`). `sequence-mask`: weight each sequence by the product of its
-    old / rollout, or by 0 where that is above the cap. `off`: no weights."""
-    sampler_cap: float = Field(2.0, gt=0)
+    """Denominator of the ratio: the trainer's log-probabilities before the step's first update, or
+    the engine's, which need no pass over the later mini-batches (the keep-mask may need one of its
+    own)."""
+    sampler_correction: Annotated[Literal["token-truncate", "sequence-mask", "off"], _OFF] = (
+        "token-truncate"
+    )
+    """Correction of the difference between trainer and engine, with `old_logprobs=trainer`.
+    `token-truncate`: weight each token by min(old / rollout, `sampler_cap`). `sequence-mask`:
+    weight each sequence by the product of its old / rollout, or by 0 if that is above the cap.
+    `off`: no weights."""
+    sampler_cap: PositiveFloat = 2.0
     """Largest weight of `sampler_correction`."""
     s2t: S2T = S2T()
 
@@ -294,37 +334,40 @@ class Objective(Section):
 class Train(Section):
     """Optimisation."""
 
-    max_steps: int = Field(200, ge=1)
+    max_steps: PositiveInt = 200
     """Steps; one step is one batch of rollouts and its updates."""
-    batch_size: int = Field(64, ge=1)
+    batch_size: PositiveInt = 64
     """Prompts per step, over all processes."""
-    mini_batch_size: int = Field(16, ge=1)
+    mini_batch_size: PositiveInt = 16
     """Prompts per optimiser update, over all processes; must divide `batch_size`."""
-    max_tokens_per_microbatch: int = Field(16384, ge=1)
-    """Most tokens, padding included, in one forward and backward pass on one process. A longer sequence gets a pass of
-    its own. Where memory runs out the number is halved for the rest of the run."""
-    learning_rate: float = Field(1e-5, gt=0)
+    max_tokens_per_microbatch: PositiveInt = 16384
+    """Most tokens, padding included, in one forward and backward pass on one process. A longer
+    sequence gets a pass of its own. If memory runs out, the number is halved for the rest of the
+    run."""
+    learning_rate: PositiveFloat = 1e-5
     """Learning rate after the warm-up; constant, or the start of the decay."""
-    warmup_steps: int = Field(10, ge=0)
+    warmup_steps: NonNegativeInt = 10
     """Steps of linear warm-up; all updates of a step have one rate."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up: constant, or a decay towards 0 at `max_steps`, linear or by half a cosine."""
-    weight_decay: float = Field(0.01, ge=0)
+    """After the warm-up: constant, or a decay towards 0 at `max_steps`, linear or by half a
+    cosine."""
+    weight_decay: NonNegativeFloat = 0.01
     """AdamW's decoupled weight decay."""
-    max_grad_norm: float = Field(1.0, gt=0)
+    max_grad_norm: PositiveFloat = 1.0
     """Gradient clipping by global norm."""
     optim: Literal["adamw", "paged_adamw_8bit"] = "adamw"
     """`paged_adamw_8bit` comes from bitsandbytes."""
     park_trainer: bool = False
     """Keep the trainer's frozen base in pinned host memory during vLLM's rollouts (on a GPU)."""
-    gradient_checkpointing: bool | Annotated[int, Field(ge=1)] = True
-    """Recompute activations in the backward pass (non-reentrant): of all layers (`true`), or of the first N. Fewer
-    layers are faster and take more memory."""
+    gradient_checkpointing: bool | PositiveInt = True
+    """Recompute activations in the backward pass (non-reentrant): of all layers (`true`), or of the
+    first N. Fewer layers are faster and take more memory."""
     offload_activations: bool = False
-    """Keep what gradient checkpointing saves, one hidden state per layer and token, in host memory."""
+    """Keep what gradient checkpointing saves, one hidden state per layer and token, in host
+    memory."""
     compile: bool = False
     """Compile the decoder layers with `torch.compile`."""
-    lm_head_memory_gb: float = Field(0.25, gt=0)
+    lm_head_memory_gb: PositiveFloat = 0.25
     """Workspace of the chunked LM head, in GiB."""
 
 
@@ -335,71 +378,71 @@ class Log(Section):
     """Accelerate trackers, besides the metrics file of the run folder."""
     project: str = Field("stapo_lite", pattern=r"^\w[\w .-]*$")
     """Project name shown by the trackers; TensorBoard makes a folder of it."""
-    log_completions_steps: int = Field(10, ge=0)
+    log_completions_steps: NonNegativeInt = 10
     """Print sample completions of the first step and of every so many after it; 0 for never."""
-    completions: int = Field(32, ge=0)
-    """Completions of each step, whole groups first, that are kept in completions.jsonl with their rewards, and with the
-    trackers; `stapo show RUN` prints them. 32 of 2,000 tokens are some 250 kB a step."""
-    save_steps: int = Field(50, ge=0)
+    completions: NonNegativeInt = 32
+    """Completions of each step, whole groups first, that are kept in completions.jsonl with their
+    rewards, and with the trackers; `stapo show RUN` prints them. 32 of 2,000 tokens are some 250 kB
+    a step."""
+    save_steps: NonNegativeInt = 50
     """Checkpoint every so many steps, and at the end; 0 for only at the end."""
-    save_total_limit: int = Field(2, ge=1)
+    save_total_limit: PositiveInt = 2
     """Checkpoints kept, newest first."""
     hub_model_id: str | None = None
-    """Repository on the Hub that gets adapter and model card at every checkpoint and at the end; made if there is none.
-    A connection that is lost costs a warning, and the next checkpoint is pushed."""
+    """Repository on the Hub that gets adapter and model card at every checkpoint and at the end;
+    created if there is none. A lost connection costs a warning, and the next checkpoint is
+    pushed."""
     hub_private_repo: bool = False
     """Make that repository private."""
-    audit_tokens: int = Field(32, ge=0)
-    """Size of the token log, for `stapo audit`: how many candidates of S2T (with context and alternatives) and how many
-    points of the probability-entropy plane a step writes at most. One of each takes 0.7 kB, so that 32 are less than
-    100 MB in 4,000 steps; 0 for no token log."""
+    audit_tokens: NonNegativeInt = 32
+    """Size of the token log, for `stapo audit`: how many candidates of S2T (with context and
+    alternatives) and how many points of the probability-entropy plane a step writes at most. One of
+    each takes 0.7 kB, so 32 take less than 100 MB in 4,000 steps; 0 for no token log."""
 
 
 class Evaluation(Section):
-    """Held-out rows and benchmarks during training, with completions of at most `rollout.max_completion_length`
-    tokens."""
+    """Held-out rows and benchmarks during training, with completions of at most
+    `rollout.max_completion_length` tokens."""
 
-    steps: int = Field(0, ge=0)
+    steps: NonNegativeInt = 0
     """Evaluate before the first step, every so many steps and at the end; 0 for never."""
-    source: OptionalPath = None
+    source: UserPath | None = None
     """Held-out rows, given like `data.source`; judged by the run's own reward functions."""
     subset: str | None = None
-    """`source`: configuration name of a Hub dataset; `data.subset` where it is the same dataset."""
+    """`source`: configuration name of a Hub dataset; by default `data.subset` if it is the
+    same dataset."""
     split: str = "test"
     """`source`: split of a Hub dataset."""
-    limit: int | None = Field(None, ge=1)
+    limit: PositiveInt | None = None
     """Only the first so many rows of `source`, and problems of each benchmark."""
     benchmarks: list[str] | None = None
     """As in an evaluation (below); by default aime24, aime25 and amc23, or with a `source` none."""
     best: str | None = None
-    """Keep the adapter of the best evaluation in `best/`: by `reward`, which is that of `source`, by `average`, or by a
-    benchmark's name."""
-    num_samples: int | None = Field(None, ge=1)
-    """Samples per problem; by default what each benchmark asks for, and one for each row of `source`."""
-    temperature: float = Field(1.0, gt=0)
+    """Keep the adapter of the best evaluation in `best/`: by `reward`, which is that of `source`,
+    by `average`, or by a benchmark's name."""
+    num_samples: PositiveInt | None = None
+    """Samples per problem; by default what each benchmark asks for, and one for each row of
+    `source`."""
+    temperature: PositiveFloat = 1.0
     """Sampling temperature."""
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: Share = 1.0
     """Nucleus sampling: the smallest set of tokens with this probability."""
 
 
 class Preset(Section):
-    """A section whose presets fill in fields that are left open. Those do not count as given (`model_fields_set`)."""
+    """A section whose presets fill in fields that are left open. Those do not count as given
+    (`model_fields_set`)."""
 
     _presets: ClassVar[Presets] = {}
 
-    @model_validator(mode="wrap")
-    @classmethod
-    def _fill_what_is_left_open(cls, tree: Any, validate: Callable[[Any], Self]) -> Self:
-        resolved, filled = fill_presets(tree, cls._presets)
-        config = validate(resolved)
-        for path in filled:
-            names = path.split(".")
-            sections = itertools.accumulate(names[:-1], getattr, initial=config)
-            for section, name in reversed(list(zip(sections, names, strict=True))):
-                section.model_fields_set.discard(name)
-                if section.model_fields_set:
-                    break
-        return config
+    def model_post_init(self, context: Any) -> None:
+        for preset, table in reversed(self._presets.items()):  # the first one has the last word
+            chosen = attrgetter(preset)(self)
+            for key, value in table[chosen].items():
+                path, _, name = key.rpartition(".")
+                section = attrgetter(path)(self)
+                if name not in section.model_fields_set:
+                    section.__dict__[name] = value  # past `frozen` and `model_fields_set`
 
 
 class Config(Preset):
@@ -412,18 +455,20 @@ class Config(Preset):
     output_dir: UserPath
     """Run folder: config, metrics, checkpoints, adapter."""
     dtype: Dtype = "auto"
-    """Data type of the base weights and of the forward pass. `auto`: bfloat16 where the card or the CPU computes in it,
-    else float16 on a card (T4, RTX 20) and float32 on a CPU."""
+    """Data type of the base weights and of the forward pass. `auto`: bfloat16 if the card or the
+    CPU computes in it, else float16 on a card (T4, RTX 20) and float32 on a CPU."""
     quantization: Literal["nf4"] | None = None
     """`nf4` trains on a 4-bit base (QLoRA, bitsandbytes)."""
     memory: Annotated[Literal["auto", "off"], _OFF] = "auto"
-    """`auto`: on a GPU `rollout.gpu_memory_utilization`, `max_num_seqs` and `sleep_level`, `train.park_trainer`,
-    `max_tokens_per_microbatch`, `gradient_checkpointing` and `offload_activations` are chosen by what card and host
-    hold, where they are not given; `stapo plan` shows it without a card. `off`: the defaults below."""
+    """`auto`: on a GPU `rollout.gpu_memory_utilization`, `max_num_seqs` and `sleep_level`,
+    `train.park_trainer`, `max_tokens_per_microbatch`, `gradient_checkpointing` and
+    `offload_activations` are chosen by what card and host hold, unless you give them; `stapo plan`
+    shows the choice without a card. `off`: the defaults below."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Every random draw of the run follows from this seed and the step."""
     stop_on: list[Symptom] = []
-    """Warnings (docs/faults.md) that end the run, which then writes adapter and checkpoint; others are only printed."""
+    """Warnings (docs/faults.md) that end the run, which then writes adapter and checkpoint; others
+    are only printed."""
     lora: Lora = Lora()
     data: Data
     reward: Reward = Reward()
@@ -442,48 +487,59 @@ class Config(Preset):
 
     @property
     def bytes_per_value(self) -> int:
-        """Bytes of a value in `dtype`, where `auto` is a card's."""
+        """Bytes of a value in `dtype`; `auto` counts as a card's."""
         return 4 if self.dtype == "float32" else 2
 
     @property
     def largest_microbatch(self) -> int:
-        """Tokens of the largest micro-batch that can come: a longer sequence gets one of its own."""
+        """Tokens of the largest possible micro-batch: a sequence longer than the limit gets one of
+        its own."""
         return max(self.train.max_tokens_per_microbatch, self.max_sequence_length)
 
     def conflicts(self) -> Iterator[str]:
-        rollout, objective, train, evaluation = self.rollout, self.objective, self.train, self.evaluation
+        objective, rollout = self.objective, self.rollout
+        train, evaluation = self.train, self.evaluation
+        if objective.s2t.target_share is not None and not objective.s2t.enabled:
+            fix = "set that, or leave target_share out"
+            yield f"objective.s2t.target_share needs objective.s2t.enabled=true: {fix}"
         if train.batch_size % train.mini_batch_size:
             sizes = f"train.batch_size={train.batch_size} is not divisible by train.mini_batch_size"
             yield f"{sizes}={train.mini_batch_size}: choose a divisor"
         if rollout.max_num_seqs < rollout.num_generations:
             group = f"one group, rollout.num_generations={rollout.num_generations}"
             yield f"rollout.max_num_seqs={rollout.max_num_seqs} is less than {group}: raise it"
-        if rollout.max_lag and objective.old_logprobs == "trainer" and objective.sampler_correction == "off":
+        uncorrected = objective.old_logprobs == "trainer" and objective.sampler_correction == "off"
+        if rollout.max_lag and uncorrected:
             fix = "objective.sampler_correction=token-truncate, or objective.old_logprobs=rollout"
-            yield f"rollout.max_lag={rollout.max_lag} needs a correction for older adapters: set {fix}"
+            lag = f"rollout.max_lag={rollout.max_lag}"
+            yield f"{lag} needs a correction for older adapters: set {fix}"
         if rollout.function and evaluation.source and evaluation.top_p < 1:
             why = "rollout.function makes the completions of evaluation.source, as in training"
             yield f"evaluation.top_p={evaluation.top_p}: {why}; set it to 1"
         if (evaluation.source or evaluation.best) and not evaluation.steps:
-            yield "evaluation.source and evaluation.best need evaluation.steps: set it, such as to 20"
+            keys = "evaluation.source and evaluation.best"
+            yield f"{keys} need evaluation.steps: set it, such as to 20"
         if rollout.engine == "server" and train.park_trainer:
-            yield "train.park_trainer=true needs vLLM in the process: leave it out with rollout.engine=server"
+            fix = "leave it out with rollout.engine=server"
+            yield f"train.park_trainer=true needs vLLM in the process: {fix}"
         if train.offload_activations and train.gradient_checkpointing is not True:
-            yield "train.offload_activations needs train.gradient_checkpointing=true: set that, or leave it out"
+            needed = "train.gradient_checkpointing=true"
+            yield f"train.offload_activations needs {needed}: set that, or leave it out"
 
 
 class EvalEngine(Engine):
     """Sampling."""
 
-    max_completion_length: int = Field(20480, ge=1)
+    max_completion_length: PositiveInt = 20480
     """Longest completion, in tokens."""
     gpu_memory_utilization: float = Field(0.9, gt=0, lt=1)
     """vLLM on a GPU: share of the card's memory it may take."""
-    num_samples: int | None = Field(None, ge=1)
-    """Samples per problem; by default 32 for AIME24, AIME25 and AMC23, 4 for the others, 1 for a file."""
-    temperature: float = Field(1.0, gt=0)
+    num_samples: PositiveInt | None = None
+    """Samples per problem; by default 32 for AIME24, AIME25 and AMC23, 4 for the others, 1 for a
+    file."""
+    temperature: PositiveFloat = 1.0
     """Sampling temperature."""
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: Share = 1.0
     """Nucleus sampling: the smallest set of tokens with this probability."""
 
 
@@ -492,18 +548,18 @@ class EvalPrompting(Prompting):
 
     prompt_suffix: str = "\nPlease reason step by step, and put your final answer within \\boxed{}."
     """Text appended to the last user message."""
-    max_prompt_length: int = Field(2048, ge=1)
+    max_prompt_length: PositiveInt = 2048
     """Longest prompt, in tokens."""
 
 
 class Verifier(Section):
     """A second judge: a language model that is asked only about answers that the rules reject."""
 
-    model: OptionalPath = None
+    model: UserPath | None = None
     """Folder or Hub name; none is asked by default."""
     max_prompt_length: int = Field(4096, ge=64)
     """Tokens of problem, gold and the end of the response that it sees."""
-    batch_size: int = Field(8, ge=1)
+    batch_size: PositiveInt = 8
     """Answers judged at the same time."""
 
 
@@ -512,18 +568,18 @@ class EvalConfig(Preset):
 
     model: UserPath
     """A folder, or a name on the Hub: the adapter's base, or a merged model."""
-    adapter: OptionalPath = None
+    adapter: UserPath | None = None
     """Folder with an adapter in PEFT's format."""
     output_dir: UserPath
-    """Samples, verdicts and results; an interrupted evaluation goes on there."""
-    benchmarks: list[str] = Field(BENCHMARK_NAMES, min_length=1)
-    """Names of these six, or `.jsonl` files with `problem` and `answer`. A file whose name begins with one of the six
-    is taken for that benchmark."""
-    limit: int | None = Field(None, ge=1)
+    """Folder for samples, verdicts and results; an interrupted evaluation continues there."""
+    benchmarks: Names = BENCHMARK_NAMES
+    """Names of these six, or `.jsonl` files with `problem` and `answer`. A file whose name begins
+    with one of the six counts as that benchmark."""
+    limit: PositiveInt | None = None
     """Only the first so many problems of each benchmark."""
     decoding: Literal["training-aligned", "justrl"] = "training-aligned"
-    """Sets temperature and top-p: 1.0 / 1.0, as rollouts in training have them, or 0.7 / 0.9, the default of the
-    paper's revision."""
+    """Sets temperature and top-p: 1.0 / 1.0, as rollouts in training have them, or 0.7 / 0.9, the
+    default of the paper's revision."""
     dtype: Dtype = "auto"
     """Data type of the weights, as in a run."""
     seed: int = Field(0, ge=0, lt=2**31)

@@ -1,4 +1,5 @@
-"""The keys of TRL's GRPOConfig, ModelConfig and GRPOTrainer that have another name here (docs/from_trl.md)."""
+"""The keys of TRL's GRPOConfig, ModelConfig and GRPOTrainer that have another name here
+(docs/from_trl.md)."""
 
 _PROMPTS = "per_device_train_batch_size x gradient_accumulation_steps x processes / num_generations"
 
@@ -15,13 +16,18 @@ TRL_NAMES = {
     "metric_for_best_model": "evaluation.best",
     "reward_funcs": "reward.functions; in Python Trainer(reward_funcs=...)",
     "reward_weights": "reward.weights",
-    "mask_truncated_completions": "none; with the reward `math`, reward.truncated_is_incorrect counts them as wrong",
+    "mask_truncated_completions": (
+        "none; with the reward `math`, reward.truncated_is_incorrect counts them as wrong"
+    ),
     "load_in_4bit": "quantization: nf4",
     "bf16": "dtype: bfloat16",
     "fp16": "dtype: float16",
     "lora_r": "lora.r",
     "lora_target_modules": "lora.target_modules",
-    "lora_dropout": "leave it out: dropout would put noise into masks and log-probabilities, and the engine has none",
+    "lora_dropout": (
+        "leave it out: dropout would put noise into masks and log-probabilities, and the "
+        "engine has none"
+    ),
     "use_vllm": "rollout.engine",
     "vllm_mode": "rollout.engine: vllm for colocate, server for server",
     "vllm_server_base_url": "rollout.servers",
@@ -33,14 +39,22 @@ TRL_NAMES = {
     "vllm_importance_sampling_mode": "objective.sampler_correction",
     "vllm_importance_sampling_cap": "objective.sampler_cap",
     "vllm_importance_sampling_clip_max": "objective.sampler_cap",
-    "loss_type": "objective.aggregation: sequence-mean for grpo, token-mean for dapo, constant for dr_grpo; "
-    "algorithm sets all that a method differs in",
-    "per_device_train_batch_size": f"train.mini_batch_size, in prompts: {_PROMPTS}; "
-    "train.max_tokens_per_microbatch bounds the memory",
+    "loss_type": (
+        "objective.aggregation: sequence-mean for grpo, token-mean for dapo, constant for "
+        "dr_grpo; algorithm sets all that a method differs in"
+    ),
+    "per_device_train_batch_size": (
+        f"train.mini_batch_size, in prompts: {_PROMPTS}; train.max_tokens_per_microbatch "
+        "bounds the memory"
+    ),
     "gradient_accumulation_steps": f"train.mini_batch_size, in prompts: {_PROMPTS}",
-    "generation_batch_size": "train.batch_size, in prompts: generation_batch_size / num_generations",
-    "steps_per_generation": "train.batch_size: steps_per_generation / gradient_accumulation_steps x "
-    "train.mini_batch_size",
+    "generation_batch_size": (
+        "train.batch_size, in prompts: generation_batch_size / num_generations"
+    ),
+    "steps_per_generation": (
+        "train.batch_size: steps_per_generation / gradient_accumulation_steps x "
+        "train.mini_batch_size"
+    ),
     "num_train_epochs": "train.max_steps: num_train_epochs x rows / train.batch_size",
     "num_iterations": "leave it out: each completion trains once",
     "top_p": f"{_WHOLE}; evaluation.top_p is an evaluation's",
@@ -58,7 +72,10 @@ TRL_NAMES = {
     "attn_implementation": "leave it out: it is torch's scaled_dot_product_attention",
     "log_completions": "log.completions: how many are kept of each step",
     "num_completions_to_print": "log.log_completions_steps: how often two are printed",
-    "push_to_hub": "log.hub_model_id, or `stapo export --push-to-hub`; in Python Trainer.push_to_hub",
+    "callbacks": "in Python Trainer(callbacks=[...])",
+    "push_to_hub": (
+        "log.hub_model_id, or `stapo export --push-to-hub`; in Python Trainer.push_to_hub"
+    ),
     "resume_from_checkpoint": "`stapo train --resume`",
 }
 """TRL's name -> what to write here."""

@@ -6,13 +6,12 @@ import os
 import pkgutil
 import reprlib
 from array import array
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from stapo_lite.config import Data, Prompting
-from stapo_lite.errors import InputError, explained, one_line
+from stapo_lite.errors import InputError, explained
 from stapo_lite.files import read_jsonl
 from stapo_lite.types import Prompt
 
@@ -20,47 +19,40 @@ logger = logging.getLogger(__name__)
 
 
 def load_rows(data: Data, key: str = "data.source") -> Sequence[dict[str, Any]]:
-    """Rows of the data set; one of the Hub stays on the disk, where each row is read when it is asked for.
+    """Rows of the data set. One of the Hub stays on the disk; each row is read when it is asked
+    for.
 
     Args:
-        key: that named the source, for messages.
+        key: the config key of the source, for messages.
 
     Raises:
-        InputError: no such file or Hub dataset, no rows, or an id twice.
+        InputError: there is no such file or Hub dataset, or it has no rows.
     """
-    source, suffix, where = data.source, Path(data.source).suffix.lower(), f"{key}={data.source}"
-    is_file = suffix in (".jsonl", ".parquet")
-    if is_file and not Path(source).is_file():
+    where = f"{key}={data.source}"
+    suffix = Path(data.source).suffix.lower()
+    if suffix in (".jsonl", ".parquet") and not Path(data.source).is_file():
         raise InputError(f"{where}: no such file")
-    try:
-        rows = read_jsonl(Path(source)) if suffix == ".jsonl" else _read_dataset(data)
-        check_rows(rows, where)
-    except InputError:
-        raise
-    except Exception as error:  # the readers and the Hub raise a dozen kinds
-        reason = one_line(error.__cause__ or error) or type(error).__name__
-        raise InputError(
-            f"{where}: neither a readable .jsonl or .parquet file, nor a dataset on the Hub, nor a "
-            f"package.module:function that returns rows ({reason})"
-        ) from None
-    ids = Counter(str(row["id"]) for row in (rows if is_file else ()) if "id" in row)
-    twice = [name for name, count in ids.items() if count > 1]
-    if twice:
-        raise InputError(f"{where}: {len(twice)} ids occur more than once, as {twice[0][:80]}; drop rows")
-    return rows
+    kinds = (
+        "neither a readable .jsonl or .parquet file, nor a dataset on the Hub, nor a "
+        "package.module:function that returns rows"
+    )
+    with explained(f"{where}: {kinds}"):
+        rows = read_jsonl(Path(data.source)) if suffix == ".jsonl" else _read_dataset(data)
+    return check_rows(rows, where)
 
 
 def check_rows(rows: Sequence[Any], where: str) -> Sequence[dict[str, Any]]:
-    """The rows themselves.
+    """Return the rows themselves.
 
     Raises:
-        InputError: there are none, they have no number (a stream), or one is no dictionary.
+        InputError: there are none, they have no number (a stream), or they are no dictionaries.
     """
     if isinstance(rows, Mapping) or not hasattr(rows, "__len__"):  # a DatasetDict, a stream
-        raise InputError(f"{where}: must be a list of rows or a datasets.Dataset, got {type(rows).__name__}")
+        kind = type(rows).__name__
+        raise InputError(f"{where}: must be a list of rows or a datasets.Dataset, got {kind}")
     if not len(rows):
         raise InputError(f"{where}: no rows")
-    if not all(isinstance(row, dict) for row in rows):
+    if not isinstance(rows[0], dict):
         raise InputError(f"{where}: rows must be dictionaries")
     return rows
 
@@ -82,11 +74,14 @@ def prompt_text(prompt: Any) -> str:
     """The text of a prompt that is text or messages; empty for anything else."""
     if isinstance(prompt, str):
         return prompt
-    return "" if _fault(prompt, templated=True) else "\n".join(message.get("content") or "" for message in prompt)
+    if _fault(prompt, templated=True):
+        return ""
+    return "\n".join(message.get("content") or "" for message in prompt)
 
 
 class Prompts(Sequence[Prompt]):
-    """The prompts of a data set, each rendered and tokenized when it is asked for: rows on the disk stay there.
+    """The prompts of a data set, each rendered and tokenized when it is asked for: rows on the disk
+    stay there.
 
     All are rendered once at the beginning, to be checked.
 
@@ -94,15 +89,15 @@ class Prompts(Sequence[Prompt]):
         tokenizer: a transformers tokenizer.
         graded: whether each row must have an answer.
         left_out: numbers of the rows, from 0, to leave out.
-        key: that named the source, for messages.
+        key: the config key of the source, for messages.
 
     Attributes:
         digest: SHA-256 of token ids and answers.
 
     Raises:
-        InputError: a prompt is of the wrong type, empty, refused by the chat template, or longer than
-            `max_prompt_length` tokens (unless those are filtered); an answer is missing; nothing is left;
-            the tokenizer has no chat template.
+        InputError: a prompt is of the wrong type, empty, refused by the chat template, or longer
+            than `max_prompt_length` tokens (unless those are filtered); an answer is missing;
+            nothing is left; the tokenizer has no chat template.
     """
 
     def __init__(
@@ -118,36 +113,28 @@ class Prompts(Sequence[Prompt]):
         self._rows, self._tokenizer, self._data, self._graded = rows, tokenizer, data, graded
         if data.apply_chat_template and not tokenizer.chat_template:
             raise InputError(
-                "data.apply_chat_template: the model's tokenizer has no chat template; set it to false to give the "
-                "model the prompt as it is, or choose an instruction-tuned model"
+                "data.apply_chat_template: the model's tokenizer has no chat template; set it to "
+                "false to give the model the prompt as it is, or choose an instruction-tuned model"
             )
-        longest, digest = data.max_prompt_length, hashlib.sha256()
-        noticing = data.apply_chat_template and os.environ.get("RANK", "0") == "0"
-        markers = [str(t) for t in tokenizer.added_tokens_decoder.values() if t.special] if noticing else []
-        # More characters than this are too many tokens for certain, and slow to tokenize; 4: NFC may shorten a text so.
-        self._enough = 4 * (longest + 1) * max(map(len, tokenizer.get_vocab()))
+        added = tokenizer.added_tokens_decoder.values()
+        self._markers = [str(token) for token in added if token.special]
+        if not data.apply_chat_template or os.environ.get("RANK", "0") != "0":
+            self._markers = []
+        digest = hashlib.sha256()
         self._kept = array("q")
         for number, row in enumerate(rows):
             if number in left_out:
                 continue
             prompt = self._prompt(number, row)
-            text = prompt.prompt if isinstance(prompt.prompt, str) else ""
-            if found := [marker for marker in markers if marker in text]:
-                message = "%s: the text holds %s and gets the chat template; if it has been through one, set %s=false"
-                logger.warning(message, self._where(number), found[0], "data.apply_chat_template")
-                markers = []  # once is enough
-            if len(prompt.token_ids) <= longest:
+            self._warn_of_markers(number, prompt.prompt)
+            if self._fits(number, prompt):
                 self._kept.append(number)
                 digest.update(repr((prompt.token_ids, prompt.answer)).encode())
-            elif not data.filter_overlong_prompts:
-                where, count = self._where(number), len(prompt.token_ids)
-                more = " or more" if len(_render(prompt.prompt, tokenizer, data, where)) > self._enough else ""
-                raise InputError(
-                    f"{where}: the prompt has {count} tokens{more}, data.max_prompt_length is {longest}; "
-                    "raise it, or drop such rows (data.filter_overlong_prompts=true does, but for benchmarks)"
-                )
         if not self._kept:
-            raise InputError(f"{self._source}: every prompt is longer than data.max_prompt_length={longest}")
+            longest = data.max_prompt_length
+            raise InputError(
+                f"{self._source}: every prompt is longer than data.max_prompt_length={longest}"
+            )
         self.digest = digest.hexdigest()
 
     def __len__(self) -> int:
@@ -162,31 +149,57 @@ class Prompts(Sequence[Prompt]):
     def _where(self, number: int) -> str:
         return f"{self._source}, row {number + 1}"
 
+    def _warn_of_markers(self, number: int, prompt: Any) -> None:
+        """Warn, once, of a text that seems to have been through a chat template already."""
+        for marker in self._markers:
+            if isinstance(prompt, str) and marker in prompt:
+                message = (
+                    "%s: the text holds %s and gets the chat template; if it has been through one, "
+                    "set data.apply_chat_template=false"
+                )
+                logger.warning(message, self._where(number), marker)
+                self._markers = []
+                break
+
+    def _fits(self, number: int, prompt: Prompt) -> bool:
+        count, longest = len(prompt.token_ids), self._data.max_prompt_length
+        if count > longest and not self._data.filter_overlong_prompts:
+            raise InputError(
+                f"{self._where(number)}: the prompt has {count} tokens, data.max_prompt_length is "
+                f"{longest}; raise it, or drop such rows (data.filter_overlong_prompts=true does, "
+                "but for benchmarks)"
+            )
+        return count <= longest
+
     def _prompt(self, number: int, row: dict[str, Any]) -> Prompt:
-        """The prompt of a row; of one that is much too long the tokens of its beginning."""
-        where, d = self._where(number), self._data
-        prompt: Any = row.get(d.prompt_column)
+        where, data = self._where(number), self._data
         for name in ("image", "images"):
             value = row.get(name)
-            if not isinstance(value, str | int | float | None) and not (isinstance(value, list) and not value):
+            empty = isinstance(value, list) and not value
+            if not empty and not isinstance(value, str | None):
                 raise InputError(
-                    f"{where}: images are not supported; without the column {name!r} it trains on the text"
+                    f"{where}: images are not supported; without the column {name!r} it trains on "
+                    "the text"
                 )
-        answer = _read_answer(row, d.answer_column, where) if self._graded else None
-        text = _render(prompt, self._tokenizer, d, where)[: self._enough]
-        token_ids = self._tokenizer(text, add_special_tokens=not d.apply_chat_template).input_ids
-        if not token_ids:
+        prompt: Any = row.get(data.prompt_column)
+        answer = _read_answer(row, data.answer_column, where) if self._graded else None
+        text = _render(prompt, self._tokenizer, data, where)
+        with explained(f"{where}: the prompt is not valid Unicode", UnicodeError, TypeError):
+            encoded = self._tokenizer(text, add_special_tokens=not data.apply_chat_template)
+        if not encoded.input_ids:
             raise InputError(f"{where}: the prompt is empty")
-        columns = {name: value for name, value in row.items() if name != d.prompt_column}
-        return Prompt(prompt, token_ids, answer, columns, opens_thinking=text.rstrip().endswith("<think>"))
+        columns = {name: value for name, value in row.items() if name != data.prompt_column}
+        thinking = text.rstrip().endswith("<think>")
+        return Prompt(prompt, encoded.input_ids, answer, columns, opens_thinking=thinking)
 
 
 def _read_answer(row: dict[str, Any], column: str, where: str) -> Any:
     answer = row.get(column)
-    if answer is None or not str(answer).strip():
-        raise InputError(f"{where}: data.answer_column={column} is empty; drop the row or give its answer")
-    if not isinstance(answer, str | int | float) or isinstance(answer, bool):
-        raise InputError(f"{where}: data.answer_column={column} must be text or a number, got {type(answer).__name__}")
+    if not isinstance(answer, str | int | float) or not str(answer).strip():
+        raise InputError(
+            f"{where}: data.answer_column={column} is empty, or neither text nor a number: "
+            f"{reprlib.repr(answer)}; drop the row or give its answer"
+        )
     return answer
 
 
@@ -195,58 +208,70 @@ def _render(prompt: Any, tokenizer: Any, prompting: Prompting, where: str) -> st
     templated = prompting.apply_chat_template
     if fault := _fault(prompt, templated):
         raise InputError(f"{where}: {fault}")
-    messages = [{"role": "user", "content": prompt}]
-    if not isinstance(prompt, str):
+    if isinstance(prompt, str):
+        messages = [{"role": "user", "content": prompt}]
+    else:
         messages = _without_none(prompt)
     if prompting.system_prompt is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": prompting.system_prompt})
     of_user = [message for message in messages if message["role"] == "user"]
     if of_user:
         of_user[-1]["content"] += prompting.prompt_suffix
-    text = messages[-1].get("content", "")
-    if templated:
-        continues = messages[-1]["role"] == "assistant"
-        end = {"add_generation_prompt": not continues, "continue_final_message": continues}
-        with explained(f"{where}: the model's chat template refuses the prompt"):
-            text = tokenizer.apply_chat_template(messages, tokenize=False, **end, **prompting.chat_template_kwargs)
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise InputError(f"{where}: the prompt is not valid Unicode (half of a surrogate pair): mend the row") from None
-    return text
+    if not templated:
+        return messages[-1]["content"]
+    continues = messages[-1]["role"] == "assistant"
+    with explained(f"{where}: the model's chat template refuses the prompt"):
+        return tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=not continues,
+            continue_final_message=continues,
+            **prompting.chat_template_kwargs,
+        )
 
 
-def stop_token_ids(tokenizer: Any, model_eos: int | list[int] | None, apply_chat_template: bool) -> tuple[int, ...]:
-    """Tokens that end a completion: the tokenizer's and the model's end of text, and the chat template's
-    end of an assistant turn, which base models with a chat template do not declare."""
+def stop_token_ids(
+    tokenizer: Any, model_eos: int | list[int] | None, apply_chat_template: bool
+) -> tuple[int, ...]:
+    """Tokens that end a completion: the tokenizer's and the model's end of text, and the chat
+    template's end of an assistant turn, which base models with a chat template do not declare."""
     ids = {tokenizer.eos_token_id}
     ids.update([model_eos] if isinstance(model_eos, int) else model_eos or [])
     if apply_chat_template:
-        turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+        turns = [
+            {"role": "user", "content": "question"},
+            {"role": "assistant", "content": "answer"},
+        ]
         text = tokenizer.apply_chat_template(turns, tokenize=False)
         after = tokenizer(text.rpartition("answer")[2].lstrip(), add_special_tokens=False).input_ids
-        if after and after[0] in tokenizer.all_special_ids + list(tokenizer.added_tokens_decoder):
+        if after and after[0] in tokenizer.added_tokens_decoder:
             ids.add(after[0])
     return tuple(sorted(ids - {None}))
 
 
 def _fault(prompt: Any, templated: bool) -> str:
-    """The fault that keeps a prompt from being text, or messages for a chat template; empty without one."""
+    """Say why a prompt is neither text nor, for a chat template, messages; empty if it is."""
     if isinstance(prompt, str):
         return ""
-    if not (templated and isinstance(prompt, list) and prompt and all(isinstance(one, dict) for one in prompt)):
-        expected = "text or a list of {role, content} messages" if templated else "text"
+    expected = "text or a list of {role, content} messages" if templated else "text"
+    listed = templated and isinstance(prompt, list) and prompt
+    if not listed or not all(isinstance(message, dict) for message in prompt):
         return f"the prompt must be {expected}, got {reprlib.repr(prompt)}"
     for number, message in enumerate(prompt, start=1):
         for name in ("role", "content"):
-            calls = name == "content" and message.get(name) is None and message.get("tool_calls")
-            if not (isinstance(message.get(name), str) or calls):
-                return f"message {number} of the prompt: {name} must be text, got {reprlib.repr(message.get(name))}"
+            value = message.get(name)
+            calls_tools = name == "content" and value is None and message.get("tool_calls")
+            if not isinstance(value, str) and not calls_tools:
+                got = reprlib.repr(value)
+                return f"message {number} of the prompt: {name} must be text, got {got}"
     return ""
 
 
 def _without_none(value: Any) -> Any:
-    """A copy of messages without the fields that are None: a data set has one wherever another row has a value."""
+    """Copy messages without the fields that are None: a data set has one in each row that lacks
+    another row's field."""
     if isinstance(value, dict):
         return {key: _without_none(part) for key, part in value.items() if part is not None}
-    return [_without_none(part) for part in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_without_none(part) for part in value]
+    return value

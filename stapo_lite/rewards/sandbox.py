@@ -1,15 +1,13 @@
-"""A function in a process of its own: it may hang, crash or take all memory there.
+"""A function in a process of its own, where it may hang, crash or take all memory.
 
-The process is `python -m stapo_lite.rewards.sandbox CONNECTION MEMORY`. It imports neither torch nor anything of the
-trainer, only what the function asks for, so that replacing one is quick. Arguments are pickled by the parent and
-read by the process alone. What comes back is JSON: pickled values would make the parent import the user's or numpy's
-types, to read them.
+The process is `python -m stapo_lite.rewards.sandbox CONNECTION`. It imports neither torch nor
+anything of the trainer, only what the function asks for, so that starting another one is quick.
+The parent sends pickled arguments. The process answers in JSON: with pickled values the parent
+would have to import the user's types, or numpy's, to read them.
 
-Arguments and values lie in a file in memory that both have open; only the number of the call goes through the
-connection. A message of a few bytes never blocks, and comes whole or not at all: even if the process has died and one
-that it started keeps the connection open.
-Libraries with limits for each task (pebble, loky) start workers by `multiprocessing`, which imports the trainer's main
-module, and with it torch, into each, and they leave behind what a function started.
+Libraries with limits for each task (pebble, loky) start their workers by `multiprocessing`. Each
+worker then imports the trainer's main module, and with it torch, and processes that a function
+started outlive it.
 """
 
 import asyncio
@@ -21,16 +19,18 @@ import pickle
 import pkgutil
 import random
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
-from io import FileIO
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -38,7 +38,7 @@ from stapo_lite.errors import one_line
 
 
 class SandboxError(Exception):
-    """A call that gave no value; its message says why."""
+    """The sandboxed call failed; the message says why."""
 
 
 class Sandbox:
@@ -47,35 +47,38 @@ class Sandbox:
     Args:
         function: `package.module:function`.
         timeout: seconds of one call, and of the module's import.
-        memory_bytes: memory of the process and of what it started.
+        memory_bytes: limit for the process together with all that it started.
     """
 
     def __init__(self, function: str, timeout: float, memory_bytes: int):
-        self.function, self.timeout, self.memory_bytes = function, timeout, memory_bytes
+        self.function = function
+        self.timeout = timeout
+        self.memory_bytes = memory_bytes
         self._process: subprocess.Popen | None = None
-        self._number = 0
 
     def start(self) -> bool:
         """Start the process unless it runs; returns whether it was started.
 
         Raises:
-            SandboxError: the function cannot be imported.
+            SandboxError: the function cannot be imported, or the system starts no process.
         """
         if self._process is not None:
             return False
-        connection, theirs = Pipe()
-        self._mailbox = Mailbox(connection, FileIO(os.memfd_create("stapo_lite"), "r+"))
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        with theirs:
-            ends = (theirs.fileno(), self._mailbox.memory.fileno())
-            command = [sys.executable, "-m", "stapo_lite.rewards.sandbox", *map(str, ends)]
-            try:  # in a group of its own, with what it starts
-                self._process = subprocess.Popen(
-                    command, pass_fds=ends, stdin=subprocess.DEVNULL, start_new_session=True, env=environment
-                )
-            except OSError as error:
-                self._mailbox.close()
-                raise SandboxError(f"no process can be started ({error.strerror})") from None
+        self._connection, theirs = Pipe()
+        number = theirs.fileno()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "stapo_lite.rewards.sandbox", str(number)],
+                pass_fds=[number],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # a process group, which ends as a whole
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+        except OSError as error:
+            self._connection.close()
+            raise SandboxError(f"no process can be started ({error.strerror})") from None
+        finally:
+            theirs.close()
         try:
             self._ask(self.function, self.timeout)
         except SandboxError:
@@ -84,40 +87,44 @@ class Sandbox:
         return True
 
     def call(self, arguments: dict[str, Any], seed: int = 0, timeout: float | None = None) -> Any:
-        """The function's value, made of Python's own numbers, texts and lists.
+        """Call the function; returns its value as Python's own numbers, texts and lists.
 
         Args:
             arguments: by keyword.
             seed: of Python's, numpy's and torch's generators in the process.
-            timeout: seconds, where not those of all calls.
+            timeout: seconds; by default the sandbox's.
 
         Raises:
-            SandboxError: it raised, met a limit, or ended its process; the next call is made in a new one if need be.
+            SandboxError: it raised, passed a limit, or ended its process. If the process has
+                ended, the next call starts another one.
         """
         self.start()
         timeout = timeout or self.timeout
         return self._ask((arguments, seed % 2**32, timeout), timeout)
 
     def _ask(self, question: Any, timeout: float) -> Any:
-        assert self._process is not None
+        process = self._process
+        assert process is not None
         deadline = time.monotonic() + timeout
-        with suppress(OSError):  # it has ended, as the next lines find
-            self._number += 1
-            self._mailbox.put(self._number, pickle.dumps(question))
+        limit_waiting(self._connection, timeout)
         try:
-            while not self._mailbox.connection.poll(0.1):
-                if self._process.poll() is not None:  # what it started may hold the connection open
+            # Nobody would read a long message to a process that has ended, if one that it started
+            # holds the connection open.
+            if process.poll() is None:
+                self._connection.send_bytes(pickle.dumps(question))
+            while not self._connection.poll(0.1):
+                if process.poll() is not None:
                     raise EOFError
                 if time.monotonic() > deadline:
                     raise SandboxError(f"took longer than {timeout:g} s")
-                if used_bytes(self._process.pid, self.memory_bytes) > self.memory_bytes:
+                if used_bytes(process.pid, self.memory_bytes) > self.memory_bytes:
                     raise SandboxError(f"took more than {self.memory_bytes / 2**30:.3g} GiB")
-            number, answer = self._mailbox.get()
-            if number != self._number:
-                raise SandboxError("answered twice: a process that it forked returned from the function")
-            value, problem = json.loads(answer)
-        except (EOFError, OSError, ValueError):
-            status = self._process.wait()
+            value, problem = json.loads(self._connection.recv_bytes())
+        except BlockingIOError:  # from `limit_waiting`
+            self.close()
+            raise SandboxError(f"took longer than {timeout:g} s") from None
+        except (EOFError, OSError):
+            status = process.wait()
             self.close()
             raise SandboxError(f"ended its process with status {status}") from None
         except SandboxError:
@@ -128,92 +135,67 @@ class Sandbox:
         return value
 
     def kill(self) -> None:
-        """End the process and what it started; a call under way in another thread finds that out."""
+        """End the process and what it started; a call under way in another thread then fails."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """End the process and what it started, where no call is under way; the next call starts a new one."""
+        """End the process and what it started, when no call is under way. The next call starts
+        another one."""
         if self._process is not None:
             self.kill()
             self._process.wait()
             self._process = None
-            self._mailbox.close()
+            self._connection.close()
 
 
-class Mailbox(NamedTuple):
-    """One side of what two processes, in turns, give each other."""
-
-    connection: Connection
-    """Carries the number of the call."""
-    memory: FileIO
-    """A file in memory, the same one on both sides, with the content."""
-
-    def put(self, number: int, content: bytes) -> None:
-        """Hand over what belongs to a call."""
-        self.memory.seek(0)
-        self.memory.truncate()
-        rest = memoryview(content)
-        while rest:
-            rest = rest[self.memory.write(rest) :]
-        self.connection.send_bytes(str(number).encode())
-
-    def get(self) -> tuple[int, bytes]:
-        """Wait for what the other side hands over: number of the call, and content.
-
-        Raises:
-            EOFError: it has closed its connection, or ended.
-        """
-        number = int(self.connection.recv_bytes())
-        self.memory.seek(0)
-        return number, self.memory.readall()
-
-    def close(self) -> None:
-        """Close this side."""
-        self.connection.close()
-        self.memory.close()
+def limit_waiting(connection: Connection, timeout: float) -> None:
+    """Let a connection raise BlockingIOError if a message makes no progress for so many seconds,
+    since its other end was stopped, or has ended while another process holds it open."""
+    limit = struct.pack("ll", math.ceil(timeout), 0)
+    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
 
 def used_bytes(pid: int, limit: int) -> int:
-    """Memory of a process and of those that it started.
+    """Memory of a process and of those that it started; 0 if one of them ends just now.
 
-    Pages that they share count once: each process has its part of them (PSS). To find out takes a walk through all
-    pages, so it is done only if the limit is passed when they count for every process.
+    Pages that they share count once: each process has its part of them (PSS). Finding that out
+    takes a walk through all pages, so it is done only if the resident sizes, in which shared pages
+    count for every process, pass the limit.
     """
     with suppress(psutil.Error):
         process = psutil.Process(pid)
         processes = [process, *process.children(recursive=True)]
-        resident = sum(_memory(one, "memory_info", "rss") for one in processes)
-        return resident if resident <= limit else sum(_memory(one, "memory_full_info", "pss") for one in processes)
+        resident = sum(one.memory_info().rss for one in processes)
+        if resident <= limit:
+            return resident
+        return sum(one.memory_full_info().pss for one in processes)
     return 0
 
 
-def _memory(process: psutil.Process, read: str, kind: str) -> int:
-    try:
-        return getattr(getattr(process, read)(), kind)
-    except psutil.Error:  # it ends just now
-        return 0
-
-
-def serve(mailbox: Mailbox) -> None:
-    """Receive the function's path, then (keyword arguments, seed, seconds) of each call; answer [value, problem].
+def answer_calls(connection: Connection) -> None:
+    """Receive the function's path, then (keyword arguments, seed, seconds) of each call; answer
+    [value, problem] to each.
 
     Raises:
         EOFError: the parent has closed the connection, or ended.
     """
+    path, own_pid = connection.recv(), os.getpid()
     try:
-        number, path = mailbox.get()
-        function = pkgutil.resolve_name(pickle.loads(path))
+        function = pkgutil.resolve_name(path)
         problem = None if callable(function) else f"is a {type(function).__name__}, not a function"
     except Exception as error:  # the module is the user's
         problem = f"cannot be imported ({type(error).__name__}: {one_line(error)})"
-    mailbox.put(number, _answer(None, problem))
-    loop = asyncio.Runner()  # one for all calls: what a coroutine function holds belongs to its loop
+    connection.send_bytes(to_json([None, problem]))
+    # One loop for all calls: what a coroutine function holds, such as a client, belongs to a loop.
+    loop = asyncio.Runner()
     while problem is None:
-        number, question = mailbox.get()
-        arguments, seed, timeout = pickle.loads(question)
-        signal.alarm(math.ceil(timeout) + 1)  # without a handler it ends even C code, and does so if the parent is gone
+        arguments, seed, timeout = connection.recv()
+        # Without a handler the signal ends even C code. It does so, too, if the parent is gone.
+        signal.alarm(math.ceil(timeout) + 1)
         random.seed(seed)
         if numpy := sys.modules.get("numpy"):
             numpy.random.seed(seed)
@@ -221,31 +203,35 @@ def serve(mailbox: Mailbox) -> None:
             torch.manual_seed(seed)
         try:
             value = function(**arguments)
-            answer = _answer(loop.run(value) if inspect.iscoroutine(value) else value, None)
+            if inspect.iscoroutine(value):
+                value = loop.run(value)
+            answer = to_json([value, None])
         except Exception as error:
-            answer = _answer(None, f"raised {type(error).__name__}: {one_line(error)}{_place(error, function)}")
+            reason = f"raised {type(error).__name__}: {one_line(error)}{_place(error, path)}"
+            answer = to_json([None, reason])
         signal.alarm(0)
-        mailbox.put(number, answer)
+        if os.getpid() != own_pid:  # the function has forked, and came back twice
+            os._exit(1)
+        connection.send_bytes(answer)
 
 
-def _place(error: Exception, function: Callable) -> str:
-    """Where in the function's own file an error arose; empty where it was elsewhere."""
-    file = getattr(sys.modules.get(getattr(function, "__module__", "")), "__file__", None)
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    return f" ({os.path.basename(file)}, line {lines[-1]})" if file and lines else ""
+def _place(error: Exception, path: str) -> str:
+    """Describe the line of the function's own file that raised an error; empty if none did."""
+    module = sys.modules[path.partition(":")[0]]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename == getattr(module, "__file__", None):
+            return f" ({Path(frame.filename).name}, line {frame.lineno})"
+    return ""
 
 
-def _answer(value: Any, problem: str | None) -> bytes:
-    return json.dumps([value, problem], default=_plain, skipkeys=True).encode()
-
-
-def as_json(value: Any) -> Any:
-    """A value as it would come out of a sandbox: Python's own numbers, texts and lists."""
-    return json.loads(_answer(value, None))[0]
+def to_json(value: Any) -> bytes:
+    """Encode a value, with arrays and other iterables as lists, other numbers as floats, and NaN
+    for anything else."""
+    return json.dumps(value, default=_plain).encode()
 
 
 def _plain(value: Any) -> Any:
-    """The list or number that a value of a type unknown to JSON stands for; NaN where it stands for none."""
+    """Convert a value of a type that JSON does not know."""
     if hasattr(value, "tolist"):
         return value.tolist()
     try:
@@ -255,7 +241,8 @@ def _plain(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
-        file.write("1000")  # where the machine's memory ends before the limit, the kernel takes this process first
+    # If the machine's memory ends before the limit, let the kernel end this process first.
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     with suppress(EOFError, ConnectionError):  # the trainer has ended
-        serve(Mailbox(Connection(int(sys.argv[1])), FileIO(int(sys.argv[2]), "r+")))
+        answer_calls(Connection(int(sys.argv[1])))

@@ -7,21 +7,19 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from tqdm.auto import tqdm
 
 from stapo_lite.config import Config
 from stapo_lite.errors import InputError
-from stapo_lite.types import Completion, Prompt
-
-if TYPE_CHECKING:  # slow to import, and `serve --help` needs none
-    from accelerate import Accelerator
+from stapo_lite.types import Completion, Prompt, derived_seed
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """Sampling of a training run: from the full distribution at `temperature`, without top-p or top-k."""
+class RolloutSettings:
+    """Sampling of a training run: from the full distribution at `temperature`, without top-p or
+    top-k."""
 
     num_generations: int
     max_model_len: int
@@ -29,6 +27,11 @@ class Sampling:
     max_completion_length: int
     temperature: float
     stop_token_ids: tuple[int, ...]
+
+    @property
+    def decoding(self) -> Decoding:
+        """The same for one completion with a seed of its own."""
+        return Decoding(self.max_completion_length, self.temperature, top_p=1.0, logprobs=True)
 
 
 @dataclass(frozen=True)
@@ -44,14 +47,34 @@ class Decoding:
     """Further options of vLLM's SamplingParams, such as `stop`."""
 
     def parameters(self, seed: int) -> dict[str, Any]:
-        """All of it by the names of vLLM's SamplingParams, which its server shares. No other than the sampled token's
-        log-probability is asked for: 0."""
-        fixed = {"temperature": self.temperature, "top_p": self.top_p, "max_tokens": self.max_completion_length}
-        return fixed | {"logprobs": 0 if self.logprobs else None, "seed": seed} | self.options
+        """All settings by the names of vLLM's SamplingParams, which its server shares."""
+        fixed = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "max_tokens": self.max_completion_length,
+            "logprobs": 0 if self.logprobs else None,  # 0: of the sampled token only
+            "seed": seed,
+        }
+        return fixed | self.options
+
+
+def each_sample(
+    prompts: Sequence[Prompt], seeds: Sequence[int], size: int
+) -> Iterator[tuple[Prompt, int]]:
+    """Every prompt `size` times, each time with a seed of its own."""
+    for prompt, seed in zip(prompts, seeds, strict=True):
+        for g in range(size):
+            yield prompt, derived_seed(seed, g)
+
+
+def in_groups(completions: list[Completion], size: int) -> list[list[Completion]]:
+    """Cut what was sampled in the order of `each_sample` into groups."""
+    return [completions[i : i + size] for i in range(0, len(completions), size)]
 
 
 def progress_bar(task: str, unit: str, total: int, steps: Iterable[Any] | None = None) -> tqdm:
-    """A bar on the terminal of the first process until the task is done; none where there is no terminal."""
+    """A progress bar on the terminal of the first process, if there is one, until the task is
+    done."""
     quiet = None if os.environ.get("RANK", "0") == "0" else True
     return tqdm(steps, task, total, leave=False, unit=unit, disable=quiet)
 
@@ -63,7 +86,8 @@ class Publisher(Protocol):
     """The PeftModel."""
 
     def adapter_tensors(self, dtype: str) -> dict[str, Any]:
-        """Copies of the adapter's values in host memory, by the names under which PEFT saves them."""
+        """Copies of the adapter's values in host memory, by the names under which PEFT saves
+        them."""
         ...
 
 
@@ -75,21 +99,23 @@ class RolloutEngine(Protocol):
         ...
 
     def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[list[Completion]]:
-        """One group of `num_generations` completions per prompt, in order; each has the version that it was sampled
-        from, and the log-probability of each token at the sampling temperature. Completion g of a prompt with seed s
-        has the seed `derived_seed(s, g)`; vLLM in the process draws all from the first prompt's seed."""
+        """One group of `num_generations` completions per prompt, in order; each has the version
+        that it was sampled from, and the log-probability of each token at the sampling temperature.
+        Completion g of a prompt with seed s has the seed `derived_seed(s, g)`; vLLM in the process
+        draws all from the first prompt's seed."""
         ...
 
     def stream(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], decodings: Sequence[Decoding]
     ) -> Iterator[tuple[int, Completion]]:
-        """The index of a prompt and its one completion, as they finish. Each draw follows from the prompt's own seed,
-        and has log-probabilities for certain only where its decoding asks for them."""
+        """The index of a prompt and its one completion, as they finish. Each draw follows from the
+        prompt's own seed. Log-probabilities are there for certain only if its decoding asks for
+        them."""
         ...
 
     def prefetch(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> None:
-        """Learn what later calls of `generate` will ask for. An engine in the trainer's process does nothing with it:
-        it cannot sample while the trainer runs."""
+        """Learn what later calls of `generate` will ask for. An engine in the trainer's process
+        does nothing with it: it cannot sample while the trainer runs."""
         return
 
     def sleep(self) -> None:
@@ -114,14 +140,18 @@ def write_adapter(policy: Publisher, dtype: str, folder: Path) -> None:
 
 
 def resolve_engine(name: str) -> str:
-    """`auto` -> `vllm` where it is installed and has a device, else `transformers`; `server` needs no vLLM here.
+    """`auto` -> `vllm` if it is installed and has a device, else `transformers`; `server` needs
+    no vLLM here.
 
     Raises:
         InputError: vLLM is asked for and not installed.
     """
     installed = importlib.util.find_spec("vllm") is not None
     if name == "vllm" and not installed:
-        raise InputError("rollout.engine=vllm: vLLM is not installed; install it, or set rollout.engine=transformers")
+        raise InputError(
+            "rollout.engine=vllm: vLLM is not installed; install it, or set "
+            "rollout.engine=transformers"
+        )
     if name == "auto":
         from stapo_lite.rollout.vllm_options import has_device
 
@@ -130,43 +160,56 @@ def resolve_engine(name: str) -> str:
 
 
 def check_options(name: str, config: Config) -> None:
-    """Raises InputError where the engine cannot do what the config asks of it; before any weights are loaded."""
+    """Raise InputError if the engine cannot do what the config asks of it, before any weights are
+    loaded."""
     if name == "vllm":
         from stapo_lite.rollout.vllm_options import check_vllm, prepare_vllm
 
         prepare_vllm()
         check_vllm(config.rollout, config.rollout.sleep_level)
+    if name != "transformers":
+        return
     needs_vllm = {
         "rollout.model": config.rollout.model,
         "rollout.quantization": config.rollout.quantization,
         "train.park_trainer": config.train.park_trainer,
     }
-    for key, value in needs_vllm.items() if name == "transformers" else ():
+    for key, value in needs_vllm.items():
         if value:
-            raise InputError(f"{key}={value} needs vLLM; the transformers engine samples from the trainer's own model")
+            raise InputError(
+                f"{key}={value} needs vLLM; the transformers engine samples from the trainer's own "
+                "model"
+            )
 
 
-def make_sampling(config: Config, stop_tokens: tuple[int, ...]) -> Sampling:
+def rollout_settings(config: Config, stop_tokens: tuple[int, ...]) -> RolloutSettings:
     """The sampling settings of a training run."""
     r = config.rollout
-    return Sampling(r.num_generations, config.max_sequence_length, r.max_completion_length, r.temperature, stop_tokens)
+    return RolloutSettings(
+        r.num_generations,
+        config.max_sequence_length,
+        r.max_completion_length,
+        r.temperature,
+        stop_tokens,
+    )
 
 
-def make_engine(name: str, config: Config, stop_tokens: tuple[int, ...], accelerator: Accelerator) -> RolloutEngine:
-    """Start the engine of a training run.
+def make_engine(name: str, config: Config, sampling: RolloutSettings) -> RolloutEngine:
+    """Start an engine of a training run in this process.
+
+    Args:
+        name: `vllm` or `transformers`.
 
     Raises:
         InputError: it does not start.
     """
-    r, sampling = config.rollout, make_sampling(config, stop_tokens)
+    r = config.rollout
     if name == "transformers":
         from stapo_lite.rollout.transformers_engine import TransformersEngine
 
         return TransformersEngine(sampling, r.max_num_seqs)
-    if name == "server":
-        from stapo_lite.rollout.server_engine import ServerEngine
-
-        return ServerEngine(config.dtype, sampling, r, Path(config.output_dir), accelerator)
     from stapo_lite.rollout.vllm_engine import VLLMEngine
 
-    return VLLMEngine(r.model or config.model, config.dtype, sampling, r, config.lora, r.sleep_level)
+    return VLLMEngine(
+        r.model or config.model, config.dtype, sampling, r, config.lora, r.sleep_level
+    )

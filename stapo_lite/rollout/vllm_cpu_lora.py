@@ -1,9 +1,9 @@
 """CPU only: vLLM's LoRA layers as two matrix products per adapter instead of one gather per token.
 
 vLLM's CPU fallback copies the adapter's weights once per token (several times slower than the model
-itself, and by orders of magnitude in prefill). GPUs have their own kernels and never come here. A worker of vLLM's
-imports this module for `WorkerExtension`, and the import replaces `PunicaWrapperCPU.add_lora_linear` (vLLM 0.32's
-signature).
+itself, and by orders of magnitude in prefill). GPUs have their own kernels and never come here. A
+worker of vLLM's imports this module for `WorkerExtension`, and the import replaces
+`PunicaWrapperCPU.add_lora_linear` (vLLM 0.32's signature).
 """
 
 from typing import Any
@@ -35,16 +35,11 @@ def _add_lora_linear(
         if slot < 0:  # rows of the base model
             continue
         rows = (slots == slot).nonzero().flatten()
-        whole = len(rows) == len(x)
-        picked = x if whole else x[rows]
+        picked = x[rows]
         start = 0
         for a, b, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
             update = (picked @ a[slot, 0].T) @ b[slot, 0].T
-            target = y[:, start : start + width]
-            if whole:
-                target.add_(update, alpha=scale)
-            else:
-                target.index_add_(0, rows, update, alpha=scale)
+            y[:, start : start + width].index_add_(0, rows, update, alpha=scale)
             start += width
 
 

@@ -1,7 +1,8 @@
-"""Rollouts with vLLM in the trainer's process; each adapter version is loaded under a name of its own.
+"""Rollouts with vLLM in the trainer's process; each adapter version is loaded under a name of its
+own.
 
 vLLM keys its prefix cache by adapter name and path, and keeps the old weights of an id it knows, so
-every version gets a fresh name, id and folder, in memory if there is room. The base is loaded once and never touched.
+every version gets a fresh name, id and folder. The base is loaded once and never touched.
 """
 
 import functools
@@ -20,19 +21,22 @@ from accelerate.utils import set_seed
 from accelerate.utils.memory import clear_device_cache
 
 from stapo_lite.config import Engine, Lora
-from stapo_lite.errors import InputError, RunError, explained, one_line, out_of_memory
-from stapo_lite.rollout import Decoding, Publisher, RolloutEngine, Sampling, progress_bar, write_adapter
+from stapo_lite.errors import RunError, explained, one_line, out_of_memory
+from stapo_lite.rollout import (
+    Decoding,
+    Publisher,
+    RolloutEngine,
+    RolloutSettings,
+    progress_bar,
+    write_adapter,
+)
 from stapo_lite.rollout.vllm_options import engine_arguments, prepare_vllm
 from stapo_lite.types import Completion, Prompt
 
 logger = logging.getLogger(__name__)
 
-IN_MEMORY = Path("/dev/shm")
-ROOM = 2 << 30
-"""Bytes for the adapters of a process, the new one and the one that it replaces. One of rank 128 for a 14B model takes
-half of it."""
 REFUSED = "vLLM refuses a request"
-"""One of its options, which an episode may give, is unknown or out of range."""
+"""An option that an episode gave is unknown or out of range."""
 
 
 class VLLMEngine(RolloutEngine):
@@ -41,7 +45,7 @@ class VLLMEngine(RolloutEngine):
     Args:
         model: folder or Hub name of the base, which may be quantised.
         options: `gpu_memory_utilization` has an effect on a GPU only.
-        lora: rank and layers of the adapters to come; None where there will be none.
+        lora: rank and layers of the adapters to come; None if there will be none.
         sleep_level: as `rollout.sleep_level`, 0 to 2; has an effect on a GPU only.
 
     Raises:
@@ -49,7 +53,13 @@ class VLLMEngine(RolloutEngine):
     """
 
     def __init__(
-        self, model: str, dtype: str, sampling: Sampling, options: Engine, lora: Lora | None, sleep_level: int
+        self,
+        model: str,
+        dtype: str,
+        sampling: RolloutSettings,
+        options: Engine,
+        lora: Lora | None,
+        sleep_level: int,
     ):
         prepare_vllm()
         self._joined = torch.distributed.is_initialized()
@@ -58,27 +68,33 @@ class VLLMEngine(RolloutEngine):
         from vllm.sampling_params import RequestOutputKind
 
         on_cpu = current_platform.is_cpu()
-        # On a CPU compiling the sampler costs ten seconds and gains nothing; the trainer may still compile its layers.
-        self._uncompiled = functools.partial(torch.compiler.set_stance, "force_eager") if on_cpu else nullcontext
+        # On a CPU compiling the sampler costs ten seconds and gains nothing; the trainer may still
+        # compile its layers.
+        eager = functools.partial(torch.compiler.set_stance, "force_eager")
+        self._uncompiled = eager if on_cpu else nullcontext
         self._dtype = dtype
         self._sleep_level, self._asleep = 0 if on_cpu else sleep_level, False
-        arguments: dict[str, Any] = {"enable_sleep_mode": self._sleep_level > 0, "use_tqdm_on_load": False}
-        if not on_cpu:
-            if not torch.cuda.is_available():
-                raise InputError(
-                    "rollout.engine=vllm: torch cannot use the card; its driver may be older than its CUDA"
-                )
-            torch.cuda.synchronize()  # vLLM works in a stream of its own; up to 0.29 it does not wait for ours
-            if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # an engine per process, each on its process's card
-                arguments["distributed_executor_backend"] = "external_launcher"
-        length = sampling.max_model_len
+        sleeps = self._sleep_level > 0
+        arguments: dict[str, Any] = {"enable_sleep_mode": sleeps, "use_tqdm_on_load": False}
+        if not on_cpu and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            # Each process has an engine, on its own card.
+            arguments["distributed_executor_backend"] = "external_launcher"
         with explained(f"rollout: vLLM cannot serve {model}"), self._uncompiled():
-            arguments |= engine_arguments(model, dtype, length, options, lora, max_loras=1, on_cpu=on_cpu)
+            if (
+                not on_cpu
+            ):  # vLLM works in a stream of its own; up to 0.29 it does not wait for ours
+                torch.cuda.synchronize()
+            arguments |= engine_arguments(
+                model, dtype, sampling.max_model_len, options, lora, max_loras=1, on_cpu=on_cpu
+            )
             self._llm: Any = LLM(**arguments)
         self._sampling = sampling
-        fixed: dict[str, Any] = {"stop_token_ids": list(sampling.stop_token_ids), "detokenize": False}
-        self._parameters = functools.partial(SamplingParams, output_kind=RequestOutputKind.FINAL_ONLY, **fixed)
-        self._folder = tempfile.TemporaryDirectory(prefix="stapo_lite-adapters-", dir=place_for_adapters())
+        self._parameters = functools.partial(
+            SamplingParams,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            stop_token_ids=list(sampling.stop_token_ids),
+        )
+        self._folder = tempfile.TemporaryDirectory(prefix="stapo_lite-adapters-")
         self._request: Any = None
 
     def publish(self, policy: Publisher, version: int) -> None:
@@ -91,7 +107,8 @@ class VLLMEngine(RolloutEngine):
                 shutil.rmtree(old)
 
     def load_adapter(self, folder: Path, version: int) -> None:
-        """Serve an adapter in PEFT's format as `version`, which must be new, and drop the one before.
+        """Serve an adapter in PEFT's format as `version`, which must be new, and drop the one
+        before.
 
         Raises:
             InputError: it has layers that vLLM gives no adapter in this model.
@@ -99,16 +116,22 @@ class VLLMEngine(RolloutEngine):
         from vllm.lora.request import LoRARequest
 
         request = LoRARequest(f"adapter-v{version}", version + 1, str(folder))  # ids begin at 1
+        # Load it now: vLLM would hang on an adapter that fails to load during generation.
         with explained("lora.target_modules: vLLM cannot serve the adapter", ValueError):
-            self._engine.add_lora(request)  # now: one that fails to load during generation would hang vLLM
+            self._engine.add_lora(request)
         self._request = request
 
     def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[list[Completion]]:
         s = self._sampling
+        # vLLM samples from the process's generators; a seed per request costs a fifth.
+        set_seed(seeds[0] % 2**32)
         parameters = self._parameters(
-            n=s.num_generations, temperature=s.temperature, max_tokens=s.max_completion_length, logprobs=0
-        )  # logprobs: of the sampled token only
-        set_seed(seeds[0] % 2**32)  # vLLM samples from the process's generators; a seed per request costs a fifth
+            n=s.num_generations,
+            temperature=s.temperature,
+            max_tokens=s.max_completion_length,
+            logprobs=0,  # of the sampled token only
+            detokenize=False,
+        )
         groups: dict[int, list[Completion]] = {}
         with progress_bar("rollout", "prompt", len(prompts)) as bar:
             for index, output in self._outputs(prompts, [parameters] * len(prompts)):
@@ -119,40 +142,43 @@ class VLLMEngine(RolloutEngine):
     def stream(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], decodings: Sequence[Decoding]
     ) -> Iterator[tuple[int, Completion]]:
+        parameters = []
         with explained(REFUSED, kind=RunError):
-            parameters = [
-                self._parameters(**{"detokenize": bool(d.options)} | d.parameters(seed))  # to find stop strings
-                for seed, d in zip(seeds, decodings, strict=True)
-            ]
+            for seed, decoding in zip(seeds, decodings, strict=True):
+                options = {"detokenize": bool(decoding.options)}  # text is needed for stop strings
+                parameters.append(self._parameters(**options | decoding.parameters(seed)))
         for index, output in self._outputs(prompts, parameters):
             yield index, completions(prompts[index], output)[0]
 
-    def _outputs(self, prompts: Sequence[Prompt], parameters: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+    def _outputs(
+        self, prompts: Sequence[Prompt], parameters: Sequence[Any]
+    ) -> Iterator[tuple[int, Any]]:
         """The index of a prompt and vLLM's output for it, as they finish.
 
         Raises:
             RunError: vLLM failed, or refuses a request.
         """
-        missing = dict.fromkeys(range(len(prompts)))
+        missing = dict.fromkeys(map(str, range(len(prompts))))
         try:
             with explained(REFUSED, kind=RunError):
-                for index in missing:
-                    request = {"prompt_token_ids": prompts[index].token_ids}
-                    self._engine.add_request(str(index), request, parameters[index], lora_request=self._request)
+                for name, prompt, each in zip(missing, prompts, parameters, strict=True):
+                    tokens = {"prompt_token_ids": prompt.token_ids}
+                    self._engine.add_request(name, tokens, each, lora_request=self._request)
             while self._engine.has_unfinished_requests():
                 with self._uncompiled():
                     outputs = self._engine.step()
                 for output in outputs:
                     if output.finished:
-                        index = int(output.request_id)
-                        del missing[index]
-                        yield index, output
+                        del missing[output.request_id]
+                        yield int(output.request_id), output
         except (GeneratorExit, RunError):  # the caller has seen enough, or must change a request
-            self._engine.abort_request([str(index) for index in missing])
+            self._engine.abort_request(list(missing))
             raise
         except Exception as error:  # whatever ends vLLM
             reason = f"vLLM failed while it sampled ({type(error).__name__}: {one_line(error)})"
-            raise RunError(f"{reason}: go on with the same command (stapo train: with --resume)") from error
+            raise RunError(
+                f"{reason}: go on with the same command (stapo train: with --resume)"
+            ) from error
 
     @property
     def _engine(self) -> Any:
@@ -178,42 +204,33 @@ class VLLMEngine(RolloutEngine):
             if not out_of_memory(error):
                 raise
             raise RunError(
-                "vLLM does not get its memory back when it wakes: lower rollout.gpu_memory_utilization, or set "
-                "train.park_trainer=true, and continue with --resume --force"
+                "vLLM does not get its memory back when it wakes: lower "
+                "rollout.gpu_memory_utilization, or set train.park_trainer=true, and continue with "
+                "--resume --force"
             ) from error
         self._asleep = False
-        if self._request is not None:  # level 2 dropped its weights: the next request reads them again
+        if self._request is not None:
+            # Level 2 dropped the adapter's weights; the next request reads them again.
             self._engine.remove_lora(self._request.lora_int_id)
 
     def close(self) -> None:
         """Free the engine's memory, for another engine in the same process (a notebook)."""
-        self._request = None
         self._folder.cleanup()
-        self._shut_down()
-
-    def _shut_down(self) -> None:
-        if self._llm is not None:
-            if self._asleep:  # memory that is unmapped in sleep would stay so for the process's next engine
-                torch.cuda.empty_cache()
-                with suppress(Exception):
-                    self._llm.wake_up()
-            with suppress(Exception), kept_process_group(self._joined):  # it may be what failed
-                self._engine.engine_core.shutdown()
-        self._asleep = False
-        self._llm = None
+        if self._asleep:  # memory that is unmapped in sleep would stay so for the next engine
+            torch.cuda.empty_cache()
+            with suppress(Exception):
+                self._llm.wake_up()
+        with suppress(Exception), kept_process_group(self._joined):  # it may be what failed
+            self._engine.engine_core.shutdown()
+        self._llm = self._request = None
         forget_adapter_slots()
         clear_device_cache(garbage_collection=True)  # the engine is full of cycles
 
 
-def place_for_adapters() -> Path | None:
-    """The file system in memory; None, for the usual temporary folder, where it is small: a container's has 64 MiB."""
-    room = ROOM * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return IN_MEMORY if IN_MEMORY.is_dir() and shutil.disk_usage(IN_MEMORY).free >= room else None
-
-
 @contextmanager
 def kept_process_group(keep: bool) -> Iterator[None]:
-    """Keep the process group of all processes where it is accelerate's: vLLM ends it together with its own groups.
+    """Keep accelerate's process group of all processes, which vLLM would end together with its own
+    groups.
 
     Args:
         keep: whether it was there before vLLM.
@@ -233,19 +250,23 @@ def kept_process_group(keep: bool) -> Iterator[None]:
 
 def forget_adapter_slots() -> None:
     """Drop the adapter slots that vLLM's CUDA kernels keep in tables for the life of the process
-    (vllm/lora/ops/triton_ops/utils.py). They lie in sleep mode's memory: while it holds any, no other engine starts."""
+    (vllm/lora/ops/triton_ops/utils.py). They lie in sleep mode's memory: while it holds any, no
+    other engine starts."""
     if kernels := sys.modules.get("vllm.lora.ops.triton_ops.utils"):
         kernels._LORA_A_PTR_DICT.clear()
         kernels._LORA_B_PTR_DICT.clear()
 
 
 def completions(prompt: Prompt, output: Any) -> list[Completion]:
-    """The samples of one of vLLM's `RequestOutput`s, of the adapter version that its request named."""
+    """The samples of one of vLLM's `RequestOutput`s, of the adapter version that its request
+    named."""
     version = output.lora_request.lora_int_id - 1 if output.lora_request else 0
     found = []
     for sample in output.outputs:
         token_ids = list(sample.token_ids)
-        steps = zip(token_ids, sample.logprobs or (), strict=bool(sample.logprobs))
-        logprobs = [step[token].logprob for token, step in steps]
-        found.append(Completion(prompt, token_ids, logprobs, sample.finish_reason == "length", version))
+        logprobs = []
+        for token, step in zip(token_ids, sample.logprobs or (), strict=bool(sample.logprobs)):
+            logprobs.append(step[token].logprob)
+        truncated = sample.finish_reason == "length"
+        found.append(Completion(prompt, token_ids, logprobs, truncated, version))
     return found

@@ -1,4 +1,5 @@
-"""vLLM's engine arguments in one table, for an engine in the process and for a server; checks of the installed vLLM."""
+"""vLLM's engine arguments in one table, for an engine in the process and for a server; checks of
+the installed vLLM."""
 
 import dataclasses
 import difflib
@@ -15,16 +16,20 @@ from stapo_lite.config import Engine, Lora
 from stapo_lite.errors import InputError
 
 BATCHED_TOKENS = 8192
-"""Tokens that vLLM prefills at a time on a GPU. Its own default doubles from 70 GiB on, which the planner would not
-know."""
+"""Tokens that vLLM prefills at a time on a GPU. Its own default doubles from 70 GiB on, which the
+planner would not know."""
 CPU_KV_CACHE_BYTES = 1 << 30
 WATERMARK = 0.05
-"""Share of the KV cache that vLLM keeps free for running sequences before it begins another one. This spares more than
-half of the tokens that it would otherwise drop and compute again (docs/results.md)."""
+"""Share of the KV cache that vLLM keeps free for running sequences before it begins another one.
+This spares more than half of the tokens that it would otherwise drop and compute again
+(docs/results.md)."""
 OURS = {
-    "model", "dtype", "quantization", "max_model_len", "max_num_seqs", "logprobs_mode", "generation_config",
-    "disable_log_stats", "enable_lora", "max_loras", "max_lora_rank", "lora_target_modules", "gpu_memory_utilization",
-    "enable_chunked_prefill", "enable_sleep_mode", "sleep_mode_offload_cudagraph", "distributed_executor_backend",
+    "model", "dtype", "quantization", "max_model_len", "max_num_seqs", "logprobs_mode",
+    "generation_config",
+    "disable_log_stats", "enable_lora", "max_loras", "max_lora_rank", "lora_target_modules",
+    "gpu_memory_utilization",
+    "enable_chunked_prefill", "enable_sleep_mode", "sleep_mode_offload_cudagraph",
+    "distributed_executor_backend",
     "seed", "worker_extension_cls",
 }  # fmt: skip
 """Engine arguments that follow from other keys, or that training relies on."""
@@ -40,14 +45,16 @@ def prepare_vllm() -> None:
         os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
-    # Both warn of a missing Triton, which a CPU does not need, while vLLM is imported and has not read its own level.
+    # Both warn of a missing Triton, which a CPU does not need, while vLLM is imported and has not
+    # read its own level.
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
 
 
 def batched_tokens(options: Engine, max_model_len: int) -> int:
-    """Tokens that vLLM prefills at a time on a GPU, where the config leaves it open: no more than there can be, since
-    its warm-up runs batches of this size with as many sequences as it serves."""
+    """Tokens that vLLM prefills at a time on a GPU if the config leaves it open: no more than there
+    can be, since its warm-up runs batches of this size with as many sequences as it
+    serves."""
     return min(BATCHED_TOKENS, options.max_num_seqs * max_model_len)
 
 
@@ -57,13 +64,20 @@ def served_rank(lora_r: int) -> int:
 
 
 def engine_arguments(
-    model: str, dtype: str, max_model_len: int, options: Engine, lora: Lora | None, *, max_loras: int, on_cpu: bool
+    model: str,
+    dtype: str,
+    max_model_len: int,
+    options: Engine,
+    lora: Lora | None,
+    *,
+    max_loras: int,
+    on_cpu: bool,
 ) -> dict[str, Any]:
     """Arguments of vLLM's engine, by the names of its `EngineArgs`.
 
     Args:
         model: folder or Hub name of the base.
-        lora: rank and layers of the adapters to come; None where there will be none.
+        lora: rank and layers of the adapters to come; None if there will be none.
         max_loras: adapters that are served at the same time.
     """
     ours: dict[str, Any] = {
@@ -72,7 +86,8 @@ def engine_arguments(
         "quantization": options.quantization,
         "max_model_len": max_model_len,
         "max_num_seqs": options.max_num_seqs,
-        "logprobs_mode": "processed_logprobs",  # log_softmax(logits / temperature), as the trainer has it
+        # log_softmax(logits / temperature), as the trainer has it
+        "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
         "disable_log_stats": True,  # they would keep the name of every adapter
     }
@@ -82,7 +97,10 @@ def engine_arguments(
             ours["lora_target_modules"] = list(lora.target_modules)
     defaults: dict[str, Any] = {"watermark": WATERMARK}
     if on_cpu:  # with chunked prefill, requests with a seed crash vLLM 0.32 there
-        defaults |= {"max_num_batched_tokens": max(4096, max_model_len), "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
+        defaults |= {
+            "max_num_batched_tokens": max(4096, max_model_len),
+            "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES,
+        }
         ours |= {"enforce_eager": True, "enable_chunked_prefill": False}
         ours["worker_extension_cls"] = "stapo_lite.rollout.vllm_cpu_lora.WorkerExtension"
     else:
@@ -97,15 +115,16 @@ def engine_arguments(
 def fp32_head(model: str, options: Engine) -> dict[str, str]:
     """Changes of the model's config on a GPU: logits in fp32, as the trainer's.
 
-    Rounded to bf16 they add a fifth to the gap between the two (docs/results.md). vLLM refuses it for a quantised head;
-    a CPU would cast the head at every step, which takes 40 % more time per token.
+    Rounded to bf16 they add a fifth to the gap between the two (docs/results.md). vLLM refuses it
+    for a quantised head; a CPU would cast the head at every step, which takes 40 % more time per
+    token.
     """
     from transformers import AutoConfig
 
     if options.quantization not in (None, "bitsandbytes"):
         return {}
-    quantised = hasattr(AutoConfig.from_pretrained(model, trust_remote_code=False), "quantization_config")
-    return {} if quantised else {"head_dtype": "float32"}
+    config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+    return {} if hasattr(config, "quantization_config") else {"head_dtype": "float32"}
 
 
 def vllm_version() -> Version:
@@ -117,8 +136,8 @@ def vllm_version() -> Version:
 
 
 def reads_base_again() -> bool:
-    """Whether the installed vLLM reads the weights of a base with LoRA again, which `sleep_level=2` needs; yes where
-    none is installed, as for a plan."""
+    """Whether the installed vLLM reads the weights of a base with LoRA again, which `sleep_level=2`
+    needs; yes if none is installed, as for a plan."""
     try:
         return vllm_version() >= Version("0.28")
     except PackageNotFoundError:
@@ -126,8 +145,8 @@ def reads_base_again() -> bool:
 
 
 def has_device() -> bool:
-    """Whether the installed vLLM has something to run on: its CPU build, or a card that torch can use. With a driver
-    older than its CUDA there is none, though the card is there."""
+    """Whether the installed vLLM has something to run on: its CPU build, or a card that torch can
+    use. With a driver older than its CUDA there is none, though the card is there."""
     import torch
 
     try:
@@ -141,27 +160,39 @@ def check_vllm(options: Engine, sleep_level: int = 0) -> None:
     """Check that the installed vLLM can serve and sleep as asked.
 
     Raises:
-        InputError: it needs a plugin or another version; `options.vllm` has a name that it does not know, or that is
-            not the user's to set.
+        InputError: it needs a plugin or another version; `options.vllm` has a name that it does not
+            know, or that is not the user's to set.
     """
     installed = vllm_version()
-    separate = installed >= Version("0.28")  # bitsandbytes left vLLM's core with it
-    if options.quantization == "bitsandbytes" and separate != (importlib.util.find_spec("vllm_bnb_plugin") is not None):
+    has_plugin = importlib.util.find_spec("vllm_bnb_plugin") is not None
+    needs_plugin = installed >= Version("0.28")  # bitsandbytes left vLLM's core with it
+    if options.quantization == "bitsandbytes" and needs_plugin != has_plugin:
         plugin = "0.0.2" if installed < Version("0.29") else "0.0.3"
-        fix = f"pip install --no-deps vllm-bnb-plugin=={plugin}" if separate else "pip uninstall vllm-bnb-plugin"
-        raise InputError(f"rollout.quantization=bitsandbytes: vLLM {installed} cannot load it as installed; {fix}")
+        fix = f"pip install --no-deps vllm-bnb-plugin=={plugin}"
+        if has_plugin:
+            fix = "pip uninstall vllm-bnb-plugin"
+        raise InputError(
+            f"rollout.quantization=bitsandbytes: vLLM {installed} cannot load it as installed; "
+            f"{fix}"
+        )
     if sleep_level == 2 and not reads_base_again():
         raise InputError(
-            f"rollout.sleep_level=2: vLLM {installed} cannot read a base with LoRA again; set rollout.sleep_level=1, "
-            "or 0 where the host has no room for its weights"
+            f"rollout.sleep_level=2: vLLM {installed} cannot read a base with LoRA again; set "
+            "rollout.sleep_level=1, or 0 if the host has no room for its weights"
         )
     for name in options.vllm:
         if name in OURS:
-            raise InputError(f"rollout.vllm.{name}: the run sets it itself (docs/config.md): leave it out")
-        from vllm.engine.arg_utils import EngineArgs  # takes seconds, which most runs need not wait for here
+            raise InputError(
+                f"rollout.vllm.{name}: the run sets it itself (docs/config.md): leave it out"
+            )
+        from vllm.engine.arg_utils import EngineArgs  # takes seconds
 
         known = [field.name for field in dataclasses.fields(EngineArgs)]
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else "see vLLM's documentation of its engine arguments"
-            raise InputError(f"rollout.vllm.{name}: not an engine argument of vLLM {installed}; {hint}")
+            hint = "see vLLM's documentation of its engine arguments"
+            if near:
+                hint = f"did you mean {near[0]!r}?"
+            raise InputError(
+                f"rollout.vllm.{name}: not an engine argument of vLLM {installed}; {hint}"
+            )

@@ -1,14 +1,18 @@
-"""Checkpoints: everything a run needs to continue to the same bytes; nothing in them can run code when loaded.
+"""Checkpoints: everything that a run needs to continue to the same bytes. Loading one runs no code
+from it.
 
     checkpoint-20/
         adapter_model.safetensors, adapter_config.json   the adapter in PEFT's format
         optimizer.pt                                     the optimiser's state
         state.json                                       progress, config, environment
 
-There is no generator state to keep: every draw follows from the config's seed and `Progress`, which gives the position
-in the prompt order, the seed of the next rollout, the adapter's version, the learning rate, and where the metrics
-continue. What is saved is a `Snapshot`, taken at the end of each step, so that a run that is interrupted within a step
-(SIGTERM, an error, a device that fails) still has the step before to save.
+There is no generator state to keep: every draw follows from the config's seed and `Progress`, which
+gives the position in the prompt order, the seed of the next rollout, the adapter's version, the
+learning rate, and the place in the metrics. What is saved is a `Snapshot` from the end of a step:
+if a run is interrupted within a step (SIGTERM, an error, a device that fails), it saves the step
+before.
+
+A checkpoint that cannot be read is skipped with a warning, and the one before it is taken.
 """
 
 import json
@@ -36,33 +40,36 @@ logger = logging.getLogger(__name__)
 
 FOLDER = re.compile(r"checkpoint-\d{1,9}")
 FREE = (
-    "output_dir", "train.max_steps", "reward.function_timeout", "rollout.servers", "rollout.self_check", "stop_on",
+    "output_dir", "train.max_steps", "reward.function_timeout", "rollout.servers",
+    "rollout.self_check", "stop_on",
     "log.", "evaluation.",
 )  # fmt: skip
-"""Keys, and sections, that may change when a run is resumed: they do not change what a run without faults computes."""
+"""Keys and sections that may change when a run is resumed, since they do not change what it
+computes."""
 FIXED = ("lora.r", "lora.lora_alpha", "lora.use_rslora", "lora.target_modules", "train.optim")
-"""Keys that may not change even with --force: adapter and optimiser would not fit."""
+"""Keys that may not change even with --force: adapter or optimiser would not fit."""
 WEIGHTS = ("model", "rollout.model", "lora.adapter")
 """Keys whose files have a digest in the environment."""
 
 
 @dataclass(config=ConfigDict(extra="forbid"))
 class Progress:
-    """The point that a run has come to after a step."""
+    """How far a run has come after a step."""
 
     tau_p: float
     """S2T's probability threshold, which `target_share` moves."""
     step: NonNegativeInt = 0
-    """Steps done, which is the number of lines in the metrics file and the adapter's last version in the engine; the
-    learning rate follows from it."""
+    """Steps done. This is also the number of lines in the metrics file and the adapter's last
+    version in the engine, and gives the learning rate."""
     prompts_drawn: NonNegativeInt = 0
-    """Position in the prompt order; the rollouts' seeds follow from it."""
+    """Position in the prompt order. It gives the rollouts' seeds."""
     halvings: NonNegativeInt = 0
     """How often the token budget of a micro-batch was halved because memory ran out."""
     skipped_in_a_row: NonNegativeInt = 0
-    """Updates skipped since the last one that was made."""
+    """Updates skipped since the last one that was not."""
     backoff: NonNegativeFloat = 0.0
-    """Powers of two taken off float16's loss scale: four for each update skipped, less 1/64 for each one made."""
+    """Powers of two taken off float16's loss scale: four more for each skipped update, 1/64 less
+    for any other."""
 
 
 class Snapshot(NamedTuple):
@@ -70,55 +77,77 @@ class Snapshot(NamedTuple):
 
     progress: Progress
     adapter: dict[str, Tensor]
+    """By the names in `Policy.parameters`."""
     optimizer: dict[str, Any]
-    """Its state; tensors are copies."""
+    """The optimiser's state; tensors are copies."""
 
 
 def take_snapshot(progress: Progress, policy: Policy, optimizer: torch.optim.Optimizer) -> Snapshot:
     """Copy what a checkpoint holds to host memory."""
-    adapter = {name: p.detach() for name, p in policy.parameters.items()}
-    copies = recursively_apply(lambda tensor: tensor.to("cpu", copy=True), [adapter, optimizer.state_dict()])
+    adapter = {name: parameter.detach() for name, parameter in policy.parameters.items()}
+    state = [adapter, optimizer.state_dict()]
+    copies = recursively_apply(lambda tensor: tensor.to("cpu", copy=True), state)
     return Snapshot(replace(progress), *copies)
 
 
 def save_checkpoint(
-    run_folder: Path, snapshot: Snapshot, policy: Policy, config: dict, environment: dict[str, str], limit: int
-) -> None:
-    """Write `checkpoint-<step>` under a temporary name, sync it, rename it; then drop all but the newest `limit`.
+    run_folder: Path,
+    snapshot: Snapshot,
+    policy: Policy,
+    config: dict,
+    environment: dict[str, str],
+    limit: int,
+) -> bool:
+    """Write `checkpoint-<step>` under a temporary name, sync it and rename it; then delete all but
+    the newest `limit`.
+
+    Returns:
+        False if it was there already.
 
     Raises:
-        Exception: it could not be written (OSError, or one of torch's or safetensors'); what was there is as it was.
+        Exception: it could not be written (OSError, or an error of torch or safetensors). The other
+            checkpoints are as they were.
     """
     for left in run_folder.glob(".checkpoint-*"):
         shutil.rmtree(left)
     final = run_folder / f"checkpoint-{snapshot.progress.step}"
     if final.exists():
         if find_damage(final) is None:
-            return
+            return False
         shutil.rmtree(final)
     partial = run_folder / f".{final.name}"
+    state = {
+        "progress": asdict(snapshot.progress),
+        "config": config,
+        "environment": environment,
+    }
     try:
         policy.save_adapter(partial, snapshot.adapter)
         torch.save(snapshot.optimizer, partial / "optimizer.pt")
-        document = {"progress": asdict(snapshot.progress), "config": config, "environment": environment}
-        (partial / "state.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
+        (partial / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
         for path in (*partial.iterdir(), partial):
             sync(path)
-    except BaseException:
+    except BaseException:  # on a full disk the logs need the room
         shutil.rmtree(partial, ignore_errors=True)
         raise
     partial.rename(final)
     sync(run_folder)
-    written = list_checkpoints(run_folder)
-    for old in written[: written.index(final) + 1][:-limit]:  # a newer one is damaged, or it would have been resumed
+    checkpoints = list_checkpoints(run_folder)
+    # A newer one is damaged, or the run would have resumed from it.
+    until_now = checkpoints[: checkpoints.index(final) + 1]
+    for old in until_now[:-limit]:
         shutil.rmtree(old)
+    return True
 
 
-def load_checkpoint(folder: Path, policy: Policy, optimizer: torch.optim.Optimizer, s2t: S2T) -> Progress:
-    """Restore adapter and optimiser; return where the run stood.
+def load_checkpoint(
+    folder: Path, policy: Policy, optimizer: torch.optim.Optimizer, s2t: S2T
+) -> Progress:
+    """Restore adapter and optimiser; returns how far the run had come.
 
     Args:
-        s2t: of the config, whose tau_p counts where it is another than before, or no longer moves.
+        s2t: of the config. Its tau_p replaces the checkpoint's if the key has changed, or if tau_p
+            no longer moves.
 
     Raises:
         InputError: they do not fit the model or the optimiser.
@@ -126,80 +155,86 @@ def load_checkpoint(folder: Path, policy: Policy, optimizer: torch.optim.Optimiz
     with explained(f"{folder}: does not fit this run"):
         state = read_state(folder)
         load_adapter(policy.model, folder)
-        decays = [group["weight_decay"] for group in optimizer.param_groups]  # those of the config count, too
-        optimizer.load_state_dict(load_optimizer_state(folder))
-        for parameter, moments in optimizer.state.items():
-            for name in {"exp_avg", "exp_avg_sq", "state1", "state2"} & moments.keys():
-                if moments[name].shape != parameter.shape:
-                    raise ValueError(f"{name} is {tuple(moments[name].shape)}, not {tuple(parameter.shape)}")
-        for group, decay in zip(optimizer.param_groups, decays, strict=True):
-            group["weight_decay"] = decay
-        progress = Progress(**state["progress"])
-        if s2t.target_share is None or flatten(state["config"]).get("objective.s2t.tau_p") != s2t.tau_p:
-            progress.tau_p = s2t.tau_p
-        return progress
+        optimizer_state = load_optimizer_state(folder)
+        # Learning rate and weight decay are those of the config.
+        optimizer_state["param_groups"] = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict(optimizer_state)
+    progress = Progress(**state["progress"])
+    before = flatten(state["config"]).get("objective.s2t.tau_p")
+    if s2t.target_share is None or before != s2t.tau_p:
+        progress.tau_p = s2t.tau_p
+    return progress
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The checkpoint's `state.json`.
+    """The checkpoint's `state.json`: its `progress`, `config` and `environment`.
 
     Raises:
-        InputError: it lacks a part.
+        InputError: it cannot be read, or lacks progress.
     """
     state = read_object(folder / "state.json")
-    with explained(f"{folder}: state.json is not that of a checkpoint", TypeError, ValueError):
-        if not all(isinstance(state.get(part), dict) for part in ("progress", "config", "environment")):
-            raise TypeError("a part is missing")
+    with explained(f"{folder}: state.json is not that of a checkpoint"):
         Progress(**state["progress"])
     return state
 
 
-def check_resume(folder: Path, config: dict[str, Any], environment: dict[str, str], force: bool) -> list[str]:
-    """The changes since the checkpoint was written, as lines for a person.
+def check_resume(
+    folder: Path, config: dict[str, Any], environment: dict[str, str], force: bool
+) -> list[str]:
+    """Check that a checkpoint may continue with this config and in this environment.
+
+    Returns:
+        The changes since the checkpoint was written, as lines for the user.
 
     Raises:
-        InputError: a key differs that decides what the run computes, or the weights behind one, and `force` does not
-            let it pass.
+        InputError: a key that decides what the run computes has changed, or the weights that it
+            names, and `force` does not allow it.
     """
     state = read_state(folder)
     before, now = flatten(state["config"]), flatten(config)
     keys = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
     changes = ", ".join(f"{key} {before.get(key)} -> {now.get(key)}" for key in keys)
-    fixed = [key for key in keys if key.startswith(FIXED)]
-    if fixed:
-        raise InputError(f"--resume: {fixed[0]} cannot change in a run ({changes}): set it back")
-    falling = now["train.lr_scheduler_type"] != "constant"  # towards max_steps, which then decides every rate
-    if not force and not all(key.startswith(FREE) and not (falling and key == "train.max_steps") for key in keys):
-        raise InputError(
-            f"--resume: the run would not be the one that {folder} began ({changes}): set the keys back, start a new "
-            "run in another output_dir, or go on all the same with --force"
-        )
+    for key in keys:
+        if key.startswith(FIXED):
+            raise InputError(f"--resume: {key} cannot change in a run ({changes}): set it back")
+        # A falling learning rate depends on max_steps at every step.
+        falling = key == "train.max_steps" and now["train.lr_scheduler_type"] != "constant"
+        if (falling or not key.startswith(FREE)) and not force:
+            raise InputError(
+                f"--resume: the run would not be the one that {folder} began ({changes}): set the "
+                "keys back, start a new run in another output_dir, or go on all the same with "
+                "--force"
+            )
     was = state["environment"]
-    moved = {key: value for key, value in environment.items() if was.get(key) != value}
-    weights = [f"{key}={now[key]}" for key in WEIGHTS if key in was.keys() & moved.keys() and key not in keys]
-    if weights and not force:
-        raise InputError(
-            f"--resume: the weights of {weights[0]} are not those that {folder} was trained with: bring them back, "
-            "start a new run in another output_dir, or go on all the same with --force"
-        )
-    moves = ", ".join(f"{key} {was.get(key)} -> {value}" for key, value in moved.items())
+    moved = [key for key, value in environment.items() if was.get(key) != value]
+    for key in WEIGHTS:
+        if key in was and key in moved and key not in keys and not force:
+            raise InputError(
+                f"--resume: the weights of {key}={now[key]} are not those that {folder} was "
+                "trained with: bring them back, start a new run in another output_dir, or go on "
+                "all the same with --force"
+            )
     notes = [f"resuming {folder}"]
-    notes += [f"with another config: {changes}"] if changes else []
-    notes += [f"in another environment, so that rounding and draws may differ: {moves}"] if moves else []
+    if changes:
+        notes.append(f"with another config: {changes}")
+    if moved:
+        moves = ", ".join(f"{key} {was.get(key)} -> {environment[key]}" for key in moved)
+        notes.append(f"in another environment, so that rounding and draws may differ: {moves}")
     return notes
 
 
 def list_checkpoints(run_folder: Path) -> list[Path]:
-    """Complete checkpoints of a run, oldest first."""
-    folders = [path for path in run_folder.glob("checkpoint-*") if FOLDER.fullmatch(path.name) and path.is_dir()]
+    """A run's checkpoints, oldest first."""
+    folders = [path for path in run_folder.glob("checkpoint-*") if FOLDER.fullmatch(path.name)]
     return sorted(folders, key=lambda path: int(path.name.removeprefix("checkpoint-")))
 
 
 def newest_checkpoint(run_folder: Path) -> Path | None:
-    """The newest intact checkpoint of a run, None where it has none yet; a warning for each one that is damaged.
+    """A run's newest checkpoint that can be read, with a warning for each newer one; None if it has
+    none yet.
 
     Raises:
-        InputError: all are.
+        InputError: none of them can be read.
     """
     damaged = []
     for folder in reversed(list_checkpoints(run_folder)):
@@ -209,7 +244,9 @@ def newest_checkpoint(run_folder: Path) -> Path | None:
         damaged.append(f"{folder.name}: {damage}")
         logger.warning("%s is damaged (%s): taking the one before", folder, damage)
     if damaged:
-        raise InputError(f"{run_folder} holds only damaged checkpoints ({'; '.join(damaged)}): start a new run")
+        raise InputError(
+            f"{run_folder} holds only damaged checkpoints ({'; '.join(damaged)}): start a new run"
+        )
     return None
 
 

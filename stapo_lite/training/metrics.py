@@ -1,77 +1,182 @@
-"""Counts of a step, and the metrics that are computed from them."""
+"""What a step counts, and the metrics that are computed from it.
 
+Counts are plain dictionaries of sums: `count_*` are functions of values, `add_up` puts the sums of
+several mini-batches together, and `reduce_sums` those of all processes. They stay on the device
+until then.
+"""
+
+import itertools
 import math
-from collections import Counter
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor
 
-from stapo_lite.algorithm.s2t import linear_quantiles
-from stapo_lite.types import Completion
+from stapo_lite.algorithm.microbatches import MiniBatch
+from stapo_lite.algorithm.objective import k3
+from stapo_lite.algorithm.s2t import candidate_mask, linear_quantiles, spurious_mask
+from stapo_lite.config import Objective
+from stapo_lite.types import Completion, Gradient, Masks, TokenDetails, Update
 
-SUMS = (
-    "groups", "zero_variance_groups", "completions", "truncated", "tokens", "written", "sampled_nll",
-    "batch_completions", "overlong_penalty", "lag",
-    "batch_tokens", "kept", "active_tokens", "trained_tokens", "loss", "kl", "kl_tokens", "entropy", "collision",
-    "logit_grad_norm", "clipped_low", "clipped_high", "silenced", "candidate", "gradient_mass",
-    "spurious", "spurious_mass", "negative_rare", "negative_rare_mass", "negative_sure", "negative_sure_mass",
-    "gap_tokens", "gap", "gap_k3", "capped",
-)  # fmt: skip
+Sums = Mapping[str, Any]
+"""Numbers or [] tensors by name. A name of MAXIMA is the largest of its values in place of their
+sum; ENTROPIES is a 1-D tensor of all values."""
 MAXIMA = ("lag_max", "gap_max")
+ENTROPIES = "entropies"
+KINDS = ("spurious", "negative_rare", "negative_sure")
+"""Kinds of tokens whose share of the gradient is logged."""
 
 
-class Update(NamedTuple):
-    """The outcome of an update; the same on every process."""
-
-    grad_norm: float
-    """Before clipping."""
-    tau_h: float | None = None
-    """None where its population is empty."""
-    skipped: bool = False
-    """Loss or gradient was not finite: nothing changed, and nothing was tallied."""
+def has_variance(group: Sequence[Completion]) -> bool:
+    """Whether its rewards differ, those that no reward function judged left out."""
+    return len({c.reward for c in group if c.reward is not None}) > 1
 
 
-class Tally:
-    """Sums and maxima of a step, kept on the device and reduced over the processes once.
+def count_rollouts(groups: Sequence[Sequence[Completion]], step: int) -> dict[str, Any]:
+    """Count what this process sampled for a step."""
+    completions = [completion for group in groups for completion in group]
+    lags = [step - c.adapter_version for c in completions]
+    return {
+        **count_rewards(completions),
+        "groups": len(groups),
+        "zero_variance_groups": sum(not has_variance(group) for group in groups),
+        "completions": len(completions),
+        "truncated": sum(c.truncated for c in completions),
+        "tokens": sum(len(c.token_ids) for c in completions),
+        "written": sum(c.written for c in completions),
+        "sampled_nll": -sum(sum(c.rollout_logprobs) for c in completions),
+        "lag": sum(lags),
+    } | ({"lag_max": max(lags)} if lags else {})
 
-    Every process has all the names, whatever work it got. A maximum without a value is None.
 
-    Args:
-        reward_functions: each has its own mean and spread.
+def count_rewards(completions: Sequence[Completion]) -> dict[str, float]:
+    """Number, sum and sum of squares of the rewards, and of what each function gave."""
+    sums: defaultdict[str, float] = defaultdict(float)
+    for completion in completions:
+        rewards = {f"reward/{name}": score for name, score in completion.scores.items()}
+        if completion.reward is not None:
+            rewards["reward"] = completion.reward
+        for name, reward in rewards.items():
+            sums[f"{name} number"] += 1
+            sums[f"{name} sum"] += reward
+            sums[f"{name} squares"] += reward**2
+    return sums
 
-    Attributes:
-        entropies: 1-D tensors, to be put one after the other.
+
+def count_batch(groups: Sequence[Sequence[Completion]]) -> dict[str, Any]:
+    """Count the completions that are trained on, those of all processes."""
+    penalties = [completion.overlong_penalty for group in groups for completion in group]
+    return {"batch_completions": len(penalties), "overlong_penalty": sum(penalties)}
+
+
+def count_tokens(batch: MiniBatch, masks: Masks) -> dict[str, Tensor]:
+    """Count the tokens of a mini-batch, whether or not they have a gradient."""
+    return {
+        "batch_tokens": batch.loss_mask.sum(),
+        "kept": masks.keep.sum(),
+        "silenced": masks.silenced.sum(),
+    }
+
+
+def count_gradient(
+    batch: MiniBatch,
+    gradient: Gradient,
+    tokens: TokenDetails,
+    tau_h: float | None,
+    objective: Objective,
+) -> dict[str, Tensor]:
+    """Count what tokens with an advantage are and do to the gradient, silenced ones included
+    (docs/metrics.md)."""
+    active = batch.loss_mask & (batch.advantages != 0)
+    trained = active & tokens.keep
+    logprobs, entropy, collision = gradient.statistics
+    sums = {
+        "loss": gradient.loss,
+        "active_tokens": active.sum(),
+        "trained_tokens": trained.sum(),
+        "entropy": masked_sum(entropy, active),
+        "collision": masked_sum(collision, active),
+        "capped": (gradient.capped & active).sum(),
+        "clipped_low": (gradient.clipped_low & trained).sum(),
+        "clipped_high": (gradient.clipped_high & trained).sum(),
+        "logit_grad_norm": masked_sum(tokens.gradient_norm, trained),
+        "gradient_mass": masked_sum(tokens.gradient_norm, active),
+        "candidate": tokens.candidate.sum(),
+        ENTROPIES: entropy[active],
+    }
+    for kind, mask in token_kinds(batch, tokens, tau_h, objective.s2t.tau_p).items():
+        sums[kind] = mask.sum()
+        sums[f"{kind}_mass"] = masked_sum(tokens.gradient_norm, mask)
+    if objective.beta:
+        sums["kl"] = masked_sum(k3(logprobs, gradient.ref_logprobs), tokens.keep)
+        sums["kl_tokens"] = tokens.keep.sum()
+    if batch.old is None or objective.old_logprobs == "trainer":
+        trainer_logprobs = logprobs if batch.old is None else batch.old.logprobs
+        gap = (trainer_logprobs - batch.rollout_logprobs).abs()
+        sums["gap_tokens"] = active.sum()
+        sums["gap"] = masked_sum(gap, active)
+        sums["gap_k3"] = masked_sum(k3(batch.rollout_logprobs, trainer_logprobs), active)
+        if len(gap):  # -inf without an active token
+            sums["gap_max"] = gap.where(active, -torch.inf).max()
+    return sums
+
+
+def token_kinds(
+    batch: MiniBatch, tokens: TokenDetails, tau_h: float | None, tau_p: float
+) -> dict[str, Tensor]:
+    """Masks of KINDS, [N] bool each: spurious tokens; those that are the same in incorrect
+    responses (A < 0), which are never silenced for it; and their mirror case, tokens of incorrect
+    responses that were almost certain."""
+    logprobs, entropy, _ = tokens.statistics
+    negative = batch.loss_mask & (batch.advantages < 0)
+    rare = negative & candidate_mask(logprobs, -batch.advantages, tau_p)
+    sure = negative & (-torch.expm1(logprobs) < tau_p)
+    masks = (tokens.spurious, spurious_mask(rare, entropy, tau_h), sure)
+    return dict(zip(KINDS, masks, strict=True))
+
+
+def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
+    """The sum over a mask, [] float64; `values[mask]` would wait for the device."""
+    return values.where(mask, 0.0).sum(dtype=torch.float64)
+
+
+def add_up(parts: Iterable[Sums]) -> dict[str, Any]:
+    """Put sums together."""
+    result: dict[str, Any] = {}
+    for part in parts:
+        for name, value in part.items():
+            if name not in result:
+                result[name] = value
+            elif name == ENTROPIES:
+                result[name] = torch.cat([result[name], value])
+            elif name in MAXIMA:
+                result[name] = torch.maximum(*map(torch.as_tensor, (result[name], value)))
+            else:
+                result[name] = result[name] + value
+    return result
+
+
+def reduce_sums(sums: Sums, accelerator: Accelerator) -> dict[str, Any]:
+    """Bring the sums of all processes together, as numbers; 0 for a name that no process has, no
+    maximum of nothing, and all entropies, 1-D.
+
+    Collective: every rank must call it.
     """
-
-    def __init__(self, device: torch.device, reward_functions: Sequence[str]):
-        rewards = ["reward", *(f"reward/{name}" for name in reward_functions)]
-        names = [*SUMS, *(f"{name} {part}" for name in rewards for part in ("number", "sum", "squares"))]
-        self._sums = {name: torch.zeros((), dtype=torch.float64, device=device) for name in names}
-        self._maxima = {name: torch.full((), -math.inf, dtype=torch.float32, device=device) for name in MAXIMA}
-        self.entropies = [torch.zeros(0, device=device)]
-
-    def add(self, **values: Tensor | float) -> None:
-        """Add to sums."""
-        for name, value in values.items():
-            self._sums[name] = self._sums[name] + value
-
-    def raise_to(self, **values: Tensor | float) -> None:
-        """Raise maxima to the largest of the given values."""
-        for name, value in values.items():
-            before = self._maxima[name]
-            given = torch.as_tensor(value, dtype=before.dtype, device=before.device).flatten()
-            self._maxima[name] = torch.cat([before[None], given]).max()
-
-    def reduce(self, accelerator: Accelerator) -> dict[str, Any]:
-        """Bring the numbers of all processes together."""
-        sums = accelerator.reduce(torch.stack(list(self._sums.values())), "sum")
-        result: dict[str, Any] = dict(zip(self._sums, sums.tolist(), strict=True))
-        maxima = accelerator.gather(torch.stack(list(self._maxima.values()))[None]).amax(0).tolist()
-        result |= {n: None if v == -math.inf else v for n, v in zip(self._maxima, maxima, strict=True)}
-        return result | {"entropies": gather_values(torch.cat(self.entropies), accelerator)}
+    numbers = {name: float(value) for name, value in sums.items() if name != ENTROPIES}
+    numbers = {name: value for name, value in numbers.items() if value != -math.inf}
+    result: defaultdict[str, Any] = defaultdict(float)
+    for name, value in itertools.chain(*(part.items() for part in gather_object([numbers]))):
+        if name in MAXIMA:
+            result[name] = max(result.get(name, -math.inf), value)
+        else:
+            result[name] += value
+    nothing = torch.zeros(0, device=accelerator.device)
+    result[ENTROPIES] = gather_values(sums.get(ENTROPIES, nothing), accelerator)
+    return result
 
 
 def gather_values(values: Tensor, accelerator: Accelerator) -> Tensor:
@@ -83,97 +188,86 @@ def gather_values(values: Tensor, accelerator: Accelerator) -> Tensor:
     return gathered[~gathered.isnan()]
 
 
-def has_variance(group: Sequence[Completion]) -> bool:
-    """Whether its rewards differ, those that no reward function judged left out."""
-    return len({c.reward for c in group if c.reward is not None}) > 1
-
-
-def count_rollouts(tally: Tally, groups: Sequence[Sequence[Completion]], step: int) -> None:
-    """Count what this process sampled for a step."""
-    completions = [completion for group in groups for completion in group]
-    lags = [step - c.adapter_version for c in completions]
-    tally.add(
-        **reward_sums(completions),
-        groups=len(groups),
-        zero_variance_groups=sum(not has_variance(group) for group in groups),
-        completions=len(completions),
-        truncated=sum(c.truncated for c in completions),
-        tokens=sum(len(c.token_ids) for c in completions),
-        written=sum(len(c.token_ids) if c.loss_mask is None else sum(c.loss_mask) for c in completions),
-        sampled_nll=-sum(sum(c.rollout_logprobs) for c in completions),
-        lag=sum(lags),
-    )
-    tally.raise_to(lag_max=max(lags, default=-math.inf))
-
-
 def step_metrics(
     step: int,
-    t: dict[str, Any],
+    t: Mapping[str, Any],
+    reward_functions: Sequence[str],
     updates: Sequence[Update],
     seconds: dict[str, float],
     **others: float | None,
 ) -> dict[str, Any]:
-    """The step's metrics as docs/metrics.md defines them; None where one has no value."""
+    """The step's metrics as docs/metrics.md defines them; None if one has no value.
+
+    Args:
+        t: from `reduce_sums`.
+        reward_functions: their names, each of which has its own mean and deviation.
+        updates: all of the step.
+    """
 
     def ratio(numerator: float, denominator: float) -> float | None:
         return numerator / denominator if denominator else None
 
-    thresholds = [u.tau_h for u in updates if u.tau_h is not None]
-    quantiles = zip(("p10", "p50", "p90"), linear_quantiles(t["entropies"], (0.1, 0.5, 0.9)), strict=True)
-    kinds = ("spurious", "negative_rare", "negative_sure")
+    changes = [update for update in updates if update.changed]
+    thresholds = [update.tau_h for update in changes if update.tau_h is not None]
+    low, median, high = linear_quantiles(t[ENTROPIES], (0.1, 0.5, 0.9))
     total_seconds = sum(seconds.values())
     return {
         "step": step,
-        "updates": len(updates),
+        "updates": len(changes),
         **others,
-        **reward_metrics(t),
+        **reward_metrics(t, reward_functions),
         "overlong_penalty": ratio(t["overlong_penalty"], t["batch_completions"]),
         "zero_variance_groups": ratio(t["zero_variance_groups"], t["groups"]),
         "completion_length": ratio(t["tokens"], t["completions"]),
         "truncated_share": ratio(t["truncated"], t["completions"]),
         "lag_mean": ratio(t["lag"], t["completions"]),
-        "lag_max": t["lag_max"],
+        "lag_max": t.get("lag_max"),
         "sampled_nll": ratio(t["sampled_nll"], t["written"]),
         "entropy": ratio(t["entropy"], t["active_tokens"]),
-        **{f"entropy_{name}": value for name, value in quantiles},
+        "entropy_p10": low,
+        "entropy_p50": median,
+        "entropy_p90": high,
         "collision": ratio(t["collision"], t["active_tokens"]),
         "tau_h": ratio(sum(thresholds), len(thresholds)),
-        **{f"{name}_share": ratio(t[name], t["batch_tokens"]) for name in ("kept", "silenced", "candidate", *kinds)},
-        **{f"{name}_gradient_share": ratio(t[f"{name}_mass"], t["gradient_mass"]) for name in kinds},
+        **{
+            f"{name}_share": ratio(t[name], t["batch_tokens"])
+            for name in ("kept", "silenced", "candidate", *KINDS)
+        },
+        **{
+            f"{kind}_gradient_share": ratio(t[f"{kind}_mass"], t["gradient_mass"]) for kind in KINDS
+        },
         "clip_low_share": ratio(t["clipped_low"], t["trained_tokens"]),
         "clip_high_share": ratio(t["clipped_high"], t["trained_tokens"]),
-        "loss": ratio(t["loss"], len(updates)),
+        "loss": ratio(t["loss"], len(changes)),
         "kl": ratio(t["kl"], t["kl_tokens"]),
         "logit_grad_norm": ratio(t["logit_grad_norm"], t["trained_tokens"]),
-        "grad_norm": ratio(sum(u.grad_norm for u in updates), len(updates)),
+        "grad_norm": ratio(sum(update.grad_norm or 0.0 for update in changes), len(changes)),
         "sampler_gap_mean": ratio(t["gap"], t["gap_tokens"]),
         "sampler_gap_k3": ratio(t["gap_k3"], t["gap_tokens"]),
-        "sampler_gap_max": t["gap_max"],
+        "sampler_gap_max": t.get("gap_max"),
         "sampler_capped_share": ratio(t["capped"], t["active_tokens"]),
+        "skipped_updates": sum(update.skipped for update in updates),
         "tokens_per_second": t["tokens"] / total_seconds,
         **{f"seconds_{name}": value for name, value in seconds.items()},
         "seconds_step": total_seconds,
     }
 
 
-def reward_sums(completions: Sequence[Completion]) -> Counter[str]:
-    """Number, sum and sum of squares of the rewards, and of what each function gave."""
-    sums: Counter[str] = Counter()
-    for completion in completions:
-        rewards = {f"reward/{name}": score for name, score in completion.scores.items()}
-        if completion.reward is not None:
-            rewards["reward"] = completion.reward
-        for name, reward in rewards.items():
-            sums.update({f"{name} number": 1, f"{name} sum": reward, f"{name} squares": reward**2})
-    return sums
-
-
-def reward_metrics(t: dict[str, Any]) -> dict[str, float | None]:
-    """Mean and standard deviation (n - 1, in float64) of the rewards, and of what each function gave."""
+def reward_metrics(
+    t: Mapping[str, Any], reward_functions: Sequence[str]
+) -> dict[str, float | None]:
+    """Mean and standard deviation (n - 1, in float64) of the rewards, and of what each function
+    gave."""
     metrics: dict[str, float | None] = {}
-    for name in [name.removesuffix(" number") for name in t if name.endswith(" number")]:
-        number, total, squares = (t[f"{name} {part}"] for part in ("number", "sum", "squares"))
-        metrics[name] = total / number if number else None
-        variance = max(0.0, squares - total**2 / number) / (number - 1) if number > 1 else None
-        metrics[name.replace("reward", "reward_std", 1)] = None if variance is None else math.sqrt(variance)
+    for suffix in ("", *(f"/{name}" for name in reward_functions)):
+        number, sum_, squares = (
+            t[f"reward{suffix} {part}"] for part in ("number", "sum", "squares")
+        )
+        mean = deviation = None
+        if number:
+            mean = sum_ / number
+        if number > 1:
+            deviation = math.sqrt(max(0.0, squares - sum_**2 / number) / (number - 1))
+        metrics[f"reward{suffix}"] = mean
+        metrics[f"reward_std{suffix}"] = deviation
     return metrics

@@ -30,4 +30,6 @@ def test_groups_by_hand(scale, rewards, expected):
 def test_equal_rewards_give_exactly_zero_and_rounding_is_not_blown_up():
     rewards = torch.tensor([[0.0] * 7, [1.0] * 7, [-1.0] * 7, [0.1] * 7], dtype=torch.float64)
     assert group_advantages(rewards).tolist() == [[0.0] * 7] * 4
-    assert group_advantages(torch.tensor([[0.1 + 0.2, 0.3]], dtype=torch.float64)).abs().max() < 1e-9
+    assert (
+        group_advantages(torch.tensor([[0.1 + 0.2, 0.3]], dtype=torch.float64)).abs().max() < 1e-9
+    )

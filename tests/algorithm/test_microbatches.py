@@ -9,7 +9,9 @@ from stapo_lite.types import Completion, Prompt
 
 
 def test_every_sequence_once_within_the_budget_longest_first_in_the_cheapest_cut():
-    lengths = [sequence_length(completion) for completion in fake_completions(0, [1.0] * 200, longest=60)]
+    lengths = [
+        sequence_length(completion) for completion in fake_completions(0, [1.0] * 200, longest=60)
+    ]
     cut = split_by_tokens(lengths, max_tokens=256)
     assert sorted(itertools.chain(*cut)) == list(range(200))
     assert all(len(batch) * max(lengths[row] for row in batch) <= 256 for batch in cut)
@@ -49,7 +51,13 @@ def test_tokens_one_after_the_other_by_hand():
     assert batch.select([1]) == [batch.completions[1]]
     empty = pack([], "cpu")
     assert empty.starts == [0]
-    for values in (empty.rows, empty.advantages, empty.loss_mask, empty.rollout_logprobs, empty.random_scores([])):
+    for values in (
+        empty.rows,
+        empty.advantages,
+        empty.loss_mask,
+        empty.rollout_logprobs,
+        empty.random_scores([]),
+    ):
         assert values.tolist() == []
 
 

@@ -1,7 +1,13 @@
 import pytest
 import torch
 
-from stapo_lite.algorithm.objective import Totals, clipped_token_loss, k3, sampler_correction, sequence_weights
+from stapo_lite.algorithm.objective import (
+    Totals,
+    clipped_token_loss,
+    k3,
+    sampler_correction,
+    sequence_weights,
+)
 
 # ratio, advantage -> loss, gradient with respect to log pi; epsilon 0.2, epsilon_high 0.28
 CASES = [
@@ -32,21 +38,31 @@ def test_clipped_loss_by_hand():
 def test_k3_by_hand_and_its_gradient():
     logprobs = torch.tensor([0.5, 0.2]).log().requires_grad_()
     kl = k3(logprobs, torch.tensor([0.25, 0.2]).log())
-    torch.testing.assert_close(kl, torch.tensor([2.0, 1.0]).log() + torch.tensor([-0.5, 0.0]), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        kl, torch.tensor([2.0, 1.0]).log() + torch.tensor([-0.5, 0.0]), rtol=1e-6, atol=1e-6
+    )
     kl.sum().backward()
     assert logprobs.grad.tolist() == pytest.approx([1 - 0.5, 0.0], abs=1e-6)
     # 1e-3 apart it is half the square; e^x - x - 1 in float32 would be wrong by a tenth.
-    assert k3(torch.tensor(-2.0), torch.tensor(-2.0 + 2**-10)).item() == pytest.approx(2**-21, rel=1e-3)
+    assert k3(torch.tensor(-2.0), torch.tensor(-2.0 + 2**-10)).item() == pytest.approx(
+        2**-21, rel=1e-3
+    )
     # an unbiased estimate of the divergence
     p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
-    torch.testing.assert_close((p * k3(p.log(), q.log())).sum(), (p * (p / q).log()).sum(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        (p * k3(p.log(), q.log())).sum(), (p * (p / q).log()).sum(), rtol=1e-6, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize(
     ("correction", "expected", "capped"),
     [
         ("token-truncate", [1.5, 0.5, 2.0, 1.5, 1.2], [False, False, True, False, False]),
-        ("sequence-mask", [0.0, 0.0, 0.0, 1.8, 1.8], [True, True, True, False, False]),  # products 3.0 and 1.8
+        (
+            "sequence-mask",
+            [0.0, 0.0, 0.0, 1.8, 1.8],
+            [True, True, True, False, False],
+        ),  # products 3.0 and 1.8
         ("off", [1.0] * 5, [False] * 5),
     ],
 )
@@ -54,7 +70,9 @@ def test_sampler_correction_by_hand(correction, expected, capped):
     """Sequences of three and two tokens, and two of none."""
     ratios, rows = torch.tensor([1.5, 0.5, 4.0, 1.5, 1.2]), torch.tensor([2, 2, 2, 0, 0])
     rollout = torch.full((5,), -2.0)
-    weights, above = sampler_correction(rollout + ratios.log(), rollout, rows, 4, correction, cap=2.0)
+    weights, above = sampler_correction(
+        rollout + ratios.log(), rollout, rows, 4, correction, cap=2.0
+    )
     torch.testing.assert_close(weights, torch.tensor(expected))
     assert above.tolist() == capped
 

@@ -20,9 +20,14 @@ def test_mask_of_two_completions_by_hand():
     advantages = torch.tensor([[1.0], [-1.0]])
     candidates = candidate_mask(probability.log(), advantages, tau_p=0.002)
     assert candidates.tolist() == [[True, True, False, True], [False, False, False, False]]
-    tau_h = linear_quantile(entropy[candidates], quantile=0.75)  # of 0.1, 1.0, 2.0: half-way from 1 to 2
+    tau_h = linear_quantile(
+        entropy[candidates], quantile=0.75
+    )  # of 0.1, 1.0, 2.0: half-way from 1 to 2
     assert tau_h == pytest.approx(1.5)
-    assert spurious_mask(candidates, entropy, tau_h).tolist() == [[True, False, False, True], [False] * 4]
+    assert spurious_mask(candidates, entropy, tau_h).tolist() == [
+        [True, False, False, True],
+        [False] * 4,
+    ]
 
 
 def test_inequalities_are_strict_but_that_of_the_highest_entropies():
@@ -30,9 +35,17 @@ def test_inequalities_are_strict_but_that_of_the_highest_entropies():
     assert candidate_mask(logprobs, torch.tensor([1.0]), tau_p=0.25).tolist() == [False, True]
     assert candidate_mask(logprobs, torch.tensor([0.0]), tau_p=0.25).tolist() == [False, False]
     candidates = torch.tensor([True, True])
-    assert spurious_mask(candidates, torch.tensor([1.0, 0.5]), threshold=1.0).tolist() == [False, True]
-    neighbours = torch.tensor([1.0, 1.0 + 2**-23])  # in float32; the median lies between them, and is not rounded
-    assert spurious_mask(candidates, neighbours, linear_quantile(neighbours, 0.5)).tolist() == [True, False]
+    assert spurious_mask(candidates, torch.tensor([1.0, 0.5]), threshold=1.0).tolist() == [
+        False,
+        True,
+    ]
+    neighbours = torch.tensor(
+        [1.0, 1.0 + 2**-23]
+    )  # in float32; the median lies between them, and is not rounded
+    assert spurious_mask(candidates, neighbours, linear_quantile(neighbours, 0.5)).tolist() == [
+        True,
+        False,
+    ]
     entropy = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
     assert linear_quantile(entropy, 1 - 0.2) == pytest.approx(0.5)
     assert top_entropy_mask(entropy, 0.5).tolist() == [False] * 4 + [True, True]
@@ -43,7 +56,7 @@ def test_inequalities_are_strict_but_that_of_the_highest_entropies():
 def test_threshold_is_the_linear_quantile_and_one_or_equal_entropies_silence_none(quantile):
     for count in (2, 3, 10, 1001):
         entropies = torch.rand(count, generator=torch.Generator().manual_seed(count))
-        expected = np.quantile(entropies.double().numpy(), quantile)
+        expected = torch.quantile(entropies.double(), quantile).item()
         assert linear_quantile(entropies, quantile) == pytest.approx(expected, abs=1e-12)
     for entropies in (torch.tensor([0.3]), torch.full((5,), 0.1), torch.full((7,), 1 / 3)):
         candidates = torch.ones_like(entropies, dtype=torch.bool)
@@ -57,7 +70,10 @@ def test_low_high_and_random_silence_the_same_share_of_the_candidates():
     entropies = torch.rand(1001, generator=torch.Generator().manual_seed(0))
     candidates = torch.ones(1001, dtype=torch.bool)
     scores = {"low": entropies, "high": -entropies, "random": random_scores(range(1001), salt=3)}
-    masks = {name: spurious_mask(candidates, score, linear_quantile(score, 0.75)) for name, score in scores.items()}
+    masks = {
+        name: spurious_mask(candidates, score, linear_quantile(score, 0.75))
+        for name, score in scores.items()
+    }
     assert [mask.sum() for mask in masks.values()] == [750] * 3
     assert entropies[masks["high"]].min() > entropies[~masks["high"]].max()
     assert entropies[masks["low"]].max() < entropies[~masks["low"]].min()
@@ -77,7 +93,9 @@ def test_next_tau_p_by_hand():
         (0.02, 0.0, 0.02),  # ten times the config's
         (2e-4, 1.0, 2e-4),  # a tenth
     ):
-        assert next_tau_p(tau_p, share, target=1e-4, given=0.002) == pytest.approx(expected, rel=1e-12)
+        assert next_tau_p(tau_p, share, target=1e-4, given=0.002) == pytest.approx(
+            expected, rel=1e-12
+        )
     assert next_tau_p(0.99, 0.0, target=1e-4, given=0.5) == 1.0  # a probability
 
 

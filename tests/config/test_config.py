@@ -5,7 +5,14 @@ import yaml
 from helpers import MINIMAL, ROOT
 from make_config import reference
 
-from stapo_lite.config import Config, check_processes, load_config, load_eval_config, to_yaml
+from stapo_lite.config import (
+    Config,
+    Objective,
+    check_processes,
+    load_config,
+    load_eval_config,
+    to_yaml,
+)
 from stapo_lite.errors import InputError
 
 REQUIRED = {"eval", "quickstart", "qwen1.7b_lora", "qwen8b_lora", "qwen8b_qlora", "qwen14b_qlora"}
@@ -39,16 +46,31 @@ PAPERS = {
 def test_algorithms_are_the_papers_and_read_back_field_by_field(algorithm, tmp_path):
     config = load_config(MINIMAL, [f"algorithm={algorithm}"])
     o, rollout = config.objective, config.rollout
-    values = (o.s2t.enabled, o.aggregation, o.epsilon, o.epsilon_high, o.beta, o.top_entropy_quantile, o.scale_rewards)
+    values = (
+        o.s2t.enabled,
+        o.aggregation,
+        o.epsilon,
+        o.epsilon_high,
+        o.beta,
+        o.top_entropy_quantile,
+        o.scale_rewards,
+    )
     assert (*values, rollout.dynamic_sampling, config.reward.overlong_penalty) == PAPERS[algorithm]
     assert o.renormalize == (algorithm != "20-entropy")
     others = (o.entropy_coef, o.old_logprobs, o.sampler_correction, o.sampler_cap)
     assert others == (0.0, "trainer", "token-truncate", 2.0)
     assert (rollout.num_generations, rollout.temperature) == (8, 1.0)
-    changes = [f"algorithm={algorithm}", "objective.s2t.preset=article", "data.prompt_suffix=' é \\boxed{}'"]
+    changes = [
+        f"algorithm={algorithm}",
+        "objective.s2t.preset=article",
+        "data.prompt_suffix=' é \\boxed{}'",
+    ]
     config = load_config(MINIMAL, changes)
     # a baseline has no entropy bonus whatever S2T preset it watches
-    assert (config.objective.entropy_coef, config.objective.s2t.tau_p) == (0.001 * (algorithm == "stapo"), 0.01)
+    assert (config.objective.entropy_coef, config.objective.s2t.tau_p) == (
+        0.001 * (algorithm == "stapo"),
+        0.01,
+    )
     (tmp_path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
     assert load_config(tmp_path / "config.yaml") == config
     explicit = yaml.safe_load(to_yaml(config)) | {"algorithm": "stapo"}
@@ -68,7 +90,13 @@ S2T_PAPERS = {
 @pytest.mark.parametrize("preset", S2T_PAPERS)
 def test_s2t_presets_are_the_papers(preset):
     o = load_config(MINIMAL, [f"objective.s2t.preset={preset}"]).objective
-    assert (o.s2t.tau_p, o.s2t.quantile, o.s2t.population, o.s2t.silence, o.entropy_coef) == S2T_PAPERS[preset]
+    assert (
+        o.s2t.tau_p,
+        o.s2t.quantile,
+        o.s2t.population,
+        o.s2t.silence,
+        o.entropy_coef,
+    ) == S2T_PAPERS[preset]
     assert o.s2t.enabled
 
 
@@ -76,12 +104,31 @@ def test_a_given_field_wins_over_the_preset_wherever_it_stands():
     tree = MINIMAL | {"objective": {"beta": 0.1}, "algorithm": "grpo", "train": {"batch_size": 32}}
     given = copy.deepcopy(tree)
     changes = ["objective.epsilon_high=0.3", "objective.s2t.enabled=true"]
-    changes += ["train.learning_rate=3e-5", "objective.sampler_correction=off"]  # YAML reads text, and false
+    changes += [
+        "train.learning_rate=3e-5",
+        "objective.sampler_correction=off",
+    ]  # YAML reads text, and false
     config = load_config(tree, changes)
     o = config.objective
-    assert (o.beta, o.epsilon_high, o.s2t.enabled, o.aggregation) == (0.1, 0.3, True, "sequence-mean")
-    assert (config.train.learning_rate, config.train.batch_size, o.sampler_correction) == (3e-5, 32, "off")
+    assert (o.beta, o.epsilon_high, o.s2t.enabled, o.aggregation) == (
+        0.1,
+        0.3,
+        True,
+        "sequence-mean",
+    )
+    assert (config.train.learning_rate, config.train.batch_size, o.sampler_correction) == (
+        3e-5,
+        32,
+        "off",
+    )
     assert tree == given
+
+
+def test_presets_fill_no_section_of_another_config():
+    shared = Objective()
+    grpo = Config(**MINIMAL, algorithm="grpo", objective=shared)
+    assert (grpo.objective.beta, shared.beta) == (0.04, 0.0)
+    assert Config(**MINIMAL).objective == Objective()
 
 
 def test_a_config_is_kept_as_it_was_given():
@@ -90,43 +137,97 @@ def test_a_config_is_kept_as_it_was_given():
     kept = yaml.safe_load(to_yaml(config, given=True))
     assert kept == MINIMAL | {"algorithm": "dapo", "objective": {"beta": 0.1}}
     assert load_config(kept) == config
-    assert load_config(kept, ["algorithm=grpo"]) == load_config(MINIMAL, ["algorithm=grpo", "objective.beta=0.1"])
+    assert load_config(kept, ["algorithm=grpo"]) == load_config(
+        MINIMAL, ["algorithm=grpo", "objective.beta=0.1"]
+    )
     assert yaml.safe_load(to_yaml(config)) == config.model_dump()
 
 
-FORBIDDEN = ["train.learning_rate=0", "rollout.engine=sglang", "lora.r=513", "lora.target_modules=all", "train=3"]
+FORBIDDEN = [
+    "train.learning_rate=0",
+    "rollout.engine=sglang",
+    "lora.r=513",
+    "lora.target_modules=all",
+    "train=3",
+]
 BAD = [
     (["beta=0.1"], "unknown key 'beta': did you mean 'objective.beta'?"),
-    (["temperature=1"], "unknown key 'temperature': did you mean 'rollout.temperature' or 'evaluation.temperature'?"),
-    (["train.reward_funcs=f"], "unknown key 'train.reward_funcs': TRL's name; here reward.functions; in Python"),
+    (
+        ["temperature=1"],
+        "unknown key 'temperature': did you mean 'rollout.temperature' or "
+        "'evaluation.temperature'?",
+    ),
+    (
+        ["train.reward_funcs=f"],
+        "unknown key 'train.reward_funcs': TRL's name; here reward.functions; in Python",
+    ),
     (
         ["lora.lora_dropout=0.1"],
         "unknown key 'lora.lora_dropout': TRL's name; here leave it out: dropout would put noise",
     ),
     (["evaluation.best=reward"], "evaluation.source and evaluation.best need evaluation.steps"),
-    (["train.lerning_rate=1"], "unknown key 'train.lerning_rate': did you mean 'train.learning_rate'?"),
-    (["objective.s2t.zzz=1"], "unknown key 'objective.s2t.zzz': allowed are preset, enabled, tau_p, quantile"),
+    (
+        ["train.lerning_rate=1"],
+        "unknown key 'train.lerning_rate': did you mean 'train.learning_rate'?",
+    ),
+    (
+        ["objective.s2t.zzz=1"],
+        "unknown key 'objective.s2t.zzz': allowed are preset, enabled, tau_p, quantile",
+    ),
     (["log.completions=true"], "key 'log.completions': must be a number, got True"),
     (["evaluation.limit=yes"], "key 'evaluation.limit': must be a number, got True"),
-    (["log.report_to=wandb"], "key 'log.report_to': input should be a valid list, got 'wandb': write [wandb]"),
-    (["rollout.top_p=0.9"], "TRL's name; here none: rollouts are sampled from the whole distribution"),
+    (
+        ["log.report_to=wandb"],
+        "key 'log.report_to': input should be a valid list, got 'wandb': write [wandb]",
+    ),
+    (
+        ["rollout.top_p=0.9"],
+        "TRL's name; here none: rollouts are sampled from the whole distribution",
+    ),
     (["train.learning_rate=fast"], "key 'train.learning_rate': input should be a valid number"),
     *(([value], f"key '{value.partition('=')[0]}") for value in FORBIDDEN),
-    (["train.batch_size=10"], "train.batch_size=10 is not divisible by train.mini_batch_size=16: choose a divisor"),
-    (["reward.weights=[1, 2]"], "reward.weights=[1.0, 2.0] for reward.functions=['math']: give one weight"),
-    (["rollout.max_num_seqs=7"], "rollout.max_num_seqs=7 is less than one group, rollout.num_generations=8"),
+    (
+        ["train.batch_size=10"],
+        "train.batch_size=10 is not divisible by train.mini_batch_size=16: choose a divisor",
+    ),
+    (
+        ["reward.weights=[1, 2]"],
+        "reward.weights=[1.0, 2.0] for reward.functions=['math']: give one weight",
+    ),
+    (
+        ["rollout.max_num_seqs=7"],
+        "rollout.max_num_seqs=7 is less than one group, rollout.num_generations=8",
+    ),
     (["rollout.sleep_level=2", "rollout.quantization=bitsandbytes"], "set rollout.sleep_level=1"),
-    (["rollout.vllm.kv_cache_memory_bytes=4G"], "rollout.vllm.kv_cache_memory_bytes=4G: must be a whole number"),
+    (
+        ["rollout.vllm.kv_cache_memory_bytes=4G"],
+        "rollout.vllm.kv_cache_memory_bytes=4G: must be a whole number",
+    ),
     (["rollout.max_lag=1"], "rollout.max_lag needs rollout.engine=server"),
     (
         ["rollout.vllm.tensor_parallel_size=2"],
         "rollout.vllm.tensor_parallel_size and data_parallel_size need rollout.engine=server",
     ),
-    (["train.offload_activations=true", "train.gradient_checkpointing=false"], "train.gradient_checkpointing=true"),
-    (["objective.s2t={target_share: 0.1, enabled: false}"], "target_share needs objective.s2t.enabled=true"),
-    (["data={source: a, system_prompt: a, apply_chat_template: false}"], "needs data.apply_chat_template=true"),
-    (["rollout.engine=server", "train.park_trainer=true"], "train.park_trainer=true needs vLLM in the process"),
-    (["rollout={engine: server, max_lag: 1}", "objective.sampler_correction='off'"], "needs a correction for older"),
+    (
+        ["train.offload_activations=true", "train.gradient_checkpointing=false"],
+        "train.gradient_checkpointing=true",
+    ),
+    (
+        ["objective.s2t={target_share: 0.1, enabled: false}"],
+        "target_share needs objective.s2t.enabled=true",
+    ),
+    (
+        ["data={source: a, system_prompt: a, apply_chat_template: false}"],
+        "needs data.apply_chat_template=true",
+    ),
+    (
+        ["rollout.engine=server", "train.park_trainer=true"],
+        "train.park_trainer=true needs vLLM in the process",
+    ),
+    (
+        ["rollout={engine: server, max_lag: 1}", "objective.sampler_correction='off'"],
+        "needs a correction for older",
+    ),
 ]
 
 
@@ -139,7 +240,10 @@ def test_bad_values_name_the_key_and_the_fix_in_one_line(overrides, message):
 
 
 def test_both_decodings_of_the_paper():
-    both = [load_eval_config(EVALUATION, [f"decoding={name}"]).rollout for name in ("training-aligned", "justrl")]
+    both = [
+        load_eval_config(EVALUATION, [f"decoding={name}"]).rollout
+        for name in ("training-aligned", "justrl")
+    ]
     assert [(r.temperature, r.top_p) for r in both] == [(1.0, 1.0), (0.7, 0.9)]
     rollout = load_eval_config(EVALUATION, ["decoding=justrl", "rollout.top_p=0.8"]).rollout
     assert (rollout.temperature, rollout.top_p, rollout.max_completion_length) == (0.7, 0.8, 20480)

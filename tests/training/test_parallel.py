@@ -25,18 +25,23 @@ from helpers import (
 from safetensors.torch import load_file
 
 from stapo_lite.files import read_lines, write_lines
-from stapo_lite.training.tracking import read_metrics
+from stapo_lite.training.folder import read_metrics
 from stapo_lite.training.update import Update
 
 FAST = ["stapo", "grpo"]
 
 
 @pytest.mark.parametrize(
-    "cases", [FAST, pytest.param([case for case in INVARIANT if case not in FAST], marks=pytest.mark.slow)], ids=str
+    "cases",
+    [FAST, pytest.param([case for case in INVARIANT if case not in FAST], marks=pytest.mark.slow)],
+    ids=str,
 )
 def test_two_processes_make_the_same_update_as_one(tiny_model, tmp_path, cases):
-    """Same gradient, masks and metrics for every objective, also where one process has nothing to train."""
-    accelerate_launch(2, "--multi_gpu", ROOT / "tests" / "two_processes.py", tiny_model, tmp_path, *cases)
+    """Same gradient, masks and metrics for every objective, also where one process has nothing to
+    train."""
+    accelerate_launch(
+        2, "--multi_gpu", ROOT / "tests" / "two_processes.py", tiny_model, tmp_path, *cases
+    )
     for case in cases:
         policy = adapted_policy(tiny_model)
         policy.model.double()
@@ -55,13 +60,24 @@ def test_two_processes_make_the_same_update_as_one(tiny_model, tmp_path, cases):
 
 @pytest.fixture
 def one(write_config, user_reward, tmp_path):
-    """The metrics of a run in one process, in the folder `one`, and a function that writes the config for a run in
-    another folder, which goes on from the first checkpoint of a third."""
+    """The metrics of a run in one process, in the folder `one`, and a function that writes the
+    config for a run in another folder, which goes on from the first checkpoint of a third."""
     user_reward(RARELY_RIGHT)
     # At a higher rate Adam would blow the rounding of tiny gradients up.
-    changes = {"train__max_steps": 3, "train__learning_rate": 1e-4, "rollout__dynamic_sampling": True}
-    write_lines(tmp_path / "held_out.jsonl", [{"prompt": f"say {word}"} for word in ("five", "six", "seven")])
-    changes["evaluation"] = {"steps": 2, "source": str(tmp_path / "held_out.jsonl"), "best": "reward"}
+    changes = {
+        "train__max_steps": 3,
+        "train__learning_rate": 1e-4,
+        "rollout__dynamic_sampling": True,
+    }
+    write_lines(
+        tmp_path / "held_out.jsonl",
+        [{"prompt": f"say {word}"} for word in ("five", "six", "seven")],
+    )
+    changes["evaluation"] = {
+        "steps": 2,
+        "source": str(tmp_path / "held_out.jsonl"),
+        "best": "reward",
+    }
     changes["log"] = {"audit_tokens": 5, "save_steps": 1, "save_total_limit": 9}
 
     def write(name, after=None):
@@ -82,12 +98,18 @@ def test_two_processes_make_the_same_run_as_one(one, tmp_path):
     shown = in_two_processes(write("two"), tmp_path)
     assert len(re.findall("^step ", shown, re.MULTILINE)) == 3
     same_metrics(read_metrics(tmp_path / "two"), metrics)
-    assert read_lines(tmp_path / "two" / "evaluations.jsonl") == read_lines(tmp_path / "one" / "evaluations.jsonl")
+    assert read_lines(tmp_path / "two" / "evaluations.jsonl") == read_lines(
+        tmp_path / "one" / "evaluations.jsonl"
+    )
     assert (tmp_path / "two" / "best").exists()
     ones, twos = (read_lines(tmp_path / name / "tokens.jsonl") for name in ("one", "two"))
     assert [(t["step"], t["token"]) for t in twos] == [(t["step"], t["token"]) for t in ones]
-    final = [load_file(tmp_path / name / "adapter" / "adapter_model.safetensors") for name in ("one", "two")]
-    # As a whole: where a gradient is all but zero, Adam makes a share of the learning rate of its rounding.
+    final = [
+        load_file(tmp_path / name / "adapter" / "adapter_model.safetensors")
+        for name in ("one", "two")
+    ]
+    # As a whole: where a gradient is all but zero, Adam makes a share of the learning rate of its
+    #     rounding.
     theirs, ours = (torch.cat([adapter[name].flatten() for name in final[0]]) for adapter in final)
     assert (ours - theirs).norm() < 1e-5 * theirs.norm()
     run(write("two to one", after="two"), resume=True)
@@ -103,11 +125,24 @@ def test_two_processes_go_on_from_the_checkpoint_of_one(one, tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_with_vllm_export_evaluate_and_train_again(tiny_model, tmp_path):
-    """vLLM ends a process group that is not its own; exports and evaluations wait for all processes."""
+    """vLLM ends a process group that is not its own; exports and evaluations wait for all
+    processes."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
-    write_lines(tmp_path / "sums.jsonl", [{"problem": "1+1?", "answer": "2"}, {"problem": "1+2?", "answer": "3"}])
+    write_lines(
+        tmp_path / "sums.jsonl",
+        [{"problem": "1+1?", "answer": "2"}, {"problem": "1+2?", "answer": "3"}],
+    )
     script = [ROOT / "tests" / "two_trainers.py", tiny_model, tmp_path / "sums.jsonl", tmp_path]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*launch, *map(str, script)], capture_output=True, text=True, timeout=300, check=False)
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    done = subprocess.run(
+        [*launch, *map(str, script)], capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("on 2 process(es)") == 2

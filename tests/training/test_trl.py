@@ -1,4 +1,5 @@
-"""The same tensors through TRL's trainer: where it has the same objective, loss and gradient agree."""
+"""The same tensors through TRL's trainer: where it has the same objective, loss and gradient
+agree."""
 
 import dataclasses
 import inspect
@@ -49,18 +50,29 @@ CASES = {
 def trl_trainer(model, folder, **arguments):
     from datasets import Dataset
 
-    arguments |= {"max_completion_length": LONGEST, "num_generations": len(ADVANTAGES), "bf16": False, "use_cpu": True}
+    arguments |= {
+        "max_completion_length": LONGEST,
+        "num_generations": len(ADVANTAGES),
+        "bf16": False,
+        "use_cpu": True,
+    }
     arguments |= {"per_device_train_batch_size": len(ADVANTAGES), "gradient_checkpointing": False}
-    config = trl.GRPOConfig(output_dir=str(folder), temperature=SAMPLING.temperature, report_to=[], **arguments)
+    config = trl.GRPOConfig(
+        output_dir=str(folder), temperature=SAMPLING.temperature, report_to=[], **arguments
+    )
     dataset = Dataset.from_dict({"prompt": ["a"]})
-    return trl.GRPOTrainer(model=model, reward_funcs=lambda completions, **_: [0.0], args=config, train_dataset=dataset)
+    return trl.GRPOTrainer(
+        model=model, reward_funcs=lambda completions, **_: [0.0], args=config, train_dataset=dataset
+    )
 
 
 def trl_tensors(completions, old, reference, correction):
     """TRL's layout: prompts padded on the left, completions on the right."""
 
     def pad(rows, side, value=0.0):
-        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value, padding_side=side)
+        return torch.nn.utils.rnn.pad_sequence(
+            rows, batch_first=True, padding_value=value, padding_side=side
+        )
 
     prompts = [torch.tensor(c.prompt.token_ids) for c in completions]
     answers = [torch.tensor(c.token_ids) for c in completions]
@@ -86,14 +98,22 @@ def test_loss_and_gradient_agree(tiny_model, tmp_path, case):
         reference = measured(policy, completions)
     preset = objective(**ours)
     trainer = trl_trainer(policy.model, tmp_path, **theirs)
-    trainer.use_vllm = trainer.vllm_importance_sampling_correction = True  # it has weights for the engine's tokens
+    trainer.use_vllm = trainer.vllm_importance_sampling_correction = (
+        True  # it has weights for the engine's tokens
+    )
     trainer.current_gradient_accumulation_steps = 1
     batch = packed(policy, completions, old)
     correction, capped = sampler_correction(
-        batch.old.logprobs, batch.rollout_logprobs, batch.rows, len(completions), preset.sampler_correction,
+        batch.old.logprobs,
+        batch.rollout_logprobs,
+        batch.rows,
+        len(completions),
+        preset.sampler_correction,
         preset.sampler_cap,
-    )  # fmt: skip
-    correction = torch.nn.utils.rnn.pad_sequence(correction.split([len(c.token_ids) for c in completions]), True)
+    )
+    correction = torch.nn.utils.rnn.pad_sequence(
+        correction.split([len(c.token_ids) for c in completions]), True
+    )
     assert capped.any()
     tensors = trl_tensors(completions, old, reference, correction)
     policy.model.zero_grad()
@@ -108,13 +128,18 @@ def test_loss_and_gradient_agree(tiny_model, tmp_path, case):
     assert relative(gradient, expected) < 1e-5
 
 
-def test_the_page_for_those_who_come_from_trl():
-    """It has every name, each key that it speaks of is one, and TRL has every name that is said to be its."""
+def test_the_page_about_trl():
+    """It has every name, each key that it speaks of is one, and TRL has every name that is said to
+    be its."""
     page = (ROOT / "docs" / "from_trl.md").read_text(encoding="utf-8")
     assert [name for name, here in TRL_NAMES.items() if f"| `{name}` | {here} |" not in page] == []
     keys = flatten(load_config(MINIMAL).model_dump())
-    sections = "|".join(name for name, value in load_config(MINIMAL).model_dump().items() if isinstance(value, dict))
-    spoken_of = {key for here in TRL_NAMES.values() for key in re.findall(rf"\b(?:{sections})\.[\w.]+", here)}
+    sections = "|".join(
+        name for name, value in load_config(MINIMAL).model_dump().items() if isinstance(value, dict)
+    )
+    spoken_of = {
+        key for here in TRL_NAMES.values() for key in re.findall(rf"\b(?:{sections})\.[\w.]+", here)
+    }
     assert {key for key in spoken_of if key not in keys} == {"rollout.vllm.tensor_parallel_size"}
     configs = [trl.GRPOConfig, trl.ModelConfig, trl.DatasetMixtureConfig, trl.ScriptArguments]
     theirs = {field.name for config in configs for field in dataclasses.fields(config)}

@@ -1,1 +1,0 @@
-"""From benchmarks to scores."""

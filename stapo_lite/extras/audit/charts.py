@@ -1,0 +1,112 @@
+"""Line charts over steps, the probability-entropy plane and bars, as PNG."""
+
+import io
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
+from typing import Any, NamedTuple
+
+# Okabe and Ito's
+COLOURS = (
+    "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#999999",
+)  # fmt: skip
+CANDIDATE_COLOURS = ("#d55e00", "#0072b2")
+QUADRANT_COLOURS = ("#d55e00", "#009e73", "#0072b2", "#8c6bb1")
+
+
+class Curve(NamedTuple):
+    """One line of a chart, with a band around it if `low` and `high` are given; the value of a
+    step may be None."""
+
+    label: str
+    steps: Sequence[int]
+    values: Sequence[float | None]
+    low: Sequence[float | None] | None = None
+    high: Sequence[float | None] | None = None
+
+
+def png(draw: Callable[..., None], *arguments: Any) -> bytes:
+    """A picture that fits a column of text, and can be read on a phone.
+
+    Args:
+        draw: `lines`, `plane` or `bars`, which gets axes and the arguments.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.6, 3.2), layout="constrained")
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.4, linewidth=0.6)
+    axes.set_axisbelow(True)
+    draw(axes, *arguments)
+    file = io.BytesIO()
+    figure.savefig(file, dpi=150)
+    return file.getvalue()
+
+
+def lines(axes: Any, curves: Sequence[Curve], label: str, log: bool = False) -> None:
+    """Draw curves over the steps.
+
+    Args:
+        label: of the vertical axis.
+        log: logarithmic; zeros are left out.
+    """
+    for curve, colour, style in zip(curves, cycle(COLOURS), cycle(("-", "--", ":")), strict=False):
+        values = _drawn(curve.values, log)
+        # Points mark the steps if they are few, or if there are gaps between them.
+        marker = "." if len(values) < 40 or any(map(math.isnan, values)) else None
+        look = {"color": colour, "linestyle": style, "linewidth": 1.6, "marker": marker}
+        axes.plot(curve.steps, values, label=curve.label, **look)
+        if curve.low is not None and curve.high is not None:
+            low, high = _drawn(curve.low, log), _drawn(curve.high, log)
+            axes.fill_between(curve.steps, low, high, color=colour, alpha=0.2, linewidth=0)
+    if log and any(value for curve in curves for value in curve.values):
+        axes.set_yscale("log")
+    axes.locator_params(axis="x", integer=True)
+    axes.set(xlabel="step", ylabel=label)
+    if len(curves) > 1:
+        axes.figure.legend(fontsize=8, loc="outside upper left", ncols=len(curves), frameon=False)
+        axes.figure.set_figheight(axes.figure.get_figheight() + 0.17)  # of the legend's row
+
+
+def plane(
+    axes: Any, places: Mapping[str, Sequence[Sequence[float]]], tau_p: float, tau_h: float | None
+) -> None:
+    """Draw tokens by probability and entropy; the thresholds cut the plane into quadrants.
+
+    Args:
+        places: (probability, entropy) of tokens, by what they are called: some of all tokens, the
+            candidates that are silenced, and the other candidates.
+        tau_h: None if there were no candidates.
+    """
+    styles = zip(("#999999", *CANDIDATE_COLOURS), (4, 14, 14), strict=True)
+    for (name, some), (colour, size) in zip(places.items(), styles, strict=True):
+        if some:
+            probabilities, entropies = zip(*some, strict=True)
+            look = {"s": size, "color": colour, "linewidths": 0, "alpha": 0.7}
+            axes.scatter(probabilities, entropies, label=name, rasterized=True, **look)
+    axes.set_xscale("log")
+    axes.axvline(tau_p, color=COLOURS[4], linewidth=1.2, linestyle="--", label="tau_p, mean")
+    if tau_h is not None:
+        axes.axhline(tau_h, color=COLOURS[3], linewidth=1.2, linestyle="--", label="tau_h, mean")
+    axes.set(xlabel="probability of the token", ylabel="entropy [nats]")
+    # No token lies there: a probable token has low entropy.
+    axes.legend(fontsize=8, loc="upper right")
+
+
+def bars(
+    axes: Any, labels: Sequence[str], values: Sequence[float], colours: Sequence[str], label: str
+) -> None:
+    """Draw horizontal bars, the first one on top.
+
+    Args:
+        label: of the horizontal axis.
+    """
+    axes.barh(labels, values, color=colours)
+    axes.invert_yaxis()
+    axes.set_xlabel(label)
+
+
+def _drawn(values: Sequence[float | None], log: bool) -> list[float]:
+    """The values with NaN, which matplotlib leaves out, for those that cannot be drawn."""
+    return [math.nan if value is None or (log and value <= 0) else value for value in values]

@@ -1,0 +1,23 @@
+"""The reward `math`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from stapo_lite.config import Reward
+from stapo_lite.extras.math.grading import MathGrader, Question
+from stapo_lite.types import Completion
+
+
+def math_reward(
+    grader: MathGrader, settings: Reward, completions: Sequence[Completion], *_: Any
+) -> list[float | None]:
+    """`settings.correct` for a right final answer, else `settings.incorrect`."""
+    questions = []
+    for c in completions:
+        # Wrong by default: token-mean would reinforce all the text between an early box and the
+        # limit. An empty response is wrong at once.
+        refused = c.truncated and settings.truncated_is_incorrect
+        response = "" if refused else c.whole_text
+        questions.append(Question(c.prompt.answer, response, finished=not c.truncated))
+    verdicts = grader.grade(questions)
+    return [settings.correct if v.correct else settings.incorrect for v in verdicts]

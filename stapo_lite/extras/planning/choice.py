@@ -1,0 +1,361 @@
+"""`memory: auto`: the memory keys that a run leaves open, chosen by what its card and its host
+hold.
+
+Two choices, each from a list of settings (a ladder) of which every one takes more memory than the
+one before:
+
+    rollouts   sequences at a time, as many as the KV cache holds while they are under way
+    update     activations in host memory; more tokens at a time; fewer layers checkpointed; still
+    more tokens
+
+vLLM sleeps during updates, unless the host cannot hold its weights. The base of the trainer is
+parked during rollouts, which costs seconds a step, unless the card holds a whole step beside it. So
+with more memory there are never fewer sequences or tokens at a time, and never more offloading or
+more layers checkpointed.
+"""
+
+import bisect
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object, reduce
+from accelerate.utils.memory import clear_device_cache
+
+from stapo_lite.config import Config, flatten, load_config
+from stapo_lite.errors import InputError
+from stapo_lite.extras.planning.plan import (
+    CUDA_CONTEXT,
+    GIB,
+    Hardware,
+    Plan,
+    checkpointed_layers,
+    make_plan,
+)
+from stapo_lite.extras.planning.speed import KNOWN_CARDS, MEAN_LENGTH, step_seconds
+from stapo_lite.machine import host_memory_left
+from stapo_lite.model.loading import load_model_config
+from stapo_lite.rollout.vllm_options import reads_base_again
+
+Choice = dict[str, Any]
+"""Values of some of KEYS."""
+UPDATE_KEYS = (
+    "train.offload_activations",
+    "train.max_tokens_per_microbatch",
+    "train.gradient_checkpointing",
+)
+SHARE = "rollout.gpu_memory_utilization"
+KEYS = ("train.park_trainer", "rollout.sleep_level", SHARE, "rollout.max_num_seqs", *UPDATE_KEYS)
+"""What is chosen if a config leaves it open."""
+MARGIN = 0.04
+"""Share of the card that neither phase plans with: what the allocators lose between blocks of
+different sizes."""
+UNDER_WAY = 1 / 2
+"""Share of its mean length that a completion is taken to hold in the KV cache, when the number of
+sequences at a time is chosen. It gives a fifth fewer steps of decoding than 1 (docs/results.md)."""
+MOST_SEQUENCES = 512
+"""vLLM captures CUDA graphs up to there; more at a time would hardly save another reading of the
+weights."""
+COMFORTABLE_TOKENS = 8192
+"""Enough in a micro-batch to keep a card busy; beyond it, memory does more for activations that are
+kept."""
+MOST_TOKENS = 65_536
+
+
+def fit(config: Config, engine: str, going_on: Path | None, processes: int) -> Config:
+    """Set the memory keys that the config leaves open for the memory that is free on this machine.
+    Without a GPU the config stays as it is.
+
+    Collective: all processes choose for the card with the least.
+
+    Args:
+        engine: from `resolve_engine`.
+        going_on: folder of the run that is resumed from a checkpoint, which keeps what was chosen.
+
+    Raises:
+        InputError: nothing fits.
+    """
+    if engine == "transformers" or not torch.cuda.is_available():
+        return config
+    if going_on is not None and (going_on / "config.yaml").exists():
+        before = flatten(load_config(going_on / "config.yaml").model_dump())
+        return apply(config, {key: before[key] for key in KEYS})
+    if processes > 1:  # NCCL takes its buffers with the first collective
+        reduce(torch.zeros(1, device="cuda"))
+    # A run before this one, in a notebook, may have left something in caches.
+    clear_device_cache(garbage_collection=True)
+    if hasattr(torch.accelerator, "empty_host_cache"):  # torch 2.11, of vLLM 0.26, has none
+        torch.accelerator.empty_host_cache()
+    here, total = memory_left()
+    host = host_memory_left() / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    memory, host = map(min, zip(*gather_object([(here, host)]), strict=True))
+    model, cards = (
+        load_model_config(config.model).get_text_config(),
+        Hardware(memory, host, processes),
+    )
+    choice = choose(config, model, cards)
+    if choice and os.environ.get("RANK", "0") == "0":
+        chosen = apply_all(config, choice, model, cards)
+        print(describe(chosen, make_plan(chosen, model, cards), model, cards))
+    return apply(config, of_whole_card(choice, memory, total))
+
+
+def fit_server(config: Config) -> Config:
+    """Set the keys that the config leaves open for a server on this machine: on a GPU vLLM gets all
+    memory that is free on the card with the least.
+
+    Raises:
+        InputError: that is too little.
+    """
+    if config.memory == "off" or not torch.cuda.is_available():
+        return config
+    memory, total = min(map(memory_left, range(torch.cuda.device_count())))
+    model, cards = load_model_config(config.model).get_text_config(), Hardware(memory)
+    choice = choose_for_server(config, model, cards)
+    for problem in make_plan(apply(config, choice), model, cards).problems:
+        if problem.startswith("rollouts"):
+            raise InputError(
+                f"{problem}: choose a larger card, shorter completions or rollout.quantization"
+            )
+    config = apply(config, of_whole_card(choice, memory, total))
+    share, count = config.rollout.gpu_memory_utilization, config.rollout.max_num_seqs
+    print(
+        f"card of {memory / GIB:.1f} GiB: vLLM takes {share:.0%} of the whole, {count} sequences "
+        "at a time"
+    )
+    return config
+
+
+def memory_left(card: int | None = None) -> tuple[int, int]:
+    """Bytes of a card (by default the one in use): those free for this process, CUDA context
+    included; and in all."""
+    free, total = torch.cuda.mem_get_info(card)
+    return min(total, free + CUDA_CONTEXT), total
+
+
+def of_whole_card(choice: Choice, memory: int, total: int) -> Choice:
+    """The choice with vLLM's share counted from the whole card, as vLLM does."""
+    if SHARE not in choice:
+        return choice
+    return choice | {SHARE: math.floor(100 * choice[SHARE] * memory / total) / 100}
+
+
+def choose_for_server(config: Config, model: Any, cards: Hardware) -> Choice:
+    """Values for vLLM's keys on a card of its own; none with `memory: off`."""
+    if config.memory == "off":
+        return {}
+    return choose_sequences({"rollout.sleep_level": 1}, config, model, Hardware(cards.gpu_memory))
+
+
+def choose(config: Config, model: Any, cards: Hardware) -> Choice:
+    """Values for the memory keys that a config leaves open; none with `memory: off`.
+
+    Args:
+        model: the transformers config of the decoder.
+
+    Raises:
+        InputError: nothing fits; the message names the changes that would.
+    """
+    if config.memory == "off" or not left_open(config):
+        return {}
+    choice = find(config, model, cards)
+    if choice is None:
+        changes = "; or ".join(remedies(config, model, cards)) or "a smaller model"
+        there = f"a card of {cards.gpu_memory / GIB:.1f} GiB"
+        if cards.host_memory is not None:
+            there += f" and {cards.host_memory / GIB:.0f} GiB of host memory"
+        raise InputError(f"the run does not fit {there}; it would with {changes}")
+    return choice
+
+
+def left_open(config: Config) -> list[str]:
+    """Keys (of KEYS) that the user has not given."""
+    given = flatten(config.model_dump(exclude_unset=True))
+    return [key for key in KEYS if key not in given]
+
+
+def find(config: Config, model: Any, cards: Hardware) -> Choice | None:
+    """The best choice that fits, or None if none does."""
+    ladder = update_ladder(config, model, cards)
+    completions = config.train.batch_size * config.rollout.num_generations
+    if config.rollout.engine == "server":  # servers queue what is too much for them
+        choice = {"rollout.max_num_seqs": min(MOST_SEQUENCES, completions)}
+        return climb(ladder, choice, config, model, cards)
+    least = ladder[min(1, len(ladder) - 1)]
+    tokens = completions // cards.processes * config.max_sequence_length
+    for park, sleep, only_with_room in parking_options(config):
+        parking = {"train.park_trainer": park, "rollout.sleep_level": sleep}
+        choice = choose_sequences(parking | least, config, model, cards)
+        if only_with_room and make_plan(apply(config, choice), model, cards).kv_tokens < tokens:
+            continue
+        rungs = ladder if sleep else [least]  # an engine that stays awake has the rest
+        found = climb(rungs, choice, config, model, cards)
+        if found is not None:
+            return found
+    return None
+
+
+def parking_options(config: Config) -> list[tuple[bool, int, bool]]:
+    """Where the trainer's base and vLLM's weights stay while the other works, the fastest first.
+
+    Returns:
+        `train.park_trainer`; `rollout.sleep_level`; whether the option is only for a card whose KV
+        cache holds all sequences of a step at their longest.
+    """
+    options = [
+        (False, 1, True),
+        (True, 1, False),
+        (True, 2, False),  # if the host holds one copy
+        (False, 1, False),
+        (False, 2, False),
+        (False, 0, False),  # if it holds none
+    ]
+    if config.rollout.quantization != "bitsandbytes" and reads_base_again():
+        return options
+    return [option for option in options if option[1] != 2]
+
+
+def climb(
+    ladder: list[Choice], choice: Choice, config: Config, model: Any, cards: Hardware
+) -> Choice | None:
+    """The choice with the highest rung of the ladder that fits, or None if none does. The rungs
+    above one that does not fit do not fit either, except above the lowest: the host may be too
+    small for its activations."""
+    serving = config.rollout.engine == "server"
+
+    def too_much(rung: Choice) -> bool:
+        planned = make_plan(apply(config, choice | rung), model, cards)
+        for problem in planned.problems:
+            if not serving or not problem.startswith("rollouts"):  # servers have their own cards
+                return True
+        return sum(planned.update.values()) > (1 - MARGIN) * cards.gpu_memory
+
+    if too_much(ladder[0]):
+        ladder = ladder[1:]
+    fitting = bisect.bisect(ladder, False, key=too_much)
+    return choice | ladder[fitting - 1] if fitting else None
+
+
+def choose_sequences(choice: Choice, config: Config, model: Any, cards: Hardware) -> Choice:
+    """Give vLLM the rest of the card, and as many sequences as its KV cache holds at the length
+    that UNDER_WAY assumes. If they grow longer, vLLM preempts some and computes them again."""
+    planned, rollout = make_plan(apply(config, choice), model, cards), config.rollout
+    trainer = trainer_bytes(planned.rollout)
+    if not choice["rollout.sleep_level"]:
+        trainer = max(trainer, trainer_bytes(planned.update))
+    share = math.floor(100 * (1 - MARGIN - trainer / cards.gpu_memory)) / 100
+    choice = choice | {SHARE: max(0.01, share)}
+    completion = UNDER_WAY * MEAN_LENGTH * rollout.max_completion_length
+    length = config.data.max_prompt_length + completion
+
+    def too_many(count: int) -> bool:
+        with_count = apply(config, choice | {"rollout.max_num_seqs": count})
+        return make_plan(with_count, model, cards).kv_tokens < count * length
+
+    group = rollout.num_generations  # vLLM takes a group at a time
+    most = min(MOST_SEQUENCES, config.train.batch_size * group // cards.processes)
+    counts = [group, *range(group + 8, most, 8), max(group, most)]
+    fitting = bisect.bisect(counts, False, key=too_many)
+    return choice | {"rollout.max_num_seqs": counts[max(0, fitting - 1)]}
+
+
+def trainer_bytes(phase: dict[str, int]) -> int:
+    """Bytes of a phase on the card that are not vLLM's."""
+    return sum(size for name, size in phase.items() if not name.startswith("vLLM"))
+
+
+def update_ladder(config: Config, model: Any, cards: Hardware) -> list[Choice]:
+    """Rungs of the update, from the least memory to the most."""
+    train, longest = config.train, config.max_sequence_length
+    completions = train.mini_batch_size * config.rollout.num_generations / cards.processes
+    most = max(longest, min(math.ceil(completions) * longest, MOST_TOKENS))
+    enough = max(longest, min(most, COMFORTABLE_TOKENS))
+    step = max(256, enough // 16)
+    values: list[tuple[bool, int, bool | int]] = [(True, longest, True)]
+    values += [(False, tokens, True) for tokens in [*range(longest, enough, step), enough]]
+    values += [(False, enough, count) for count in range(model.num_hidden_layers - 1, 0, -1)]
+    values += [(False, tokens, False) for tokens in [*range(enough, most, step), most]]
+    ladder = []
+    for value in values:
+        rung = dict(zip(UPDATE_KEYS, value, strict=True))
+        applied = apply(config, rung).train
+        if applied.gradient_checkpointing is True or not applied.offload_activations:
+            ladder.append(rung)
+    return ladder
+
+
+def apply(config: Config, choice: Choice) -> Config:
+    """The config with those keys of a choice set that it leaves open."""
+    for key in choice.keys() & left_open(config):
+        section, name = key.split(".")
+        changed = getattr(config, section).model_copy(update={name: choice[key]})
+        config = config.model_copy(update={section: changed})
+    return config
+
+
+def apply_all(config: Config, choice: Choice, model: Any, cards: Hardware) -> Config:
+    """Like `apply`; if servers sample, also with what they would choose on a card like these."""
+    if config.rollout.engine == "server":
+        config = apply(config, choose_for_server(config, model, cards))
+    return apply(config, choice)
+
+
+def remedies(config: Config, model: Any, cards: Hardware) -> Iterator[str]:
+    """Changes of which any one would make the run fit; of each kind the smallest."""
+    tree = config.model_dump(exclude_unset=True)
+
+    def fits(*overrides: str) -> bool:
+        try:
+            return find(load_config(tree, list(overrides)), model, cards) is not None
+        except InputError:  # values that do not go together
+            return False
+
+    given = [key for key in KEYS if key not in left_open(config)]
+    without = config.model_dump(exclude_unset=True)
+    for key in given:
+        section, name = key.split(".")
+        del without[section][name]
+    if given and find(load_config(without), model, cards) is not None:
+        yield f"these keys left open: {', '.join(given)}"
+    more = cards._replace(host_memory=None)
+    if cards.host_memory is not None and find(config, model, more) is not None:
+        yield "more host memory"
+    four_bits = ["quantization=nf4", "rollout.quantization=bitsandbytes"]
+    if not config.quantization and fits(*four_bits):
+        yield " ".join(four_bits)
+    for eighths in range(7, 0, -1):
+        length = config.rollout.max_completion_length * eighths // 8
+        shorter = f"rollout.max_completion_length={length}"
+        if fits(shorter):
+            yield shorter
+            break
+    for card in sorted(KNOWN_CARDS.values()):
+        larger = cards._replace(gpu_memory=card.memory)
+        if card.memory > cards.gpu_memory and find(config, model, larger) is not None:
+            yield f"a card of {card.memory / GIB:.1f} GiB"
+            break
+
+
+def describe(config: Config, plan: Plan, model: Any, cards: Hardware) -> str:
+    """A run's memory on card and host, and a guess at its time, in five lines."""
+    train, rollout = config.train, config.rollout
+    sampling, updating, host = (
+        sum(parts.values()) / GIB for parts in (plan.rollout, plan.update, plan.host)
+    )
+    layers = model.num_hidden_layers
+    checkpointed = checkpointed_layers(train.gradient_checkpointing, layers)
+    name, card = min(KNOWN_CARDS.items(), key=lambda item: abs(item[1].memory - cards.gpu_memory))
+    seconds = step_seconds(config, model, plan, card, cards.processes)
+    days = seconds * train.max_steps / 86400
+    kept = {"the trainer's base": train.park_trainer, "its activations": train.offload_activations}
+    there = " and ".join(part for part, is_there in kept.items() if is_there)
+    return f"""memory for a card of {cards.gpu_memory / GIB:.1f} GiB, predicted
+  rollouts: {sampling:.1f} GiB; {rollout.max_num_seqs} sequences at a time in a KV cache of {plan.kv_tokens:,} tokens
+  update: {updating:.1f} GiB; {config.largest_microbatch:,} tokens at a time, {checkpointed} of {layers} layers \
+checkpointed
+  host: {host:.1f} GiB{f" with {there}" if there else ""}
+  time ({name}): about {seconds / 60:.0f} min a step, {days:.1f} days for {train.max_steps}, if completions are a \
+third of the longest"""  # noqa: E501

@@ -1,0 +1,170 @@
+"""Export a run's adapter, as it is or merged into its base, with a model card.
+
+The adapter is merged into the base in full precision, even if it was trained on 4-bit weights. The
+export is loaded again, and must give the log-probabilities of base + adapter before the folder gets
+its name. An interrupted export leaves `.DIR.partial`, which the next one replaces.
+"""
+
+import gc
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import AutoTokenizer, GenerationConfig
+
+from stapo_lite.data.prompts import stop_token_ids
+from stapo_lite.errors import InputError, explained
+from stapo_lite.extras.publish.card import FinishedRun, model_card, read_run
+from stapo_lite.extras.publish.hub import prepare_repository, push_folder
+from stapo_lite.model.loading import load_model_config, load_tokenizer, load_weights
+
+SHARD_SIZE = "5GB"
+HELD_OUT = (
+    "What is 17 times 23? Let us think step by step: 17 times 20 is 340, and 17 times 3 is 51, so",
+    "def fibonacci(n: int) -> int:\n    if n < 2:\n        return n\n    return",
+    "The train left the station at noon, and when it arrived in the capital three hours later",
+    "Solve for x: \\frac{x}{3} + 7 = 12. Subtracting 7 from both sides gives",
+)
+"""Texts whose log-probabilities the export must keep; they come from no training set."""
+LARGEST_IN_FLOAT32, MEAN_IN_HALF = 1e-4, 0.1
+"""Limits in nats, above which nothing is exported: of the largest deviation in float32, and of the
+mean deviation in half precision, which rounds weights and activations."""
+
+
+def export(
+    run_folder: str | Path,
+    out: str | Path,
+    *,
+    merge: bool = False,
+    dtype: str = "bfloat16",
+    base_model: str | None = None,
+    evaluation: str | Path | None = None,
+    push_to_hub: str | None = None,
+    private: bool = False,
+) -> Path:
+    """Write the adapter of a run, or the merged model, and push it to the Hub if asked; return the
+    folder.
+
+    Args:
+        merge: merge the adapter into the base.
+        dtype: of what is written: float32, bfloat16 or float16.
+        base_model: folder or Hub name of the base, by default the run's `model`; needed if that is
+            quantised.
+        evaluation: folder of an evaluation, for the card; by default the run's own results.
+        push_to_hub: repository on the Hub; created if there is none.
+        private: whether the repository is private.
+
+    Raises:
+        InputError: the folder holds no adapter; the base is missing or quantised; `out` exists or
+            cannot be written; the Hub's token cannot write; the exported model gives other
+            log-probabilities.
+    """
+    run, final = read_run(Path(run_folder), evaluation), Path(out).resolve()
+    partial = final.with_name(f".{final.name}.partial")
+    base = base_model or run.config.model
+    if getattr(load_model_config(base), "quantization_config", None) is not None:
+        fix = "name the base in full precision with --base-model"
+        raise InputError(f"model={base} is quantised: {fix}")
+    if push_to_hub and not merge and Path(base).exists():
+        fix = "--merge, or --base-model"
+        raise InputError(f"--push-to-hub: {base} is a local folder, of no use to others: {fix}")
+    tokenizer, model_eos = load_tokenizer(base, 1, [])
+    stops = stop_token_ids(tokenizer, model_eos, run.config.data.apply_chat_template)
+    if final.exists():
+        raise InputError(f"--out={final} exists: delete it, or choose another folder")
+    repository = prepare_repository(push_to_hub, private) if push_to_hub else None
+    with explained(f"--out={final}: cannot be written", OSError, SafetensorError):
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        write(run, base, partial, merge, dtype, tokenizer, stops)
+        card = model_card(repository or final.name, run, base, merge, stops)
+        (partial / "README.md").write_text(card, encoding="utf-8")
+        partial.rename(final)
+    if repository:
+        print(f"pushed: {push_folder(final, repository)}")
+    return final
+
+
+def write(
+    run: FinishedRun,
+    base: str,
+    folder: Path,
+    merge: bool,
+    dtype: str,
+    tokenizer: Any,
+    stops: tuple[int, ...],
+) -> None:
+    """Write the adapter in PEFT's format, or base + adapter as one model; with tokenizer and chat
+    template.
+
+    Args:
+        stops: tokens that ended a completion in training.
+
+    Raises:
+        InputError: the written files give other log-probabilities than base + adapter.
+    """
+    model = load_adapted(base, run.adapter, dtype)
+    expected = log_probabilities(model, tokenizer)
+    with model.disable_adapter():
+        effect = expected - log_probabilities(model, tokenizer)
+    torch_dtype = getattr(torch, dtype)
+    if merge:
+        merged = model.merge_and_unload().to(torch_dtype)
+        save_merged(merged, folder, stops, run.config.rollout.temperature)
+        del merged
+    else:
+        model.peft_config["default"].base_model_name_or_path = base
+        model.to(torch_dtype).save_pretrained(folder, save_embedding_layers=False)
+    tokenizer.save_pretrained(folder)
+    del model
+    gc.collect()  # one model in memory at a time
+    written = load_weights(str(folder), dtype) if merge else load_adapted(base, folder, dtype)
+    found = log_probabilities(written, AutoTokenizer.from_pretrained(folder))
+    difference = (found - expected).abs()
+    mean, largest = difference.mean().item(), difference.max().item()
+    report = (
+        f"log-probabilities in {dtype}: {mean:.1e} from base + adapter on average, at most "
+        f"{largest:.1e}; the adapter moves them by {effect.abs().mean().item():.1e}"
+    )
+    passed = largest <= LARGEST_IN_FLOAT32 if dtype == "float32" else mean <= MEAN_IN_HALF
+    if not passed:  # also if the difference is not a number
+        what = f"{folder} is not the model that was trained and was not exported"
+        raise InputError(f"{what}. {report}")
+    print(report)
+
+
+def save_merged(merged: Any, folder: Path, stops: tuple[int, ...], temperature: float) -> None:
+    """Write a merged model, with the sampling of the training as its default."""
+    merged.generation_config = GenerationConfig(  # the base's own may limit the length
+        eos_token_id=list(stops),
+        pad_token_id=merged.config.pad_token_id,
+        bos_token_id=merged.config.bos_token_id,
+        do_sample=True,
+        temperature=temperature,
+        top_k=0,
+        top_p=1.0,
+    )
+    merged.save_pretrained(folder, max_shard_size=SHARD_SIZE)
+
+
+def load_adapted(base: str, adapter: Path, dtype: str) -> Any:
+    """Base + adapter on the CPU, in float32 unless the base's weights are in `dtype` already. So
+    their sum is rounded only once."""
+    kept = load_model_config(base).dtype == getattr(torch, dtype)
+    return PeftModel.from_pretrained(load_weights(base, dtype if kept else "float32"), str(adapter))
+
+
+@torch.no_grad()
+def log_probabilities(model: Any, tokenizer: Any) -> Tensor:
+    """Log-probabilities of all tokens of the held-out texts but the first ones, [n] fp32."""
+    model.eval()
+    found = []
+    for text in HELD_OUT:
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        logits = model(input_ids=ids).logits[0, :-1].float()
+        found.append(logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0])
+    return torch.cat(found)

@@ -1,0 +1,51 @@
+"""The quickstart's task: one sentence about something, with a given word in it.
+
+An example of your own data and reward, which a config names by their import paths.
+"""
+
+import itertools
+import re
+from typing import Any
+
+TOPICS = (
+    "the sea", "a garden", "winter", "bread", "a train journey", "the moon", "friendship",
+    "an old library", "rain",
+    "a market", "mountains", "music", "a school", "the desert", "a kitchen", "birds", "a bridge",
+    "summer", "a village",
+    "the forest",
+)  # fmt: skip
+WORDS = (
+    "light", "stone", "quiet", "river", "paper", "window", "golden", "empty", "voice", "morning",
+    "shadow", "silver",
+    "simple", "circle", "bright", "wooden", "gentle", "secret", "distant", "heavy", "narrow",
+    "copper", "hidden",
+    "broken", "velvet",
+)  # fmt: skip
+
+
+def prompts() -> list[dict[str, Any]]:
+    """Rows of the data set: a prompt and the word that the reward looks for."""
+    return [
+        {"prompt": f'Write one sentence about {topic} with the word "{word}".', "word": word}
+        for topic, word in itertools.product(TOPICS, WORDS)
+    ]
+
+
+def reward(completions: list[str], word: list[str], **columns: Any) -> list[float]:
+    """1 for each completion that is one sentence with the word, else 0."""
+    return [
+        float(len(sentences(text)) == 1 and has_word(text, wanted))
+        for text, wanted in zip(completions, word, strict=True)
+    ]
+
+
+def has_word(text: str, word: str) -> bool:
+    """Whether the text has the word, in any case, and not only as a part of another word."""
+    return re.search(rf"\b{word}\b", text, re.IGNORECASE) is not None
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences of a text; none if the last one has no end, as when a completion was cut
+    off."""
+    found = re.split(r"(?<=[.!?])[\"')]*\s+", text.strip())
+    return found if re.search(r"[.!?][\"')]*$", found[-1]) else []

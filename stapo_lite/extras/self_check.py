@@ -1,0 +1,134 @@
+"""A check before a run's first step: does the engine compute what the trainer computes?
+
+vLLM has had bugs in which an adapter silently did nothing, or was lost while the engine slept
+(vllm#49354, #34186, #53888). Such a run would sample from one policy and train another. The check
+gives the adapter random values, lets the engine sample a few tokens, and compares
+log-probabilities: with those of the trainer's policy, and of the base alone.
+"""
+
+import itertools
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from stapo_lite.algorithm.microbatches import pack
+from stapo_lite.errors import RunError
+from stapo_lite.rollout import Decoding, RolloutEngine
+from stapo_lite.training.update import Learner, measure
+from stapo_lite.types import Completion, Prompt
+
+PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 64, 16
+LEAST_EFFECT = 0.5
+"""Nats by which the random adapter must move log-probabilities on average, to stand out from
+rounding."""
+LARGEST_GAP = 0.25
+"""Largest mean difference between engine and trainer, as a share of the adapter's effect, if both
+have the same weights."""
+
+
+def check_engine(engine: RolloutEngine, learner: Learner, prompts: Sequence[Prompt]) -> float:
+    """Sample with a random adapter, freshly loaded and after sleep and wake, and compare with the
+    trainer.
+
+    Collective: every rank must call it, while the engine sleeps. Afterwards it sleeps again, and
+    the adapter has its own values.
+
+    Args:
+        prompts: of the run; their first tokens are sampled from.
+
+    Returns:
+        The mean difference between the log-probabilities of engine and trainer, in nats.
+
+    Raises:
+        RunError: the engine ignores the adapter, loses it, or computes something else.
+    """
+    policy, park = learner.policy, learner.config.train.park_trainer
+    beginnings = [
+        Prompt("", prompts[i % len(prompts)].token_ids[:PROMPT_TOKENS], None)
+        for i in range(PROMPTS)
+    ]
+    decoding = Decoding(NEW_TOKENS, learner.config.rollout.temperature, top_p=1.0, logprobs=True)
+    gaps: list[float] = []
+    with policy.holding(random_adapter(learner, beginnings)):
+        for moment in ("with a new adapter", "after sleep and wake"):
+            if park:
+                policy.park()
+            engine.wake()
+            if not gaps:
+                engine.publish(policy, version=0)
+            drawn = engine.stream(beginnings, range(PROMPTS), [decoding] * PROMPTS)
+            completions = [completion for _, completion in drawn]
+            engine.sleep()
+            policy.unpark()
+            gaps.append(measure_gap(learner, completions, moment))
+    return max(gaps)
+
+
+def random_adapter(learner: Learner, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+    """Random values for the adapter, as large as `LEAST_EFFECT` needs; by the names of
+    `Policy.parameters`."""
+    policy, generator = learner.policy, torch.Generator().manual_seed(0)
+    drawn = {
+        name: torch.randn(parameter.shape, generator=generator).to(policy.device)
+        / parameter.shape[1] ** 0.5
+        for name, parameter in policy.parameters.items()
+    }
+    first = Prompt("", prompts[0].token_ids[:1], None)
+    read = [Completion(first, p.token_ids, [0.0] * len(p.token_ids), False, 0) for p in prompts[:3]]
+    base = logprobs(learner, read, adapted=False)
+    for doublings in range(24):
+        scale = 2 ** (doublings / 2) / 32
+        values = {
+            name: value * scale if "lora_B" in name else value for name, value in drawn.items()
+        }
+        with policy.holding(values):
+            effect = (logprobs(learner, read) - base).abs().mean()
+        if effect >= LEAST_EFFECT:
+            return values
+    raise RunError(
+        "rollout.self_check: the trainer's adapter changes no log-probability; check "
+        "lora.target_modules"
+    )
+
+
+def measure_gap(learner: Learner, completions: Sequence[Completion], moment: str) -> float:
+    """The mean difference between the engine's log-probabilities and the trainer's, in nats.
+
+    Raises:
+        RunError: it is too large.
+    """
+    sampled = torch.tensor(list(itertools.chain(*(c.rollout_logprobs for c in completions))))
+    adapted, base = logprobs(learner, completions), logprobs(learner, completions, adapted=False)
+    gap = (sampled - adapted).abs().mean().item()
+    to_base = (sampled - base).abs().mean().item()
+    effect = (adapted - base).abs().mean().item()
+    config, limit = learner.config, LARGEST_GAP * effect
+    engines_quantization = {"bitsandbytes": "nf4"}.get(
+        config.rollout.quantization or "", config.rollout.quantization
+    )
+    if config.rollout.model or engines_quantization != config.quantization:
+        limit = to_base  # rounded in another way; the difference is logged and corrected
+    if gap <= limit:
+        return gap
+    found = "it computes another model, another adapter or at another temperature"
+    if to_base < gap / 2:
+        found = "it ignores the adapter"
+    raise RunError(
+        f"rollout.self_check: {moment}, the engine's log-probabilities are {gap:.3f} nats from the "
+        "trainer's and "
+        f"{to_base:.3f} from the base's: {found}. Use another version of vLLM, or "
+        "rollout.engine=transformers; "
+        "rollout.self_check=false starts the run all the same"
+    )
+
+
+def logprobs(learner: Learner, completions: Sequence[Completion], adapted: bool = True) -> Tensor:
+    """The trainer's log-probabilities of the completions' tokens, [N] fp32 on the host, with or
+    without the adapter."""
+    batch = pack(completions, learner.policy.device)
+    with nullcontext() if adapted else learner.policy.model.disable_adapter():
+        return measure(
+            learner.policy, batch, range(len(completions)), learner.budget
+        ).logprobs.cpu()

@@ -1,0 +1,1 @@
+"""Rollouts from vLLM servers: the server's command, and the engine that asks it."""

@@ -1,0 +1,85 @@
+"""A vLLM server for a run's rollouts, on this machine's cards:
+
+    stapo serve configs/qwen8b_lora_server.yaml [key.sub=value ...] [--host H] [--port P]
+
+It is vLLM's own OpenAI-compatible server with the settings that training needs. It listens on this
+machine only, unless given a `--host`, and asks for an API key: `VLLM_API_KEY`, or the user's own
+(`engine.api_key`).
+"""
+
+import hmac
+import json
+import os
+import socket
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from stapo_lite.config import Config
+from stapo_lite.rollout.vllm_options import engine_arguments
+
+
+async def ask_for_key(request: Any, go_on: Callable[[Any], Awaitable[Any]]) -> Any:
+    """HTTP middleware: refuse every request without the API key, except for the server's health
+    (/health); vLLM itself asks for the key on some paths only."""
+    given = request.headers.get("Authorization", "")
+    expected = f"Bearer {os.environ['VLLM_API_KEY']}"
+    if request.url.path != "/health" and not hmac.compare_digest(given.encode(), expected.encode()):
+        from starlette.responses import PlainTextResponse  # installed with vLLM
+
+        return PlainTextResponse("Unauthorized", 401)
+    return await go_on(request)
+
+
+def server_arguments(config: Config, host: str, port: int, on_cpu: bool) -> list[str]:
+    """The arguments that vLLM's server is started with."""
+    rollout = config.rollout
+    arguments = engine_arguments(
+        rollout.model or config.model,
+        config.dtype,
+        config.max_sequence_length,
+        rollout,
+        config.lora,
+        max_loras=rollout.max_lag + 1,
+        on_cpu=on_cpu,
+    )
+    arguments |= {"host": host, "port": port, "uvicorn_log_level": "warning"}
+    arguments["middleware"] = "stapo_lite.extras.servers.serve.ask_for_key"
+    flags = []
+    for name, value in arguments.items():
+        flags += flag(name.replace("_", "-"), value)
+    return flags
+
+
+def flag(name: str, value: Any) -> list[str]:
+    """An argument as vLLM's command line has it."""
+    if value is None:
+        return []
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    if isinstance(value, list):
+        return [f"--{name}", *map(str, value)]
+    return [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
+
+
+def become_server(config: Config, host: str, port: int) -> None:
+    """Replace this process by vLLM's server.
+
+    Args:
+        config: with the data type, and what vLLM may take of the card.
+    """
+    import torch  # slow, as the next one
+
+    from stapo_lite.extras.servers.engine import api_key
+
+    on_cpu = not torch.cuda.is_available()
+    flags = server_arguments(config, host, port, on_cpu)
+    environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1"}
+    environment["VLLM_LOGGING_LEVEL"] = "WARNING"
+    if on_cpu:  # compiling costs the first request ten seconds and gains nothing
+        environment["TORCH_COMPILE_DISABLE"] = "1"
+    name = socket.gethostname() if host in ("0.0.0.0", "::") else host
+    address = f"rollout.engine=server rollout.servers=[http://{name}:{port}]"
+    print(f"serving {flags[1]}: {address}", flush=True)
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags]
+    os.execve(sys.executable, command, environment | os.environ | {"VLLM_API_KEY": api_key()})

@@ -1,0 +1,130 @@
+"""Symptoms: signs in a run's metrics that something is wrong, with the likely cause and the keys
+to change.
+
+Symptoms depend on the metrics alone, which are the same on every process, and come back from the
+metrics file after `--resume`.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from statistics import fmean, variance
+from typing import Any, NamedTuple
+
+from stapo_lite.config import Symptom
+from stapo_lite.training.callbacks import Callback
+from stapo_lite.training.run import Run
+from stapo_lite.types import Rollouts
+
+logger = logging.getLogger(__name__)
+
+Metrics = Sequence[dict[str, Any]]
+SHORT, LONG = 10, 50
+"""Numbers of steps at the beginning and at the end of a run whose means are compared."""
+
+
+class Rule(NamedTuple):
+    holds: Callable[[Metrics], bool]
+    cause: str
+    """The likely origin, and the keys to change."""
+
+
+def _is(*names: str, when: Callable[[float, float], bool]) -> Callable[[Metrics], bool]:
+    """A condition on the sum of some metrics.
+
+    Args:
+        when: called with the means over the first and over the last SHORT steps that have all of
+            these metrics.
+    """
+
+    def holds(history: Metrics) -> bool:
+        rows = [[metrics[name] for name in names] for metrics in history]
+        known = [sum(row) for row in rows if None not in row]
+        return len(known) >= 2 * SHORT and when(fmean(known[:SHORT]), fmean(known[-SHORT:]))
+
+    return holds
+
+
+def _not_rising(history: Metrics) -> bool:
+    """Whether the mean reward of the last LONG steps is not above that of the first ones by two
+    standard errors."""
+    first, last = (
+        [m["reward"] for m in part if m["reward"] is not None]
+        for part in (history[:LONG], history[-LONG:])
+    )
+    if len(history) < 2 * LONG or min(len(first), len(last)) < SHORT:
+        return False
+    error = (variance(first) / len(first) + variance(last) / len(last)) ** 0.5
+    return fmean(last) - fmean(first) <= 2 * error
+
+
+RULES: dict[Symptom, Rule] = {
+    "entropy_collapse": Rule(
+        _is("entropy", when=lambda first, last: last < 0.1 * first),
+        "entropy is below a tenth of what it was: the policy has stopped exploring; raise "
+        "objective.epsilon_high or objective.entropy_coef, or lower train.learning_rate",
+    ),
+    "entropy_explosion": Rule(
+        _is("entropy", when=lambda first, last: last > max(2 * first, first + 0.5)),
+        "entropy is more than twice what it was: updates destroy what the model knew; lower "
+        "train.learning_rate or objective.entropy_coef, or leave S2T on (objective.s2t.enabled)",
+    ),
+    "no_signal": Rule(
+        _is("zero_variance_groups", when=lambda _, last: last > 0.95),
+        "more than 95 % of the groups have equal rewards, so nothing is learned (but from "
+        "reward.overlong_penalty): the problems are too hard or too easy, or the reward is "
+        "constant; change data.source or reward.functions, or raise rollout.num_generations or "
+        "rollout.max_completion_length",
+    ),
+    "reward_stuck": Rule(
+        _not_rising,
+        f"the reward of the last {LONG} steps is not above that of the first {LONG}: raise "
+        "train.learning_rate or train.batch_size, or check that reward.functions rewards what the "
+        "model can do",
+    ),
+    "silenced_share": Rule(
+        _is("silenced_share", when=lambda _, last: last > 0.01),
+        "S2T silences more than 1 % of the tokens, a hundred times the paper's share: lower "
+        "objective.s2t.tau_p or objective.s2t.quantile",
+    ),
+    "sampler_gap": Rule(
+        _is("sampler_gap_mean", when=lambda first, last: last > max(2 * first, 0.02)),
+        "the engine's log-probabilities drift away from the trainer's: raise the precision of the "
+        "engine (rollout.quantization, rollout.model, dtype), lower rollout.max_lag, or keep "
+        "objective.sampler_correction on",
+    ),
+    "ratio": Rule(
+        _is("clip_low_share", "clip_high_share", when=lambda _, last: last > 0.2),
+        "more than a fifth of the tokens are clipped: the policy moves too far within a step; "
+        "lower train.learning_rate or raise train.mini_batch_size",
+    ),
+}
+
+
+def new_symptoms(history: Metrics) -> list[Symptom]:
+    """Symptoms that hold after the last of these steps and did not after the one before."""
+    return [
+        name for name, rule in RULES.items() if rule.holds(history) and not rule.holds(history[:-1])
+    ]
+
+
+def ending_symptom(symptoms: Sequence[Symptom], stop_on: Sequence[Symptom]) -> Symptom | None:
+    """The first of a step's new symptoms that ends the run; None if none does."""
+    return next((symptom for symptom in symptoms if symptom in stop_on), None)
+
+
+class Symptoms(Callback):
+    """Warns of new symptoms, and ends the run with one of `stop_on`."""
+
+    def on_train_begin(self, run: Run) -> None:
+        self._end(run)  # what ended the run ends it still
+
+    def on_step_end(self, run: Run, metrics: dict[str, Any], rollouts: Rollouts) -> None:
+        if run.accelerator.is_main_process:
+            for symptom in new_symptoms(run.history):
+                logger.warning("step %d, %s: %s", metrics["step"], symptom, RULES[symptom].cause)
+        self._end(run)
+
+    def _end(self, run: Run) -> None:
+        symptom = ending_symptom(new_symptoms(run.history), run.config.stop_on)
+        if symptom is not None:
+            run.stop_reason = f"stop_on={symptom}"

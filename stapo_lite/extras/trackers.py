@@ -1,0 +1,80 @@
+"""Accelerate's trackers: TensorBoard, Weights & Biases, Trackio."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from accelerate import Accelerator
+
+from stapo_lite.config import flatten
+from stapo_lite.errors import one_line
+from stapo_lite.training.callbacks import Callback
+from stapo_lite.training.log import completion_line, kept_completions, markdown, shorten
+from stapo_lite.training.run import Run
+from stapo_lite.types import Completion, Rollouts
+
+logger = logging.getLogger(__name__)
+
+
+class Trackers(Callback):
+    """Tells the trackers of `log.report_to`, which the accelerator was made with, what a run
+    logs."""
+
+    def __init__(self, accelerator: Accelerator):
+        self._accelerator = accelerator
+
+    def on_train_begin(self, run: Run) -> None:
+        settings = {key: str(value) for key, value in flatten(run.config.model_dump()).items()}
+        with self._or_untracked():
+            self._accelerator.init_trackers(run.config.log.project, settings)
+
+    def on_step_end(self, run: Run, metrics: dict[str, Any], rollouts: Rollouts) -> None:
+        step = metrics["step"]
+        known = {name: value for name, value in metrics.items() if value is not None}
+        del known["step"]
+        with self._or_untracked():
+            self._accelerator.log(known, step=step)
+            if kept := kept_completions(rollouts, run.config.log):
+                self._log_completions(step, kept)
+
+    def _log_completions(self, step: int, completions: Sequence[Completion]) -> None:
+        """Log a table of completions with the trackers that have tables or texts."""
+        lines = [completion_line(step, completion) for completion in completions]
+        names = list(lines[0])
+        cells = [[shorten(str(value)) for value in line.values()] for line in lines]
+        for tracker in self._accelerator.trackers:
+            if hasattr(tracker, "log_table"):
+                tracker.log_table("completions", columns=names, data=cells, step=step)
+            elif tracker.name == "tensorboard":
+                rows = [[cell.replace("|", "\\|") for cell in row] for row in cells]
+                tracker.log({"completions": markdown([names, *rows])}, step=step)
+
+    def on_evaluate(self, run: Run, step: int, results: dict[str, Any] | None) -> None:
+        values = {
+            name: value
+            for name, value in (results or {}).items()
+            if name.startswith("reward") and value is not None
+        }
+        if results and "benchmarks" in results:
+            scores = results["benchmarks"] | {"average": results["average"]}
+            values |= {name: score["avg"] for name, score in scores.items()}
+        with self._or_untracked():
+            named = {f"evaluation/{name}": value for name, value in values.items()}
+            self._accelerator.log(named, step=step)
+
+    def close(self) -> None:
+        with self._or_untracked():
+            for tracker in self._accelerator.trackers:
+                tracker.finish()
+
+    @contextmanager
+    def _or_untracked(self) -> Iterator[None]:
+        """Go on without trackers, with a warning, if they fail: a service out of reach, a folder
+        that cannot be written."""
+        try:
+            yield
+        except Exception as error:
+            message = "log.report_to: training goes on without trackers (%s)"
+            logger.warning(message, one_line(error))
+            self._accelerator.trackers = []

@@ -1,1 +1,0 @@
-"""Around a run: token audit, export, the quickstart's model."""

@@ -1,0 +1,183 @@
+"""A training run in Python, with reward functions and data that exist only there."""
+
+import json
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+
+from stapo_lite.assemble import PythonInputs, open_run
+from stapo_lite.config import IN_PYTHON, Config, Prompting, load_config, load_eval_config
+from stapo_lite.errors import InputError
+from stapo_lite.extras.evaluation.evaluate import evaluate
+from stapo_lite.extras.publish.export import export
+from stapo_lite.extras.turns import RolloutFunction, check_argument
+from stapo_lite.training.callbacks import Callback
+from stapo_lite.training.loop import train
+
+RewardFunc = Callable[..., Any] | str
+
+
+class Trainer:
+    """A run that Python drives.
+
+        trainer = Trainer("configs/quickstart.yaml", reward_funcs=brief, train_dataset=rows)
+        trainer.train()                      # or: for metrics in trainer: ...
+        trainer.push_to_hub("me/brief")
+
+    Args:
+        config: a YAML file, what it would hold as nested dictionaries, or a Config.
+        overrides: `key.sub=value` texts.
+        reward_funcs: one or several, callables or names as in `reward.functions`; by default those
+            of the config. A callable gets what TRL would give it, runs in this process, and may be
+            a lambda, a closure or a coroutine function.
+        train_dataset: a `datasets.Dataset`, or dictionaries, in place of `data.source`.
+        rollout_func: a coroutine function that makes a completion of several turns (docs/turns.md).
+        callbacks: called after the run's own (docs/python.md).
+
+    Attributes:
+        config: the whole config, checked.
+
+    Raises:
+        InputError: a key or value of the config is wrong.
+    """
+
+    def __init__(
+        self,
+        config: Config | dict[str, Any] | str | Path,
+        overrides: Sequence[str] = (),
+        *,
+        reward_funcs: RewardFunc | Sequence[RewardFunc] | None = None,
+        train_dataset: Sequence[dict[str, Any]] | None = None,
+        rollout_func: RolloutFunction | None = None,
+        callbacks: Sequence[Callback] = (),
+    ):
+        if isinstance(overrides, str):
+            raise InputError(f"overrides={overrides!r}: must be a list, [{overrides!r}]")
+        changes, own = list(overrides), dict[str, Callable]()
+        if reward_funcs is not None:
+            named = _named(reward_funcs)
+            changes.append(f"reward.functions={json.dumps([name for name, _ in named])}")
+            own = {name: function for name, function in named if not isinstance(function, str)}
+        if train_dataset is not None:
+            changes.append(f"data.source={IN_PYTHON}")
+        if rollout_func is not None:
+            check_argument(rollout_func, "rollout_func")
+            changes.append(f"rollout.function={json.dumps(_name(rollout_func))}")
+        if isinstance(callbacks, Callback) or not all(isinstance(c, Callback) for c in callbacks):
+            raise InputError("callbacks: must be a list of stapo_lite.Callback objects")
+        self._inputs = PythonInputs(own, train_dataset, rollout_func, callbacks)
+        tree = config.model_dump(exclude_unset=True) if isinstance(config, Config) else config
+        self.config = load_config(tree, changes)
+
+    def steps(self, resume: bool = False, force: bool = False) -> Iterator[dict[str, Any]]:
+        """Train step by step; yields the metrics of each one. If the caller stops iterating, the
+        run ends there: adapter and checkpoint are written as at the last step.
+
+        Args:
+            resume: continue from the newest intact checkpoint in `output_dir`; begin where there is
+                none.
+            force: continue even though keys have changed that decide what the run computes.
+
+        Raises:
+            InputError: something in the config, the data or the model cannot be used.
+            RunError: the run cannot go on (docs/faults.md).
+        """
+        with open_run(self.config, resume, force, self._inputs) as run:
+            yield from train(run)
+
+    __iter__ = steps
+
+    def train(self, resume: bool = False, force: bool = False) -> list[dict[str, Any]]:
+        """Train to the end; returns the metrics of each step (docs/metrics.md). Arguments: see
+        `steps`."""
+        return list(self.steps(resume, force))
+
+    def evaluate(self, **keys: Any) -> dict[str, Any] | None:
+        """Sample and grade benchmarks with the adapter of the finished run, prompted as in
+        training; returns the results, on the main process.
+
+        Args:
+            keys: an evaluation's (docs/config.md), sections as dictionaries: `limit=50,
+                rollout={"num_samples": 4}`.
+
+        Raises:
+            InputError: there is no adapter, or a key is wrong.
+        """
+        config, folder = self.config, Path(self.config.output_dir)
+        prompting = config.data.model_dump(include=set(Prompting.model_fields))
+        rollout = config.rollout.model_dump(include={"max_completion_length"})
+        if config.rollout.engine != "server":
+            rollout["engine"] = config.rollout.engine
+            if keys.get("rollout", {}).get("engine") != "transformers":
+                rollout |= config.rollout.model_dump(include={"quantization", "vllm"})
+        tree = {
+            "model": config.model,
+            "adapter": str(folder / "adapter"),
+            "output_dir": str(folder / "evaluation"),
+            "dtype": config.dtype,
+            **keys,
+            "data": prompting | keys.get("data", {}),
+            "rollout": rollout | keys.get("rollout", {}),
+        }
+        return evaluate(load_eval_config(tree))
+
+    def export(self, out: str | Path, **options: Any) -> Path:
+        """Write the adapter, or the merged model (`merge=True`), to a new folder, on the main
+        process; options as `export` has them."""
+        if PartialState().is_main_process:
+            export(self.config.output_dir, out, **options)
+        PartialState().wait_for_everyone()
+        return Path(out)
+
+    def push_to_hub(self, repository: str, **options: Any) -> None:
+        """Export to a repository on the Hub, which is made if there is none; options as `export`
+        has them. Where the upload fails, the error names the folder that was exported."""
+        folder = Path(tempfile.mkdtemp(prefix="stapo_lite-export-"))
+        try:
+            self.export(folder / "export", push_to_hub=repository, **options)
+        except BaseException:
+            if not (folder / "export").exists():
+                shutil.rmtree(folder)
+            raise
+        shutil.rmtree(folder)
+
+
+def _name(function: Callable) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _named(reward_funcs: RewardFunc | Sequence[RewardFunc]) -> list[tuple[str, RewardFunc]]:
+    """The functions with the names that config and metrics call them by; a callable whose name is
+    taken gets a number.
+
+    Raises:
+        InputError: there is none, or one is a model or a class.
+    """
+    single = callable(reward_funcs) or isinstance(reward_funcs, str)
+    functions: Any = [reward_funcs] if single else reward_funcs
+    if not functions:
+        raise InputError(
+            "reward_funcs=[]: give a function, or leave it out for those of the config"
+        )
+    paths = [function for function in functions if isinstance(function, str)]
+    taken = Counter({"math", *paths})
+    named: list[tuple[str, RewardFunc]] = []
+    for function in functions:
+        name = function if isinstance(function, str) else _name(function)
+        if isinstance(function, type | torch.nn.Module):
+            raise InputError(
+                f"reward_funcs: {name} is a model or a class: give a function that calls it, and "
+                "returns a number for each completion"
+            )
+        if not isinstance(function, str):
+            taken[name] += 1
+            if taken[name] > 1:
+                name += f"#{taken[name]}"
+        named.append((name, function))
+    return named

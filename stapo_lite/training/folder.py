@@ -1,0 +1,63 @@
+"""The files of a run folder that get lines while a run goes on: their names, and what happens to
+them if the run is resumed."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from stapo_lite.errors import InputError
+from stapo_lite.files import read_lines, size_up_to_step, sync
+
+METRICS_FILE = "metrics.jsonl"
+EVALUATIONS_FILE = "evaluations.jsonl"
+COMPLETIONS_FILE = "completions.jsonl"
+ENVIRONMENT_FILE = "environment.json"
+TOKENS_FILE = "tokens.jsonl"
+QUADRANTS_FILE = "quadrants.jsonl"
+LOGS = (METRICS_FILE, EVALUATIONS_FILE, COMPLETIONS_FILE, TOKENS_FILE, QUADRANTS_FILE)
+"""Files that get lines while a run goes on, also those of callbacks: each line has its `step`."""
+
+
+def existing_logs(folder: Path) -> Iterator[Path]:
+    """The files of LOGS that a run folder has."""
+    return (folder / name for name in LOGS if (folder / name).exists())
+
+
+def flush_logs(folder: Path) -> None:
+    """Write all lines of the logs to the disk.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    for path in existing_logs(folder):
+        sync(path)
+
+
+def drop_later_lines(folder: Path, step: int) -> None:
+    """Drop the lines of steps after this one, which a resumed run will write again; with step 0
+    all lines, those of an evaluation before the first step too.
+
+    Raises:
+        InputError: a file is not a log; then none was changed.
+    """
+    sizes = {path: size_up_to_step(path, step or -1) for path in existing_logs(folder)}
+    for path, size in sizes.items():
+        os.truncate(path, size)
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The steps of a run; none if it has no metrics file."""
+    return read_lines(folder / METRICS_FILE)
+
+
+def run_metrics(folder: Path) -> list[dict[str, Any]]:
+    """Like `read_metrics`, but of a folder that must hold a run.
+
+    Raises:
+        InputError: there are none.
+    """
+    metrics = read_metrics(folder)
+    if not metrics:
+        raise InputError(f"{folder}: no metrics.jsonl with steps in it; is it a run folder?")
+    return metrics

@@ -1,0 +1,228 @@
+"""The loop: sampling, advantages, mini-batches, seeds and rates."""
+
+import importlib
+import itertools
+import math
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from helpers import MINIMAL, RARELY_RIGHT, in_groups, run, steps
+
+from stapo_lite import assemble
+from stapo_lite.algorithm.microbatches import cut_evenly
+from stapo_lite.config import Train, load_config
+from stapo_lite.rollout.transformers_engine import TransformersEngine
+from stapo_lite.training.run import Run, learning_rate, prompt_order
+from stapo_lite.types import Completion, Prompt, derived_seed
+
+loop = importlib.import_module("stapo_lite.training.loop")
+
+
+def test_a_step_gives_the_memory_back_before_it_updates(write_config, monkeypatch):
+    """Engine and trainer take turns: what was published is sampled, and the engine sleeps while the
+    policy trains."""
+    events = []
+    for name in ("wake", "publish", "generate", "sleep"):
+        original = getattr(TransformersEngine, name)
+
+        def note(self, *arguments, _name=name, _original=original, **options):
+            events.append(_name)
+            return _original(self, *arguments, **options)
+
+        monkeypatch.setattr(TransformersEngine, name, note)
+    original_update = loop.update
+    monkeypatch.setattr(
+        loop, "update", lambda *arguments: events.append("update") or original_update(*arguments)
+    )
+    run(write_config(train__max_steps=2, rollout__self_check=False))
+    assert events == ["sleep", *2 * ["wake", "publish", "generate", "sleep", "update", "update"]]
+
+
+def test_random_rewards_follow_the_seed_and_differ_from_step_to_step(
+    write_config, user_reward, trained, tmp_path
+):
+    user_reward(
+        "import random\ndef even(prompts, **columns): return [random.random() for _ in prompts]"
+    )
+    rewards = []
+    for seed in (0, 0, 1):
+        trained.clear()
+        run(
+            write_config(
+                seed=seed, train__max_steps=2, output_dir=str(tmp_path / f"run{len(rewards)}")
+            )
+        )
+        rewards.append([c.reward for c in trained])
+    assert rewards[0] == rewards[1]
+    assert len({*rewards[0], *rewards[2]}) == 4 * 16  # no draw comes twice
+
+
+def test_servers_are_told_of_no_prompt_past_the_end(write_config, monkeypatch):
+    """Three steps' prompts of four while there are as many steps, counted from the one that
+    begins."""
+    told = []
+    monkeypatch.setattr(
+        TransformersEngine, "prefetch", lambda self, prompts, seeds: told.append(len(prompts))
+    )
+    config = load_config(write_config())
+    rollout = config.rollout.model_copy(update={"max_lag": 2})
+    with assemble.open_run(config.model_copy(update={"rollout": rollout})) as opened:
+        list(loop.train(opened))
+    assert told == [12, 12, 8, 4]
+
+
+@pytest.mark.parametrize("algorithm", ["stapo", "grpo", "dr-grpo", "dapo", "justrl", "20-entropy"])
+def test_every_algorithm_trains(write_config, user_reward, trained, algorithm):
+    user_reward(
+        "def even(completion_ids, **columns): return [float(ids[0] % 2 == 0) for ids in "
+        "completion_ids]"
+    )
+    updated = [
+        m for m in run(write_config(train__max_steps=2, algorithm=algorithm)) if m["updates"]
+    ]
+    assert updated
+    assert all(m["grad_norm"] > 0 for m in updated)
+    assert all((m["kl"] is not None) == (algorithm == "grpo") for m in updated)
+    assert updated[-1]["kl"] is None or updated[-1]["kl"] >= 0
+    for m in updated:
+        kept = {"stapo": 1 - m["silenced_share"], "20-entropy": 0.2}.get(algorithm, 1.0)
+        assert m["kept_share"] == pytest.approx(
+            kept, abs=0.03 if algorithm == "20-entropy" else 1e-9
+        )
+        assert m["sampler_capped_share"] == 0
+    for group in in_groups(trained):
+        rewards = [c.reward for c in group]
+        deviation = 1.0 if algorithm == "dr-grpo" else np.std(rewards, ddof=1) + 1e-6
+        assert [c.advantage for c in group] == pytest.approx(
+            [(r - np.mean(rewards)) / deviation for r in rewards]
+        )
+
+
+def test_dynamic_sampling_fills_the_batch_with_groups_that_vary(write_config, user_reward, trained):
+    user_reward(RARELY_RIGHT)
+    metrics = run(write_config(algorithm="dapo", train__max_steps=3, train__learning_rate=1e-9))
+    assert max(m["sampling_rounds"] for m in metrics) > 1, "the case tests nothing"
+    assert [m["batch_groups"] for m in metrics] == [4] * 3
+    assert any(m["zero_variance_groups"] for m in metrics)  # of all that were sampled
+    assert len(trained) == 3 * 16
+    for group in in_groups(trained):
+        assert (len({c.reward for c in group}), len({id(c.prompt) for c in group})) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("reward", "groups"),
+    [("float('two' in str(p))", 0), ("float(i % 2 == 0 and 'two' in str(p))", 3)],
+    ids=["equal within groups", "one group in each round"],
+)
+def test_dynamic_sampling_is_bounded_and_goes_on_with_what_it_has(
+    write_config, user_reward, reward, groups
+):
+    user_reward(f"def even(prompts, **columns): return [{reward} for i, p in enumerate(prompts)]")
+    metrics = run(
+        write_config(algorithm="dapo", train__max_steps=1, rollout__max_sampling_rounds=3)
+    )[0]
+    assert metrics["sampling_rounds"] == 3
+    assert metrics["batch_groups"] == groups
+    assert (metrics["updates"] > 0) == (groups > 0)
+
+
+def test_sizes_of_rounds_and_mini_batches_by_hand():
+    assert loop.prompts_wanted(filled=0, size=8, drawn=0) == 8
+    assert loop.prompts_wanted(filled=0, size=8, drawn=16) == 8
+    assert loop.prompts_wanted(filled=6, size=8, drawn=9) == 3
+    assert loop.prompts_wanted(filled=1, size=8, drawn=24) == 8
+    assert cut_evenly(range(9), 4) == [range(3), range(3, 6), range(6, 9)]
+    assert cut_evenly(range(5), 4) == [range(2), range(2, 5)]
+    assert cut_evenly([], 4) == []
+
+
+def test_processes_share_what_only_the_mask_reads():
+    """20-Entropy's depends on the completions without advantage, too."""
+    config = load_config(MINIMAL | {"algorithm": "20-entropy"})
+    prompt, ids, logprobs = Prompt("", [4, 5], None), [6] * 6, [-1.0] * 6
+    completions = [
+        Completion(prompt, ids, logprobs, False, 0, advantage=a) for a in [1.0] * 8 + [0.0] * 8
+    ]
+    learner = SimpleNamespace(
+        config=config,
+        objective=config.objective,
+        policy=SimpleNamespace(device=torch.device("cpu")),
+    )
+    found = []
+    for index in range(2):
+        learner.accelerator = SimpleNamespace(num_processes=2, process_index=index)
+        (batch,) = loop.make_mini_batches([completions], learner)
+        found.append(Counter(c.advantage for c in batch.completions))
+    assert [counts[1.0] for counts in found] == [4, 4]
+    assert [counts[0.0] for counts in found] == [4, 4]
+
+
+def test_what_a_seed_decides(make_policy):
+    """Two runs have other prompts, other draws and another first adapter; a group of one reward has
+    no variance."""
+    assert prompt_order(10, 0, 10, 10) != prompt_order(10, 1, 0, 10)
+    alone = SimpleNamespace(num_processes=1, process_index=0)
+    progress, seeds = SimpleNamespace(prompts_drawn=4), []
+    for seed in (0, 1):
+        one = SimpleNamespace(
+            progress=progress,
+            accelerator=alone,
+            prompts=[0, 1, 2],
+            config=SimpleNamespace(seed=seed),
+        )
+        seeds.append(Run.share(one, 2).seeds)
+    assert not set(seeds[0]) & set(seeds[1])
+    first, second = (make_policy(seed=seed).parameters for seed in (0, 1))
+    assert any(not torch.equal(first[name], second[name]) for name in first if "lora_A" in name)
+
+
+def test_learning_rates_by_hand():
+    falling = {"constant": [1.0] * 3, "linear": [0.75, 0.5, 0.25]}
+    falling["cosine"] = [(2 + 2**0.5) / 4, 0.5, (2 - 2**0.5) / 4]
+    for schedule, rates in falling.items():
+        train = Train(max_steps=8, warmup_steps=4, learning_rate=2.0, lr_scheduler_type=schedule)
+        expected = [0.25, 0.5, 0.75, 1.0, 1.0, *rates]
+        assert [learning_rate(train, step) / 2 for step in range(8)] == pytest.approx(expected), (
+            schedule
+        )
+
+
+def test_no_two_runs_or_samples_share_a_seed():
+    seeds = {
+        derived_seed(derived_seed(a, b), c)
+        for a, b, c in itertools.product(range(4), range(100), range(8))
+    }
+    assert len(seeds) == 4 * 100 * 8
+    assert derived_seed(1, 23) != derived_seed(12, 3)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_soft_overlong_punishment_enters_the_advantage(write_config, user_reward, trained):
+    user_reward("def even(completion_ids, **columns): return [1.0 for ids in completion_ids]")
+    changes = {
+        "rollout__max_completion_length": 64,
+        "reward": {"functions": ["parity:even"], "overlong_penalty": 0.5},
+    }
+    metrics = run(
+        write_config(train__max_steps=1, **changes, train__max_tokens_per_microbatch=512)
+    )[0]
+    assert metrics["reward"] == 1.0  # before the punishment
+    assert metrics["zero_variance_groups"] == 1.0
+    assert 0 < metrics["overlong_penalty"] < 0.5
+    trained.sort(key=lambda c: len(c.token_ids))
+    assert trained[-1].advantage < 0 < trained[0].advantage
+
+
+def test_adaptive_tau_p_moves_and_is_logged(write_config):
+    metrics = run(write_config(objective={"s2t": {"tau_p": 0.02, "target_share": 1e-4}}))
+    assert metrics[0]["tau_p"] == 0.02
+    for before, after in itertools.pairwise(metrics):
+        factor = math.exp(0.1 * max(-10, 1 - before["silenced_share"] / 1e-4))
+        assert after["tau_p"] == pytest.approx(min(0.2, max(2e-3, before["tau_p"] * factor)))
+    assert metrics[-1]["tau_p"] < 0.02
+    fixed = write_config(objective={"s2t": {"tau_p": 0.02}}, train__max_steps=5)
+    *_, last = steps(fixed, resume=True, force=True)
+    assert last["tau_p"] == 0.02
