@@ -27,7 +27,7 @@ import alliteration
 import torch
 import writing
 from common import commit
-from study_csv import RESULT, collect_results, finished_runs, keep_result
+from study_csv import RESULT, add_results_option, collect_results, finished_runs, keep_result
 
 from stapo_lite.assemble import PythonInputs, open_run
 from stapo_lite.config import Config, load_config
@@ -242,13 +242,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=METHODS, help="these methods of the study")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--at-once", type=int, default=2, help="runs side by side")
-    parser.add_argument(
-        "--results",
-        type=Path,
-        default=HERE / "results",
-        metavar="FOLDER",
-        help="folder of the CSVs; default: benchmarks/results",
-    )
+    add_results_option(parser)
     parser.add_argument(
         "--work", type=Path, help="run folders, with checkpoints; default: runs/STUDY"
     )

@@ -26,12 +26,11 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from scipy.stats import permutation_test
-from study_csv import read_rows, run_key, steps_path
+from study_csv import add_results_option, read_rows, run_key, steps_path
 
 from stapo_lite.extras.audit.charts import COLOURS
-from stapo_lite.extras.evaluation.results import markdown
+from stapo_lite.training.log import markdown
 
-HERE = Path(__file__).parent
 WINDOW = 5
 """Steps that curves and last values are averaged over."""
 FIGURE = (
@@ -261,13 +260,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("studies", nargs="*", default=["writing"], metavar="STUDY")
-    parser.add_argument(
-        "--results",
-        type=Path,
-        default=HERE / "results",
-        metavar="FOLDER",
-        help="folder of the CSVs; default: benchmarks/results",
-    )
+    add_results_option(parser)
     parser.add_argument(
         "--less", default="stapo", metavar="METHOD", help="compare the others with this one"
     )

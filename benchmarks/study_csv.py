@@ -8,6 +8,7 @@ the commit, the hardware and the versions.
 A finished run leaves `result.json`, with its rows of both files, in its work folder.
 """
 
+import argparse
 import csv
 import io
 import json
@@ -17,6 +18,7 @@ from typing import Any
 
 from stapo_lite.files import read_lines, read_object, write_text
 
+RESULTS = Path(__file__).parent / "results"
 RESULT = "result.json"
 METRICS = (
     "reward",
@@ -52,6 +54,17 @@ RUN_COLUMNS = (
 )
 """From `commit` on as in a run's `environment.json`; `prompts` is a digest of them."""
 Row = dict[str, Any]
+
+
+def add_results_option(parser: argparse.ArgumentParser) -> None:
+    """Let a script take the folder of the CSVs."""
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=RESULTS,
+        metavar="FOLDER",
+        help="folder of the CSVs; default: benchmarks/results",
+    )
 
 
 def steps_path(results: Path, study: str) -> Path:

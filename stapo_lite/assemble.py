@@ -127,7 +127,8 @@ def open_run(
             run.call("on_train_begin")
             with suppress(GeneratorExit):  # the caller has seen enough
                 yield run
-            run.save_checkpoint()
+            if not run.ended:  # its last step has saved one
+                run.save_checkpoint()
             run.finish()
         except BaseException as interruption:
             save_interrupted(run, interruption)

@@ -20,6 +20,7 @@ from stapo_lite.algorithm.microbatches import TokenBudget, pack
 from stapo_lite.assemble import open_run
 from stapo_lite.cli import main as cli
 from stapo_lite.config import Config, Engine, Lora, Train, load_config
+from stapo_lite.files import write_lines
 from stapo_lite.model.loading import find_start, load_weights
 from stapo_lite.model.policy import Policy, make_optimizer, make_policy
 from stapo_lite.rollout import RolloutSettings
@@ -200,6 +201,14 @@ def shared_data(name):
     if not path.exists():
         pytest.skip(f"{path.name} of the shared benchmark data is not here")
     return path
+
+
+def held_out_rows(folder, **changes):
+    """Write three held-out rows; the `evaluation` section that keeps the best adapter by them."""
+    rows = [{"prompt": f"say {word}"} for word in ("five", "six", "seven")]
+    write_lines(folder / "held_out.jsonl", rows)
+    source = str(folder / "held_out.jsonl")
+    return {"steps": 1, "source": source, "best": "reward"} | changes
 
 
 def write_yaml(path, tree):

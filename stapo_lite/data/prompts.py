@@ -52,7 +52,8 @@ def check_rows(rows: Sequence[Any], where: str) -> Sequence[dict[str, Any]]:
         raise InputError(f"{where}: must be a list of rows or a datasets.Dataset, got {kind}")
     if not len(rows):
         raise InputError(f"{where}: no rows")
-    if not isinstance(rows[0], dict):
+    checked = rows if isinstance(rows, list) else [rows[0]]  # others may be on the disk
+    if not all(isinstance(row, dict) for row in checked):
         raise InputError(f"{where}: rows must be dictionaries")
     return rows
 
@@ -176,7 +177,7 @@ class Prompts(Sequence[Prompt]):
         for name in ("image", "images"):
             value = row.get(name)
             empty = isinstance(value, list) and not value
-            if not empty and not isinstance(value, str | None):
+            if not empty and not isinstance(value, str | int | float | None):
                 raise InputError(
                     f"{where}: images are not supported; without the column {name!r} it trains on "
                     "the text"

@@ -16,6 +16,7 @@ from torch import Tensor
 from stapo_lite.algorithm.microbatches import pack
 from stapo_lite.errors import RunError
 from stapo_lite.rollout import Decoding, RolloutEngine
+from stapo_lite.training.run import lent_device
 from stapo_lite.training.update import Learner, measure
 from stapo_lite.types import Completion, Prompt
 
@@ -53,15 +54,11 @@ def check_engine(engine: RolloutEngine, learner: Learner, prompts: Sequence[Prom
     gaps: list[float] = []
     with policy.holding(random_adapter(learner, beginnings)):
         for moment in ("with a new adapter", "after sleep and wake"):
-            if park:
-                policy.park()
-            engine.wake()
-            if not gaps:
-                engine.publish(policy, version=0)
-            drawn = engine.stream(beginnings, range(PROMPTS), [decoding] * PROMPTS)
-            completions = [completion for _, completion in drawn]
-            engine.sleep()
-            policy.unpark()
+            with lent_device(engine, policy, park):
+                if not gaps:
+                    engine.publish(policy, version=0)
+                drawn = engine.stream(beginnings, range(PROMPTS), [decoding] * PROMPTS)
+                completions = [completion for _, completion in drawn]
             gaps.append(measure_gap(learner, completions, moment))
     return max(gaps)
 
@@ -117,18 +114,15 @@ def measure_gap(learner: Learner, completions: Sequence[Completion], moment: str
         found = "it ignores the adapter"
     raise RunError(
         f"rollout.self_check: {moment}, the engine's log-probabilities are {gap:.3f} nats from the "
-        "trainer's and "
-        f"{to_base:.3f} from the base's: {found}. Use another version of vLLM, or "
-        "rollout.engine=transformers; "
-        "rollout.self_check=false starts the run all the same"
+        f"trainer's and {to_base:.3f} from the base's: {found}. Use another version of vLLM, or "
+        "rollout.engine=transformers; rollout.self_check=false starts the run all the same"
     )
 
 
 def logprobs(learner: Learner, completions: Sequence[Completion], adapted: bool = True) -> Tensor:
     """The trainer's log-probabilities of the completions' tokens, [N] fp32 on the host, with or
     without the adapter."""
-    batch = pack(completions, learner.policy.device)
-    with nullcontext() if adapted else learner.policy.model.disable_adapter():
-        return measure(
-            learner.policy, batch, range(len(completions)), learner.budget
-        ).logprobs.cpu()
+    policy, rows = learner.policy, range(len(completions))
+    batch = pack(completions, policy.device)
+    with nullcontext() if adapted else policy.model.disable_adapter():
+        return measure(policy, batch, rows, learner.budget).logprobs.cpu()

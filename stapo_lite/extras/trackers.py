@@ -51,12 +51,14 @@ class Trackers(Callback):
                 tracker.log({"completions": markdown([names, *rows])}, step=step)
 
     def on_evaluate(self, run: Run, step: int, results: dict[str, Any] | None) -> None:
+        if results is None:  # not the main process
+            return
         values = {
             name: value
-            for name, value in (results or {}).items()
+            for name, value in results.items()
             if name.startswith("reward") and value is not None
         }
-        if results and "benchmarks" in results:
+        if "benchmarks" in results:
             scores = results["benchmarks"] | {"average": results["average"]}
             values |= {name: score["avg"] for name, score in scores.items()}
         with self._or_untracked():

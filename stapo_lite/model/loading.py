@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -254,9 +255,12 @@ def read_adapter(folder: Path) -> dict[str, Any]:
         )
     if rank > 512:
         raise InputError(f"adapter={folder}: its rank must be at most 512, got {rank}")
-    with explained(f"adapter={folder}: cannot be read"):
-        weights = load_file(folder / "adapter_model.safetensors")
-    for name in weights:
+    with (
+        explained(f"adapter={folder}: cannot be read"),
+        safe_open(folder / "adapter_model.safetensors", "pt") as weights,
+    ):
+        names = weights.keys()
+    for name in names:
         # Such as a resized embedding, which PEFT would put into the base.
         if ".lora_A." not in name and ".lora_B." not in name:
             raise InputError(f"adapter={folder}: not a plain LoRA adapter (it holds {name})")

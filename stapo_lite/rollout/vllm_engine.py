@@ -80,9 +80,8 @@ class VLLMEngine(RolloutEngine):
             # Each process has an engine, on its own card.
             arguments["distributed_executor_backend"] = "external_launcher"
         with explained(f"rollout: vLLM cannot serve {model}"), self._uncompiled():
-            if (
-                not on_cpu
-            ):  # vLLM works in a stream of its own; up to 0.29 it does not wait for ours
+            if not on_cpu:
+                # vLLM works in a stream of its own; up to 0.29 it does not wait for ours.
                 torch.cuda.synchronize()
             arguments |= engine_arguments(
                 model, dtype, sampling.max_model_len, options, lora, max_loras=1, on_cpu=on_cpu

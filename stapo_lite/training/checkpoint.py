@@ -40,10 +40,15 @@ logger = logging.getLogger(__name__)
 
 FOLDER = re.compile(r"checkpoint-\d{1,9}")
 FREE = (
-    "output_dir", "train.max_steps", "reward.function_timeout", "rollout.servers",
-    "rollout.self_check", "stop_on",
-    "log.", "evaluation.",
-)  # fmt: skip
+    "output_dir",
+    "train.max_steps",
+    "reward.function_timeout",
+    "rollout.servers",
+    "rollout.self_check",
+    "stop_on",
+    "log.",
+    "evaluation.",
+)
 """Keys and sections that may change when a run is resumed, since they do not change what it
 computes."""
 FIXED = ("lora.r", "lora.lora_alpha", "lora.use_rslora", "lora.target_modules", "train.optim")

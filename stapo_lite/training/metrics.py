@@ -50,7 +50,8 @@ def count_rollouts(groups: Sequence[Sequence[Completion]], step: int) -> dict[st
         "written": sum(c.written for c in completions),
         "sampled_nll": -sum(sum(c.rollout_logprobs) for c in completions),
         "lag": sum(lags),
-    } | ({"lag_max": max(lags)} if lags else {})
+        "lag_max": max(lags, default=-math.inf),
+    }
 
 
 def count_rewards(completions: Sequence[Completion]) -> dict[str, float]:

@@ -141,14 +141,10 @@ class Run:
     def sampling(self, version: int) -> Iterator[None]:
         """Lend the device to the engine, which samples from the adapter as it is now and knows it
         as `version`. Afterwards the engine sleeps, and the trainer is back."""
-        if self.config.train.park_trainer:
-            self.policy.park()
-        self.engine.wake()
-        self.engine.publish(self.policy, version)
-        yield
-        self.memory = [card_memory()]
-        self.engine.sleep()
-        self.policy.unpark()
+        with lent_device(self.engine, self.policy, self.config.train.park_trainer):
+            self.engine.publish(self.policy, version)
+            yield
+            self.memory = [card_memory()]
 
     def call(self, event: str, *values: Any) -> None:
         """Call every callback's method for an event; the step's seconds leave them out.
@@ -246,6 +242,21 @@ class Run:
                 self.policy.save_adapter(self.folder / "adapter")
         self.call("on_train_end")
         self.accelerator.print(f"adapter: {self.folder / 'adapter'}")
+
+
+@contextmanager
+def lent_device(engine: RolloutEngine, policy: Policy, park: bool) -> Iterator[None]:
+    """Wake the engine within the context; afterwards it sleeps, and the trainer is back.
+
+    Args:
+        park: whether the policy's base makes room meanwhile.
+    """
+    if park:
+        policy.park()
+    engine.wake()
+    yield
+    engine.sleep()
+    policy.unpark()
 
 
 def learning_rate(train: Train, step: int) -> float:

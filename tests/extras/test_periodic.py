@@ -6,7 +6,7 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
-from helpers import MINIMAL, adapter_bytes, run, without_times
+from helpers import MINIMAL, adapter_bytes, held_out_rows, run, without_times
 
 from stapo_lite.config import Config, load_eval_config
 from stapo_lite.errors import InputError
@@ -23,10 +23,6 @@ def test_the_best_adapter_by_held_out_rows_with_ones_own_reward(
     """Scores from the completions; the adapter is that of the step with the best of them, also over
     a resumption."""
     folder, judged = tmp_path / "run", []
-    write_lines(
-        tmp_path / "held_out.jsonl",
-        [{"prompt": f"say {word}"} for word in ("five", "six", "seven")],
-    )
     score = RewardModel.score
 
     def note(self, completions, seed, step):
@@ -35,13 +31,7 @@ def test_the_best_adapter_by_held_out_rows_with_ones_own_reward(
             judged.append((step, completions))
 
     monkeypatch.setattr(RewardModel, "score", note)
-    held_out = {
-        "steps": 1,
-        "source": str(tmp_path / "held_out.jsonl"),
-        "best": "reward",
-        "num_samples": 2,
-        "limit": 2,
-    }
+    held_out = held_out_rows(tmp_path, num_samples=2, limit=2)
     changes = {
         "evaluation": held_out,
         "log": {"save_steps": 1, "save_total_limit": 9},
@@ -152,16 +142,7 @@ def test_a_best_score_that_cannot_be_read_costs_a_warning(tmp_path, caplog):
 
 
 def test_the_best_adapter_of_steps_that_are_taken_again_is_dropped(write_config, tmp_path):
-    write_lines(
-        tmp_path / "held_out.jsonl",
-        [{"prompt": f"say {word}"} for word in ("five", "six", "seven")],
-    )
-    held_out = {
-        "steps": 1,
-        "source": str(tmp_path / "held_out.jsonl"),
-        "best": "reward",
-        "num_samples": 4,
-    }
+    held_out = held_out_rows(tmp_path, num_samples=4)
     changes = {"evaluation": held_out, "log": {"save_steps": 1, "save_total_limit": 9}}
     run(write_config(train__max_steps=3, train__learning_rate=0.1, **changes))
     folder = tmp_path / "run"

@@ -116,7 +116,7 @@ def test_the_real_models_counted_and_the_8b_by_hand():
     assert found.update["trainer: optimiser"] == 2 * 4 * LORA_OF_RANK_32
     assert found.rollout["vLLM: adapter slots"] == 2 * LORA_OF_RANK_32
     # Pinned memory comes in powers of two: of queries, keys and values together, and of both
-    #     projections to 12,288.
+    # projections to 12,288.
     layer = 2 * (2**25 + 2**24 + 2**27 + 2**26)
     norms = 36 * (2 * 2**13 + 2 * 2**8) + 2**13
     assert found.host["vLLM: weights"] == 36 * layer + 2 * 2**31 + norms

@@ -104,7 +104,7 @@ def test_intervals_against_the_normal_approximation_and_paired():
         (scores["high"] - scores["low"]) / 2, rel=0.02
     )
     # Two runs that differ by the same on every problem: no uncertainty, however hard the problems
-    #     differ.
+    # differ.
     a, b = [[0.0, 0.25, 0.5, 0.75]], [[0.25, 0.5, 0.75, 1.0]]
     assert paired_difference(a, b) == {"avg": 0.25, "low": 0.25, "high": 0.25}
 

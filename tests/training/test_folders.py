@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from helpers import command, run, write_yaml
+from helpers import command, held_out_rows, run, write_yaml
 from safetensors.torch import load_file, save_file
 
 from stapo_lite import evaluate, load_eval_config
@@ -170,16 +170,7 @@ def test_a_start_adapter_that_a_resumed_run_does_not_read_may_be_gone(
 
 
 def test_a_best_score_counts_for_its_own_evaluation_only(write_config, tmp_path):
-    write_lines(
-        tmp_path / "held_out.jsonl",
-        [{"prompt": f"say {word}"} for word in ("five", "six", "seven")],
-    )
-    held_out = {
-        "steps": 1,
-        "source": str(tmp_path / "held_out.jsonl"),
-        "best": "reward",
-        "num_samples": 2,
-    }
+    held_out = held_out_rows(tmp_path, num_samples=2)
     run(write_config(train__max_steps=1, evaluation=held_out))
     score = tmp_path / "run" / "best" / "score.json"
     lucky = json.loads(score.read_text(encoding="utf-8")) | {"score": 1e6}

@@ -14,6 +14,7 @@ from helpers import (
     accelerate_launch,
     adapted_policy,
     assert_same,
+    held_out_rows,
     in_two_processes,
     later_update,
     objective,
@@ -69,15 +70,7 @@ def one(write_config, user_reward, tmp_path):
         "train__learning_rate": 1e-4,
         "rollout__dynamic_sampling": True,
     }
-    write_lines(
-        tmp_path / "held_out.jsonl",
-        [{"prompt": f"say {word}"} for word in ("five", "six", "seven")],
-    )
-    changes["evaluation"] = {
-        "steps": 2,
-        "source": str(tmp_path / "held_out.jsonl"),
-        "best": "reward",
-    }
+    changes["evaluation"] = held_out_rows(tmp_path, steps=2)
     changes["log"] = {"audit_tokens": 5, "save_steps": 1, "save_total_limit": 9}
 
     def write(name, after=None):
@@ -109,7 +102,7 @@ def test_two_processes_make_the_same_run_as_one(one, tmp_path):
         for name in ("one", "two")
     ]
     # As a whole: where a gradient is all but zero, Adam makes a share of the learning rate of its
-    #     rounding.
+    # rounding.
     theirs, ours = (torch.cat([adapter[name].flatten() for name in final[0]]) for adapter in final)
     assert (ours - theirs).norm() < 1e-5 * theirs.norm()
     run(write("two to one", after="two"), resume=True)

@@ -202,7 +202,7 @@ def test_any_mini_batch(tiny_model, advantages, longest, seed, later, max_tokens
     policy.model.double()
     completions = sampled_by_an_engine(policy, fake_completions(seed, advantages, longest))
     # Of one or two tokens nothing averages out, and a KL gradient can be next to nothing: rounding
-    #     shows.
+    # shows.
     compare(
         policy, tiny_model, completions, case, later=later, rel=1e-4, s2t=s2t, max_tokens=max_tokens
     )

@@ -144,6 +144,8 @@ def in_context(completion: Completion, position: int) -> Candidate:
 @torch.no_grad()
 def add_alternatives(run: Run, candidates: Sequence[Candidate]) -> None:
     """Note the most probable tokens in each candidate's place, by the policy before the step."""
+    if not candidates:
+        return
     policy = run.policy
     completions = [
         Completion(Prompt("", c["beginning"], None), c["token"], [0.0], False, 0)

@@ -59,12 +59,22 @@ SETTINGS_FILE = "settings.json"
 FILES = ("config.yaml", "samples-*.jsonl", "verdicts.jsonl", "results.json", "results.md")
 """The other files of an evaluation."""
 FREE_KEYS = (
-    "output_dir", "adapter", "benchmarks", "limit", "decoding", "verifier.", "rollout.num_samples",
-    "rollout.max_num_seqs", "rollout.gpu_memory_utilization", "rollout.vllm.kv_cache_memory_bytes",
-    "rollout.vllm.max_num_batched_tokens", "rollout.vllm.watermark",
+    "output_dir",
+    "adapter",
+    "benchmarks",
+    "limit",
+    "decoding",
+    "verifier.",
+    "rollout.num_samples",
+    "rollout.max_num_seqs",
+    "rollout.gpu_memory_utilization",
+    "rollout.vllm.kv_cache_memory_bytes",
+    "rollout.vllm.max_num_batched_tokens",
+    "rollout.vllm.watermark",
     "rollout.vllm.tensor_parallel_size",
-    "rollout.vllm.cpu_offload_gb", "rollout.vllm.enforce_eager",
-)  # fmt: skip
+    "rollout.vllm.cpu_offload_gb",
+    "rollout.vllm.enforce_eager",
+)
 """Keys, and sections, that may differ between samples in one folder. They decide which samples are
 drawn, or on what, but not what is in one. The adapter counts by its files."""
 

@@ -75,10 +75,8 @@ def draw(
     engine: RolloutEngine, tasks: Sequence[Task], decoding: Decoding, seed: int, tokenizer: Any
 ) -> Iterator[dict[str, Any]]:
     """The samples as they finish, each as a line of `samples.jsonl`."""
-    prompts, seeds = (
-        [task.prompt for task in tasks],
-        [task.problem.seed(seed, task.number) for task in tasks],
-    )
+    prompts = [task.prompt for task in tasks]
+    seeds = [task.problem.seed(seed, task.number) for task in tasks]
     for index, completion in engine.stream(prompts, seeds, [decoding] * len(prompts)):
         completion.text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
         yield {
@@ -96,8 +94,8 @@ def judge(
     grader: MathGrader,
     verifier: ModelVerifier | None = None,
 ) -> list[Sample]:
-    """Grade the line of each task, by rules and then, where they reject an answer, by the
-    verifier."""
+    """Grade the line of each task by rules; the verifier is asked about answers that they
+    reject."""
     questions = [
         Question(p.gold, line["response"], not line["truncated"], p.ordered, p.tolerance)
         for p, line in zip((task.problem for task in tasks), lines, strict=True)

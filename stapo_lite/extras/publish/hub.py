@@ -68,7 +68,7 @@ class HubMirror(Callback):
     A failed upload costs only a warning: the next save uploads newer values.
 
     Args:
-        run_folder: of a run that has saved a checkpoint, or its adapter, before each `push`.
+        run_folder: of a run that has saved a checkpoint, or its adapter, before each upload.
         stops: tokens that ended a completion, for the card.
 
     Raises:
