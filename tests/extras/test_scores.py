@@ -9,7 +9,7 @@ import pytest
 from helpers import command
 
 from stapo_lite.errors import InputError
-from stapo_lite.extras.evaluation.results import compare, pass_table, results_table
+from stapo_lite.extras.evaluation.results import compare_evaluations, pass_table, results_table
 from stapo_lite.extras.evaluation.scores import (
     Sample,
     average_scores,
@@ -177,4 +177,4 @@ def test_compare_shows_runs_side_by_side(tmp_path, capsys):
         ([folders[0], tmp_path], "no results of an evaluation"),
     ]:
         with pytest.raises(InputError, match=message):
-            compare(chosen)
+            compare_evaluations(chosen)

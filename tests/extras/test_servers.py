@@ -14,6 +14,8 @@ from dataclasses import replace
 import aiohttp
 import pytest
 from accelerate import Accelerator
+from engine_cases import *  # noqa: F403  # the tests of every engine, for servers
+from engine_cases import DECODING, VERSIONS, tokens
 from helpers import (
     PROMPTS,
     SAMPLING,
@@ -24,18 +26,6 @@ from helpers import (
     run,
     same_metrics,
     write_yaml,
-)
-from test_rollout import (
-    DECODING,
-    VERSIONS,
-    test_a_new_version_does_not_see_the_cache_of_the_one_before,  # noqa: F401
-    test_a_stream_that_is_left_early_leaves_nothing_behind,  # noqa: F401
-    test_each_sample_follows_from_its_own_seed,  # noqa: F401
-    test_groups_come_from_the_tempered_distribution_and_streamed_samples_from_its_nucleus,  # noqa: F401
-    test_groups_follow_the_protocol_and_the_seed,  # noqa: F401
-    test_turns_with_a_tool_between_them,  # noqa: F401
-    tokenizer,  # noqa: F401
-    tokens,
 )
 
 from stapo_lite.config import Rollout, load_config

@@ -3,6 +3,7 @@ import re
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 from types import SimpleNamespace
@@ -405,7 +406,9 @@ def test_a_function_that_returns_a_coroutine_works_in_a_notebook():
                 model.score(pair, seed=0, step=step)
 
     pair = [completion("a"), completion("b")]
-    asyncio.run(cell())
+    # In a thread of its own: a browser's test may have left a loop in this one.
+    with ThreadPoolExecutor() as pool:
+        pool.submit(asyncio.run, cell()).result()
     assert [c.reward for c in pair] == [1.0, 1.0]
     assert loops[0] is loops[1]
 

@@ -1,6 +1,5 @@
 """The engines against the trainer: vLLM for real (its CPU build), in float32."""
 
-import itertools
 import tempfile
 from dataclasses import replace
 from types import SimpleNamespace
@@ -8,7 +7,8 @@ from unittest.mock import Mock
 
 import psutil
 import pytest
-import torch
+from engine_cases import *  # noqa: F403  # the tests of every engine, for the two of the process
+from engine_cases import VERSIONS, drawn_ids
 from helpers import (
     LONG,
     PROMPTS,
@@ -20,7 +20,7 @@ from helpers import (
 )
 from packaging.version import Version
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
 from stapo_lite.config import PROJECTIONS
 from stapo_lite.errors import InputError, RunError
@@ -33,10 +33,6 @@ from stapo_lite.rollout.vllm_options import (
     vllm_version,
 )
 from stapo_lite.types import Prompt
-
-DECODING = Decoding(max_completion_length=10, temperature=0.8, top_p=1.0)
-VERSIONS = itertools.count(1)
-"""The vLLM engine is shared: no version is published twice."""
 
 
 @pytest.fixture(scope="module")
@@ -71,85 +67,6 @@ def engine(request):
     return TransformersEngine(SAMPLING, max_num_seqs=8)
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tiny_model):
-    return AutoTokenizer.from_pretrained(tiny_model)
-
-
-def tokens(groups):
-    return [[c.token_ids for c in group] for group in groups]
-
-
-def drawn(engine, prompts, seeds, decoding=DECODING):
-    completions = dict(engine.stream(prompts, seeds, [decoding] * len(prompts)))
-    assert sorted(completions) == list(range(len(prompts)))
-    return [completions[i] for i in range(len(prompts))]
-
-
-def drawn_ids(engine, prompts, seeds):
-    return [c.token_ids for c in drawn(engine, prompts, seeds)]
-
-
-def test_groups_follow_the_protocol_and_the_seed(engine, make_policy):
-    policy, now = make_policy(), next(VERSIONS)
-    engine.publish(policy, now)
-    groups = generate(engine, PROMPTS, seed=3)
-    assert [len(group) for group in groups] == [SAMPLING.num_generations] * len(PROMPTS)
-    for prompt, group in zip(PROMPTS, groups, strict=True):
-        for completion in group:
-            assert completion.prompt is prompt
-            assert completion.adapter_version == now
-            assert len(completion.rollout_logprobs) == len(completion.token_ids)
-            assert 1 <= len(completion.token_ids) <= SAMPLING.max_completion_length
-            stops = [
-                t
-                for t, token in enumerate(completion.token_ids)
-                if token in SAMPLING.stop_token_ids
-            ]
-            assert stops == ([] if completion.truncated else [len(completion.token_ids) - 1])
-    assert any(c.truncated for group in groups for c in group)
-    assert len({tuple(c.token_ids) for group in groups for c in group}) > len(PROMPTS)
-    assert gap(policy, groups).max() < 1e-4
-    engine.publish(policy, next(VERSIONS))
-    assert tokens(generate(engine, PROMPTS, seed=3)) == tokens(groups)
-    assert tokens(generate(engine, PROMPTS, seed=4)) != tokens(groups)
-
-
-async def with_a_tool(episode):
-    """Two turns of the model's, and what a tool says between them."""
-    await episode.generate(max_tokens=3)
-    episode.add("!?")
-    await episode.generate()
-
-
-def test_turns_with_a_tool_between_them(engine, make_policy, tokenizer):
-    """What the model wrote has the log-probabilities that it had in its place; a tool's has
-    none."""
-    policy, now = make_policy(), next(VERSIONS)
-    engine.publish(policy, now)
-    groups = play(engine, SAMPLING, tokenizer, with_a_tool, PROMPTS, [1, 2, 3])
-    assert [len(group) for group in groups] == [SAMPLING.num_generations] * len(PROMPTS)
-    completions = [completion for group in groups for completion in group]
-    said = tokenizer("!?").input_ids
-    for completion in completions:
-        first = completion.loss_mask.index(False)  # its first turn may end sooner
-        assert 1 <= first <= 3
-        assert completion.token_ids[first : first + 2] == said
-        assert completion.loss_mask == [
-            i not in (first, first + 1) for i in range(len(completion.token_ids))
-        ]
-        assert len(completion.token_ids) <= SAMPLING.max_completion_length
-        assert completion.truncated == (completion.token_ids[-1] not in SAMPLING.stop_token_ids)
-        assert completion.adapter_version == now
-    mask = torch.tensor([written for c in completions for written in c.loss_mask])
-    assert gap(policy, groups)[mask].max() < 1e-4
-    assert all(c.rollout_logprobs[c.loss_mask.index(False)] == 0.0 for c in completions)
-    engine.publish(policy, next(VERSIONS))
-    assert tokens(play(engine, SAMPLING, tokenizer, with_a_tool, PROMPTS, [1, 2, 3])) == tokens(
-        groups
-    )
-
-
 async def until_a_letter(episode):
     text = await episode.generate(stop=["a", "e", "i"])
     assert episode.finished == (
@@ -167,67 +84,6 @@ def test_stop_strings(vllm_engine, make_policy, tokenizer):
     texts = [text for prompt in prompts for text in prompt.columns["texts"]]
     assert any(text.endswith(("a", "e", "i")) for text in texts)
     assert not any(letter in text[:-1] for text in texts for letter in "aei")
-
-
-def deviations(completions, p):
-    """How far first tokens' frequencies are from their probabilities, in standard deviations: each
-    common token's, and that of the others together."""
-    counts = torch.bincount(
-        torch.tensor([c.token_ids[0] for c in completions]), minlength=len(p)
-    ).float()
-    common = p > 0.015
-    assert common.sum() > 3
-    counts, p = (torch.cat([x[common], x[~common].sum()[None]]) for x in (counts, p))
-    return (counts - len(completions) * p) / (len(completions) * p * (1 - p)).sqrt().clamp(min=1e-9)
-
-
-def test_groups_come_from_the_tempered_distribution_and_streamed_samples_from_its_nucleus(
-    engine, make_policy
-):
-    """That is the smallest set of tokens that holds a probability of `top_p`."""
-    policy = make_policy()
-    engine.publish(policy, next(VERSIONS))
-    with torch.no_grad():
-        logits = policy.model(input_ids=torch.tensor([PROMPTS[0].token_ids])).logits[0, -1]
-    tempered = torch.softmax(logits / SAMPLING.temperature, -1)
-    groups = generate(engine, [PROMPTS[0]] * 128)
-    assert deviations(list(itertools.chain(*groups)), tempered).abs().max() < 4
-    p, order = tempered.sort(descending=True)
-    nucleus = torch.zeros_like(p).scatter(0, order, p * (p.cumsum(0) - p < 0.6))
-    completions = drawn(
-        engine, [PROMPTS[0]] * 512, range(512), Decoding(1, SAMPLING.temperature, 0.6)
-    )
-    assert deviations(completions, nucleus / nucleus.sum()).abs().max() < 4
-
-
-def test_each_sample_follows_from_its_own_seed(engine, make_policy):
-    now = next(VERSIONS)
-    engine.publish(make_policy(), now)
-    prompts, seeds = [*PROMPTS, *PROMPTS, *PROMPTS[:2]] * 2, [*range(100, 116)]
-    first = drawn(engine, prompts, seeds)
-    ids = [c.token_ids for c in first]
-    assert drawn_ids(engine, prompts[::-1], seeds[::-1]) == ids[::-1]
-    assert drawn_ids(engine, prompts[5:8], seeds[5:8]) == ids[5:8]
-    assert drawn_ids(engine, prompts, range(16)) != ids
-    for prompt, completion in zip(prompts, first, strict=True):
-        assert completion.prompt is prompt
-        assert completion.adapter_version == now
-        assert 1 <= len(completion.token_ids) <= 10
-        assert completion.truncated == (completion.token_ids[-1] not in SAMPLING.stop_token_ids)
-    assert {c.truncated for c in first} == {False, True}
-
-
-def test_a_stream_that_is_left_early_leaves_nothing_behind(engine, make_policy):
-    """Also of more prompt tokens than fit into one pass."""
-    engine.publish(make_policy(), next(VERSIONS))
-    prompts = [
-        Prompt("", [10 + (i + 13 * t) % 250 for t in range(380)], answer="") for i in range(16)
-    ]
-    expected = drawn_ids(engine, prompts, range(16))
-    stream = engine.stream(prompts * 2, range(32), [DECODING] * 32)
-    next(stream)
-    stream.close()
-    assert drawn_ids(engine, prompts, range(16)) == expected
 
 
 def test_an_adapter_from_its_folder(vllm_engine, make_policy, tmp_path):
@@ -277,15 +133,6 @@ def test_every_target_module_reaches_vllm(vllm_engine, make_policy, projection, 
     assert gap(policy, groups).max() < 1e-4
     randomise_adapter(policy, seed=3, scale=0.0)
     assert gap(policy, groups).max() > 1e-2
-
-
-def test_a_new_version_does_not_see_the_cache_of_the_one_before(engine, make_policy):
-    first, second = make_policy(adapter_seed=1), make_policy(adapter_seed=2)
-    for policy, other in ((first, second), (second, first), (first, second)):
-        engine.publish(policy, next(VERSIONS))
-        groups = generate(engine, LONG)
-        assert gap(policy, groups).max() < 1e-4
-        assert gap(other, groups).mean() > 1e-2
 
 
 def test_publishing_never_touches_the_base_and_leaves_no_old_files(vllm_parts, make_policy):
