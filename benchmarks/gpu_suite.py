@@ -1,7 +1,7 @@
 """Run every GPU test and benchmark with one command on one CUDA card, without a network.
 
     python benchmarks/gpu_suite.py --out benchmarks/results/gpu.json [--only tests lm_head ...]
-    [--gpu-memory 24]
+    [--gpu-memory 24] [--set rollout.share_base=off]
 
 Parts: `tests` (tests/gpu); `lm_head`, `update`, `mismatch` (the benchmarks of those names, the last
 two on the shape of Qwen3-1.7B); and `run:NAME` for each shipped Qwen3 config: three steps of
@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -122,7 +122,9 @@ def time_sleep_and_wake(watch: Watch) -> dict[str, list[float]]:
     return seconds
 
 
-def run_config(name: str, gpu_memory: int, scratch: Path) -> dict[str, Any]:
+def run_config(
+    name: str, gpu_memory: int, scratch: Path, overrides: Sequence[str]
+) -> dict[str, Any]:
     """Train three steps with a shipped config; measure memory and speed."""
     from stapo_lite import Trainer
     from stapo_lite.config import load_config
@@ -142,7 +144,7 @@ def run_config(name: str, gpu_memory: int, scratch: Path) -> dict[str, Any]:
         f"data.source={scratch / 'prompts.jsonl'}",
         f"output_dir={scratch / 'run'}",
     ]
-    given = load_config(HERE.parent / f"configs/{name}.yaml", [*SHORT, *paths])
+    given = load_config(HERE.parent / f"configs/{name}.yaml", [*SHORT, *paths, *overrides])
     planned = apply(given, choose(given, model, Hardware(gpu_memory)))
     share = planned.rollout.gpu_memory_utilization * gpu_memory / total
     config = load_config(planned.model_dump(), [f"rollout.gpu_memory_utilization={share:.4f}"])
@@ -193,14 +195,14 @@ def run_script(name: str, *arguments: str) -> dict[str, Any]:
         return json.loads(out.read_text(encoding="utf-8"))
 
 
-def run_part(part: str, gpu_memory: int, scratch: Path) -> dict[str, Any]:
+def run_part(part: str, gpu_memory: int, scratch: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """Run one part in this process; return its result."""
     if part == "tests":
         return run_tests()
     if part == "lm_head":
         return run_script("lm_head", "--tokens", "8192")
     if part.startswith("run:"):
-        return run_config(part.removeprefix("run:"), gpu_memory, scratch)
+        return run_config(part.removeprefix("run:"), gpu_memory, scratch, overrides)
     model = build(scratch / "model", qwen3("1.7B"), torch.bfloat16, "cuda")
     options = ["--model", str(model)]
     if part == "update":
@@ -216,6 +218,7 @@ def main() -> None:
     )
     parser.add_argument("--only", nargs="+", choices=parts, default=parts)
     parser.add_argument("--gpu-memory", type=float, default=24, metavar="GIB")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="of each run")
     parser.add_argument(
         "--scratch", type=Path, help="folder for models; a temporary one by default"
     )
@@ -227,7 +230,7 @@ def main() -> None:
         if not torch.cuda.is_available():
             raise SystemExit("error: needs a CUDA device")
         with tempfile.TemporaryDirectory(dir=arguments.scratch) as folder:
-            result = run_part(arguments.only[0], gpu_memory, Path(folder))
+            result = run_part(arguments.only[0], gpu_memory, Path(folder), arguments.set)
         card = {"device": torch.cuda.get_device_name(), "GiB allowed": arguments.gpu_memory}
         save(result | card, arguments.out)
         return
@@ -238,7 +241,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "part.json"
             own = ["--child", "--only", part, "--out", str(out)]
-            own += ["--gpu-memory", str(arguments.gpu_memory)]
+            own += ["--gpu-memory", str(arguments.gpu_memory), "--set", *arguments.set]
             if arguments.scratch:
                 own += ["--scratch", str(arguments.scratch)]
             done = subprocess.run([sys.executable, __file__, *own], check=False)

@@ -39,6 +39,7 @@ from stapo_lite.model.loading import (
     load_weights,
     model_digest,
 )
+from stapo_lite.model.one_base import base_on, check_weights
 from stapo_lite.model.policy import make_optimizer, make_policy
 from stapo_lite.model.processes import resolve_dtype
 from stapo_lite.rewards.functions import RewardModel
@@ -238,8 +239,11 @@ def build(
     closing.callback(rewards.close)
     engine = start_engine(inputs, accelerator)
     closing.callback(engine.close)
+    base = shared_base(engine, config, accelerator)
     engine.sleep()  # leaves its memory to the trainer
-    learner = make_learner(config, accelerator, inputs.start, newest)
+    learner = make_learner(config, accelerator, base, inputs.start, newest)
+    if base is not None:
+        closing.callback(learner.policy.drop_base)
     if config.train.park_trainer:
         closing.callback(learner.policy.park)  # before the engine wakes up to be closed
     if config.rollout.self_check:
@@ -300,11 +304,48 @@ def start_engine(inputs: Inputs, accelerator: Accelerator) -> RolloutEngine:
     return make_engine(inputs.engine, config, settings)
 
 
+def shared_base(engine: RolloutEngine, config: Config, accelerator: Accelerator) -> Any | None:
+    """A base model on the engine's weights; None if the trainer needs a copy of its own.
+
+    Raises:
+        InputError: there is none, and the config asks for it.
+    """
+    weights = engine.shared_base() if config.may_share_base else None
+    must = config.rollout.share_base == "on" or config.quantization == "fp8"
+    if weights is None:
+        if must:
+            raise InputError(
+                "rollout.share_base: the engine keeps its weights in a form of its own; set auto, "
+                "and quantization to nf4 or null"
+            )
+        return None
+    try:
+        base = base_on(weights, config.model, config.dtype, accelerator.device)
+        check_weights(base, config.model)
+    except InputError as error:
+        if must:
+            raise
+        logger.warning("rollout.share_base: %s; the trainer loads a copy of its own", error)
+        return None
+    engine.keep_base()
+    return base
+
+
 def make_learner(
-    config: Config, accelerator: Accelerator, start: Path | None, newest: Path | None
+    config: Config,
+    accelerator: Accelerator,
+    base: Any | None,
+    start: Path | None,
+    newest: Path | None,
 ) -> Learner:
-    """Policy and optimiser, new or as a checkpoint has them."""
-    base = load_weights(config.model, config.dtype, accelerator.device, config.quantization)
+    """Policy and optimiser, new or as a checkpoint has them.
+
+    Args:
+        base: from `shared_base`; None loads one.
+    """
+    if base is None:
+        assert config.quantization != "fp8"  # nothing to load: `shared_base` has raised
+        base = load_weights(config.model, config.dtype, accelerator.device, config.quantization)
     policy = make_policy(base, config, start)
     optimizer = make_optimizer(policy, config.train)
     progress = Progress(tau_p=config.objective.s2t.tau_p)

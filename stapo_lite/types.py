@@ -17,6 +17,7 @@ token) and `keep` (it stays in the loss and its denominator).
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -178,3 +179,25 @@ class Update(NamedTuple):
     def changed(self) -> bool:
         """Whether the policy is another one now."""
         return self.grad_norm is not None and not self.skipped
+
+
+class NF4Weight(NamedTuple):
+    """The weight of a linear layer in bitsandbytes' 4-bit format."""
+
+    packed: Tensor
+    """Two values in a byte, [n, 1] uint8."""
+    state: Any
+    """bitsandbytes' `QuantState`: shape and scales."""
+
+
+class FP8Weight(NamedTuple):
+    """The weight of a linear layer in 8 bits: values times scale."""
+
+    values: Tensor
+    """[out, in] float8_e4m3fn."""
+    scale: Tensor
+    """[1], or [out, 1] for a scale of each row; fp32."""
+
+
+BaseWeights = Mapping[str, "Tensor | NF4Weight | FP8Weight"]
+"""Frozen weights by the names of transformers' parameters."""

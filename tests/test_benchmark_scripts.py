@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import compare_commits
+import memory_figure
 import pytest
 from helpers import ROOT
 
@@ -25,6 +26,7 @@ SMOKE = {
         "--pairs 1 --set model=MODEL data.max_prompt_length=300 rollout.max_completion_length=8 "
         "dtype=float32 rollout.engine=transformers"
     ),
+    "one_base": "--steps 1 --pairs 1 --set model=MODEL data.system_prompt=null",
     "startup": "--model MODEL --runs 1",
     "update": (
         "--model MODEL --prompts 2 --generations 4 --prompt-length 4 --longest 16 --max-tokens 64 "
@@ -40,6 +42,10 @@ CHECKS = {
     "lm_head": lambda r: r["hidden 32"]["largest error"]["ours"]["logprob"] < 1e-5,
     "mismatch": lambda r: (
         0 < r[WAY]["gap"]["mean |d|"] < r[WAY]["effect of the adapter"]["mean |d|"]
+    ),
+    "one_base": lambda r: all(
+        side["first step"] > side["step"] > 0 and side["peak"] > 0.1
+        for side in r["medians"].values()
     ),
     "step": lambda r: all(
         0 < side["tokens"] <= 8 * 64 for pair in r["steps"] for side in pair.values()
@@ -69,6 +75,11 @@ def test_benchmark(tiny_model, tmp_path, name):
     assert re.fullmatch("[0-9a-f]{40}|unknown", result["commit"])
     assert result["versions"].keys() >= {"torch", "transformers", "peft"}
     assert CHECKS.get(name, bool)(result)
+
+
+def test_the_figure_of_memory(tmp_path):
+    memory_figure.draw(tmp_path / "memory.png")
+    assert (tmp_path / "memory.png").stat().st_size > 10_000
 
 
 def test_difference_between_two_commits():

@@ -45,10 +45,13 @@ IN_PYTHON = "train_dataset"
 """`data.source` of a run whose rows exist only in Python."""
 BENCHMARK_NAMES = ["aime24", "aime25", "amc23", "math500", "minerva", "olympiadbench"]
 _OFF = BeforeValidator(lambda value: "off" if value is False else value)  # as YAML reads it
+_ON_OFF = BeforeValidator(lambda value: {True: "on", False: "off"}.get(value, value))
 _ALL_LINEAR = BeforeValidator(lambda value: [value] if value == "all-linear" else value)
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 PLANNED = ("kv_cache_memory_bytes", "max_num_batched_tokens", "tensor_parallel_size")
 """vLLM's arguments that `stapo plan` computes with."""
+VLLMS_NAMES: dict[str | None, str] = {"nf4": "bitsandbytes"}
+"""vLLM's name of a quantisation, if it is another one."""
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -236,10 +239,15 @@ class Rollout(Engine):
     """vLLM: serve this checkpoint of the same model, quantised to fp8, AWQ or GPTQ, in place of
     `model`. How far that is from the trainer's policy is logged as `sampler_gap_*`, and corrected
     by `objective.sampler_correction`."""
+    share_base: Annotated[Literal["auto", "on", "off"], _ON_OFF] = "auto"
+    """vLLM in the trainer's process: let the trainer compute on the weights that vLLM has loaded,
+    so that the base is in memory once. `auto` does so if both have the same weights and each is
+    found; `on` ends the run if not; `off` loads a copy for each, and they take turns
+    (`sleep_level`, `train.park_trainer`)."""
     sleep_level: Literal[0, 1, 2] = 1
     """vLLM on a GPU, while the trainer updates: 0 keeps its memory, 1 moves its weights to the
-    host, 2 drops them and reads them from the disk again (vLLM 0.28 or newer, not with
-    `bitsandbytes`). Each level keeps the adapter."""
+    host, 2 drops them and reads them from the disk again (not with `bitsandbytes`). Each level
+    keeps the adapter. A base that is shared stays; 1 and 2 then give back the KV cache."""
     self_check: bool = True
     """Before the first step, sample a few tokens with a random adapter, and compare the engine's
     log-probabilities with the trainer's; once more after the engine slept. If it ignores the
@@ -457,8 +465,9 @@ class Config(Preset):
     dtype: Dtype = "auto"
     """Data type of the base weights and of the forward pass. `auto`: bfloat16 if the card or the
     CPU computes in it, else float16 on a card (T4, RTX 20) and float32 on a CPU."""
-    quantization: Literal["nf4"] | None = None
-    """`nf4` trains on a 4-bit base (QLoRA, bitsandbytes)."""
+    quantization: Literal["nf4", "fp8"] | None = None
+    """`nf4` trains on a 4-bit base (QLoRA, bitsandbytes). `fp8`, not tried on a card yet, trains on
+    the weights that vLLM has rounded to 8 bits (`rollout.quantization=fp8`, `share_base`)."""
     memory: Annotated[Literal["auto", "off"], _OFF] = "auto"
     """`auto`: on a GPU `rollout.gpu_memory_utilization`, `max_num_seqs` and `sleep_level`,
     `train.park_trainer`, `max_tokens_per_microbatch`, `gradient_checkpointing` and
@@ -484,6 +493,18 @@ class Config(Preset):
     def max_sequence_length(self) -> int:
         """Tokens of the longest prompt and completion."""
         return self.data.max_prompt_length + self.rollout.max_completion_length
+
+    @property
+    def may_share_base(self) -> bool:
+        """Whether vLLM in the trainer's process would have the trainer's weights."""
+        rollout = self.rollout
+        return (
+            rollout.share_base != "off"
+            and rollout.engine in ("auto", "vllm")
+            and rollout.model is None
+            and not self.train.park_trainer
+            and rollout.quantization == VLLMS_NAMES.get(self.quantization, self.quantization)
+        )
 
     @property
     def bytes_per_value(self) -> int:
@@ -519,6 +540,12 @@ class Config(Preset):
         if (evaluation.source or evaluation.best) and not evaluation.steps:
             keys = "evaluation.source and evaluation.best"
             yield f"{keys} need evaluation.steps: set it, such as to 20"
+        if (rollout.share_base == "on" or self.quantization == "fp8") and not self.may_share_base:
+            key = "quantization=fp8" if self.quantization == "fp8" else "rollout.share_base=on"
+            name = VLLMS_NAMES.get(self.quantization, self.quantization) or "null"
+            needed = "rollout.engine=vllm, rollout.share_base, rollout.model=null"
+            same = f"rollout.quantization={name} and no train.park_trainer"
+            yield f"{key} needs {needed}, {same}: set these"
         if rollout.engine == "server" and train.park_trainer:
             fix = "leave it out with rollout.engine=server"
             yield f"train.park_trainer=true needs vLLM in the process: {fix}"

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from stapo_lite.algorithm.microbatches import pack
+from stapo_lite.config import VLLMS_NAMES
 from stapo_lite.errors import RunError
 from stapo_lite.rollout import Decoding, RolloutEngine
 from stapo_lite.training.run import lent_device
@@ -102,11 +103,10 @@ def measure_gap(learner: Learner, completions: Sequence[Completion], moment: str
     to_base = (sampled - base).abs().mean().item()
     effect = (adapted - base).abs().mean().item()
     config, limit = learner.config, LARGEST_GAP * effect
-    engines_quantization = {"bitsandbytes": "nf4"}.get(
-        config.rollout.quantization or "", config.rollout.quantization
-    )
-    if config.rollout.model or engines_quantization != config.quantization:
-        limit = to_base  # rounded in another way; the difference is logged and corrected
+    its = VLLMS_NAMES.get(config.quantization, config.quantization)
+    # Rounded in another way; in fp8 the layers' inputs. The difference is logged and corrected.
+    if config.rollout.model or config.rollout.quantization != its or its == "fp8":
+        limit = to_base
     if gap <= limit:
         return gap
     found = "it computes another model, another adapter or at another temperature"

@@ -4,9 +4,11 @@ import hashlib
 import json
 import logging
 import re
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -75,12 +77,12 @@ def load_tokenizer(
             linear layer; its context is shorter than `longest_sequence` tokens; one of the
             `target_modules` is not a linear layer of its decoder.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    from transformers import AutoTokenizer, GenerationConfig
 
     config = load_model_config(model)
-    with explained(NO_MODEL.format(model)), torch.device("meta"):  # shapes only
+    with explained(NO_MODEL.format(model)):
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-        linears = linear_layers(AutoModelForCausalLM.from_config(config))
+        linears = linear_layers(without_weights(config))
     # transformers makes an empty tokenizer if the files are missing.
     if not tokenizer("1 + 1 = 2", add_special_tokens=False).input_ids:
         raise InputError(f"model={model}: has no tokenizer")
@@ -115,6 +117,18 @@ def load_model_config(model: str) -> Any:
 
     with explained(NO_MODEL.format(model)):
         return AutoConfig.from_pretrained(model, trust_remote_code=False)
+
+
+def without_weights(config: Any) -> Any:
+    """A causal language model that has shapes only.
+
+    Args:
+        config: transformers' one of the model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"), beside_vllm(config):
+        return AutoModelForCausalLM.from_config(config)
 
 
 def linear_layers(model: Any) -> dict[str, list[nn.Linear]]:
@@ -156,7 +170,7 @@ def load_weights(
     Raises:
         InputError: it cannot be loaded, does not fit on the device, or lacks weights.
     """
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     in_4_bits = None
     if quantization == "nf4":
@@ -167,15 +181,15 @@ def load_weights(
             bnb_4bit_compute_dtype=getattr(torch, dtype),
         )
     device = torch.device(device)
-    before_ampere = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
     too_large = explained(
         f"model={model} does not fit on {device}", torch.OutOfMemoryError, fix="; see `stapo plan`"
     )
-    with explained(NO_MODEL.format(model)), too_large, default_stream(device):
+    config = load_model_config(model)
+    with explained(NO_MODEL.format(model)), too_large, default_stream(device), beside_vllm(config):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             model,
             dtype=dtype,
-            attn_implementation=use_repeated_keys() if before_ampere else None,
+            attn_implementation=attention_for(device),
             quantization_config=in_4_bits,
             device_map={"": device},
             trust_remote_code=False,
@@ -184,14 +198,44 @@ def load_weights(
     base, loading = loaded
     if loading["missing_keys"]:
         raise InputError(f"model={model}: its weights lack {min(loading['missing_keys'])}")
+    return ready(base)
+
+
+def ready(base: Any) -> Any:
+    """Set what transformers would do by default with a model that has just been loaded; returns
+    it."""
     for module in base.modules():
         # bitsandbytes would repack the weights in `generate`, and repacked ones have no backward.
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
+    from transformers import GenerationConfig
+
     # `generate` takes from here what a call does not set: a model's default top-p and top-k would
     # bias the sampled log-probabilities. Padding is never read, so any token will do.
     base.generation_config = GenerationConfig(pad_token_id=0)
     return base
+
+
+@contextmanager
+def beside_vllm(config: Any) -> Iterator[None]:
+    """Let transformers build a model while vLLM runs in this process, or did.
+
+    vLLM serves some families (SmolLM3, OLMo 2 and 3) with transformers' own modules, and changes
+    the class of their decoder: from then on each new one asks for vLLM's config, to be compiled.
+
+    Args:
+        config: transformers' one of the model.
+    """
+    vllm = sys.modules.get("vllm.config")
+    if vllm is None:
+        yield
+        return
+    uncompiled: Any = SimpleNamespace(
+        compilation_config=SimpleNamespace(mode=vllm.CompilationMode.NONE),
+        model_config=SimpleNamespace(hf_config=config),
+    )
+    with vllm.set_current_vllm_config(uncompiled):
+        yield
 
 
 @contextmanager
@@ -210,13 +254,16 @@ def default_stream(device: torch.device) -> Iterator[None]:
     torch.cuda.synchronize(device)
 
 
-def use_repeated_keys() -> str:
-    """Register an SDPA that repeats keys and values for grouped queries; returns its name.
+def attention_for(device: torch.device) -> str | None:
+    """The name of the attention for a device; None for transformers' own choice.
 
+    On cards before Ampere it is an SDPA that repeats keys and values for grouped queries.
     transformers leaves the repetition to torch, but torch's fast kernels for cards before Ampere
     (T4, RTX 20) do not support it. Attention would fall back to a kernel that holds
     [rows, heads, length, length].
     """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0):
+        return None
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 

@@ -88,6 +88,11 @@ class Policy:
         for parameter, host in self._host_copies.items():
             parameter.data = host.to(self.device, non_blocking=True)
 
+    def drop_base(self) -> None:
+        """Forget the base, whose weights are another's, at the end of a run. Only the adapter's
+        values are left."""
+        self.model = self._causal_lm = None
+
     def statistics(self, completions: Sequence[Completion]) -> TokenStatistics:
         """Log-probability (with gradient), entropy and collision probability of every completion
         token, [n] fp32, completion by completion."""

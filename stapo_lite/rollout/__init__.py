@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from stapo_lite.config import Config
 from stapo_lite.errors import InputError
-from stapo_lite.types import Completion, Prompt, derived_seed
+from stapo_lite.types import BaseWeights, Completion, Prompt, derived_seed
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,16 @@ class RolloutEngine(Protocol):
         does nothing with it: it cannot sample while the trainer runs."""
         return
 
+    def shared_base(self) -> BaseWeights | None:
+        """Views of the base's weights that the engine has loaded, for a trainer in this process;
+        None if it has none to share. See `keep_base`."""
+        return None
+
+    def keep_base(self) -> None:
+        """Leave the base's weights where they are while the engine sleeps: the trainer computes
+        with them."""
+        return
+
     def sleep(self) -> None:
         """Give the device's memory to the trainer; by default there is none to give."""
         return
@@ -166,7 +176,7 @@ def check_options(name: str, config: Config) -> None:
         from stapo_lite.rollout.vllm_options import check_vllm, prepare_vllm
 
         prepare_vllm()
-        check_vllm(config.rollout, config.rollout.sleep_level)
+        check_vllm(config.rollout)
     if name != "transformers":
         return
     needs_vllm = {

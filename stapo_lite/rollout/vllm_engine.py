@@ -31,7 +31,8 @@ from stapo_lite.rollout import (
     write_adapter,
 )
 from stapo_lite.rollout.vllm_options import engine_arguments, prepare_vllm
-from stapo_lite.types import Completion, Prompt
+from stapo_lite.rollout.vllm_weights import named_weights
+from stapo_lite.types import BaseWeights, Completion, Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,7 @@ class VLLMEngine(RolloutEngine):
         self._uncompiled = eager if on_cpu else nullcontext
         self._dtype = dtype
         self._sleep_level, self._asleep = 0 if on_cpu else sleep_level, False
+        self._keeps_base = False
         sleeps = self._sleep_level > 0
         arguments: dict[str, Any] = {"enable_sleep_mode": sleeps, "use_tqdm_on_load": False}
         if not on_cpu and int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -183,17 +185,32 @@ class VLLMEngine(RolloutEngine):
     def _engine(self) -> Any:
         return self._llm.llm_engine
 
+    def shared_base(self) -> BaseWeights | None:
+        models: list[Any] = []
+        self._llm.apply_model(models.append)  # it runs in this process
+        return named_weights(models[0])
+
+    def keep_base(self) -> None:
+        self._keeps_base = True
+
     def sleep(self) -> None:
-        if self._sleep_level:
+        if not self._sleep_level:
+            return
+        if self._keeps_base:
+            self._llm.sleep(level=0)
+            self._llm.release_kv_cache_memory()
+        else:
             self._llm.sleep(level=self._sleep_level)
-            self._asleep = True
+        self._asleep = True
 
     def wake(self) -> None:
         if not self._asleep:
             return
         torch.cuda.empty_cache()  # what the trainer has freed but torch still holds
         try:
-            if self._sleep_level == 2:
+            if self._keeps_base:
+                self._llm.wake_up(tags=["kv_cache", "scheduling"])
+            elif self._sleep_level == 2:
                 self._llm.wake_up(tags=["weights"])
                 self._llm.collective_rpc("reload_weights")
                 self._llm.wake_up(tags=["kv_cache"])

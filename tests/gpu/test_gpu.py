@@ -5,7 +5,6 @@ import json
 import multiprocessing
 import subprocess
 import sys
-from importlib.metadata import version
 
 import pytest
 import torch
@@ -26,11 +25,11 @@ from helpers import (
     relative,
 )
 from memory import peak_bytes
-from packaging.version import Version
 from random_model import build, qwen3
 
 from stapo_lite.algorithm.lm_head import token_statistics
 from stapo_lite.algorithm.microbatches import sequence_length
+from stapo_lite.model.one_base import base_on, check_weights
 from stapo_lite.training.folder import read_metrics
 
 CUDA = torch.device("cuda")
@@ -147,8 +146,14 @@ def test_qlora_learns(small_model, optim):
 
 
 def sleep_and_wake(model, level):
-    engine = make_vllm(model, "bfloat16", sleep_level=level, cache_bytes=None)
+    """Without a level the trainer computes on vLLM's weights."""
+    engine = make_vllm(model, "bfloat16", sleep_level=level or 1, cache_bytes=None)
     policy = adapted_policy(model, "bfloat16", device=CUDA)
+    if level is None:
+        base = base_on(engine.shared_base(), str(model), "bfloat16", CUDA)
+        check_weights(base, str(model))
+        assert same_weights(base, policy.model.get_base_model())
+        engine.keep_base()
     engine.publish(policy, 7)
     before = gap(policy, generate(engine, PROMPTS + LONG)).mean()
     free, total = torch.cuda.mem_get_info()
@@ -159,17 +164,27 @@ def sleep_and_wake(model, level):
         groups = generate(engine, PROMPTS + LONG)
         assert {c.adapter_version for group in groups for c in group} == {7}
         assert gap(policy, groups).mean() < 2 * before + 0.01
+    if level is None:
+        assert same_weights(base, policy.model.get_base_model())
+        del base
     other = adapted_policy(model, "bfloat16", adapter_seed=2, device=CUDA)
     assert gap(other, groups).mean() > 3 * before
     engine.sleep()
     engine.close()  # asleep: a second engine of the process finds its memory again
-    make_vllm(model, "bfloat16", sleep_level=level).close()
+    make_vllm(model, "bfloat16", sleep_level=level or 1).close()
 
 
-@pytest.mark.parametrize("level", [1, 2])
+def same_weights(base, adapted):
+    theirs = {
+        name.replace(".base_layer", ""): parameter
+        for name, parameter in adapted.named_parameters()
+        if not parameter.requires_grad
+    }
+    return all(torch.equal(mine, theirs[name]) for name, mine in base.named_parameters())
+
+
+@pytest.mark.parametrize("level", [1, 2, None])
 def test_sleep_frees_the_card_and_the_adapter_outlives_it(small_model, level):
-    if level == 2 and Version(version("vllm")) < Version("0.28"):
-        pytest.skip("vLLM cannot read a base with LoRA again before 0.28")
     process = multiprocessing.get_context("spawn").Process(
         target=sleep_and_wake, args=(small_model, level)
     )
@@ -178,9 +193,10 @@ def test_sleep_frees_the_card_and_the_adapter_outlives_it(small_model, level):
     assert process.exitcode == 0
 
 
+@pytest.mark.parametrize("park", [False, True], ids=["one base", "parked"])
 @pytest.mark.parametrize("changes", [{}, {"quantization": "nf4"}], ids=["bf16", "nf4"])
-def test_a_run_that_shares_the_card(small_model, tmp_path, changes):
-    """Parked trainer, sleeping engine, expandable segments: the loop, three steps of it."""
+def test_a_run_that_shares_the_card(small_model, tmp_path, changes, park):
+    """One base or a parked trainer, sleeping engine, expandable segments: three steps."""
     (tmp_path / "prompts.jsonl").write_text(
         json.dumps({"prompt": "say it", "answer": "1"}) + "\n", encoding="utf-8"
     )
@@ -193,9 +209,11 @@ def test_a_run_that_shares_the_card(small_model, tmp_path, changes):
         "gpu_memory_utilization": 0.3,
     }
     tree["train"] = {"max_steps": 3, "batch_size": 1, "mini_batch_size": 1}
-    tree["train"]["park_trainer"] = (
-        importlib.util.find_spec("vllm") is not None
-    )  # transformers samples from it
+    if importlib.util.find_spec("vllm"):  # transformers samples from the trainer's model
+        tree["train"]["park_trainer"] = park
+        tree["rollout"]["share_base"] = "off" if park else "on"
+        if changes:
+            tree["rollout"]["quantization"] = "bitsandbytes"
     path = tmp_path / "config.yaml"
     path.write_text(json.dumps(tree | changes), encoding="utf-8")
     subprocess.run(

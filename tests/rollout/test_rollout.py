@@ -18,7 +18,6 @@ from helpers import (
     make_vllm,
     randomise_adapter,
 )
-from packaging.version import Version
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
@@ -30,7 +29,6 @@ from stapo_lite.rollout import Decoding
 from stapo_lite.rollout.transformers_engine import TransformersEngine
 from stapo_lite.rollout.vllm_options import (
     WATERMARK,
-    vllm_version,
 )
 from stapo_lite.types import Prompt
 
@@ -157,11 +155,9 @@ def test_arguments_of_the_config_reach_vllm_which_listens_to_this_machine_only(
     assert cache.num_gpu_blocks * cache.block_size == pytest.approx(2**27 / per_token, rel=0.01)
     assert vllm_parts.config.model_config.logprobs_mode == "processed_logprobs"
     assert vllm_parts.config.scheduler_config.watermark == WATERMARK
-    local = {"127.0.0.1", "::1"}
-    if vllm_version() < Version("0.28"):  # torch's store, as vLLM starts it
-        local.add("::")
-    connections = psutil.Process().net_connections()
-    assert {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN} <= local
+    listening = psutil.Process().net_connections()
+    addresses = {c.laddr.ip for c in listening if c.status == psutil.CONN_LISTEN}
+    assert addresses <= {"127.0.0.1", "::1"}
 
 
 def test_a_request_that_vllm_refuses_leaves_it_usable(vllm_engine, make_policy, caplog):

@@ -16,7 +16,6 @@ from helpers import (
     command,
     run,
 )
-from packaging.version import Version
 from transformers import AutoTokenizer
 
 from stapo_lite import assemble
@@ -262,17 +261,17 @@ def test_what_is_chosen_for_the_card_is_checked_and_kept_from_a_checkpoint_on(
         run(config, resume=True)
     assert asked == [None, folder.name]
 
-    def choose_level_2(given, *_):
-        rollout = given.rollout.model_copy(update={"sleep_level": 2})
+    def choose_4_bits(given, *_):
+        rollout = given.rollout.model_copy(update={"quantization": "bitsandbytes"})
         return given.model_copy(update={"rollout": rollout})
 
-    monkeypatch.setattr(assemble, "fit", choose_level_2)
-    monkeypatch.setattr(vllm_options, "vllm_version", lambda: Version("0.27.1"))
+    monkeypatch.setattr(assemble, "fit", choose_4_bits)
+    monkeypatch.setattr(vllm_options, "find_spec", lambda name: None)
     monkeypatch.setattr(
         assemble, "load_weights", lambda *_, **__: pytest.fail("the model was loaded")
     )
     assert command("train", config, "--force", "--resume", "rollout.engine=vllm") == 2
-    assert "set rollout.sleep_level=1" in capsys.readouterr().err
+    assert "vLLM needs a plugin" in capsys.readouterr().err
 
 
 @pytest.mark.slow

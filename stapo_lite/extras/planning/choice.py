@@ -38,7 +38,6 @@ from stapo_lite.extras.planning.plan import (
 from stapo_lite.extras.planning.speed import KNOWN_CARDS, MEAN_LENGTH, step_seconds
 from stapo_lite.machine import host_memory_left
 from stapo_lite.model.loading import load_model_config
-from stapo_lite.rollout.vllm_options import reads_base_again
 
 Choice = dict[str, Any]
 """Values of some of KEYS."""
@@ -87,7 +86,7 @@ def fit(config: Config, engine: str, going_on: Path | None, processes: int) -> C
         reduce(torch.zeros(1, device="cuda"))
     # A run before this one, in a notebook, may have left something in caches.
     clear_device_cache(garbage_collection=True)
-    if hasattr(torch.accelerator, "empty_host_cache"):  # torch 2.11, of vLLM 0.26, has none
+    if hasattr(torch.accelerator, "empty_host_cache"):  # not in torch 2.11
         torch.accelerator.empty_host_cache()
     here, total = memory_left()
     host = host_memory_left() / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -199,21 +198,22 @@ def find(config: Config, model: Any, cards: Hardware) -> Choice | None:
 
 
 def parking_options(config: Config) -> list[tuple[bool, int, bool]]:
-    """Where the trainer's base and vLLM's weights stay while the other works, the fastest first.
+    """Where the trainer's base and vLLM's weights stay while the other works, the fastest first. A
+    base that is parked is not shared.
 
     Returns:
         `train.park_trainer`; `rollout.sleep_level`; whether the option is only for a card whose KV
         cache holds all sequences of a step at their longest.
     """
     options = [
-        (False, 1, True),
+        (False, 1, not config.may_share_base),
         (True, 1, False),
         (True, 2, False),  # if the host holds one copy
         (False, 1, False),
         (False, 2, False),
         (False, 0, False),  # if it holds none
     ]
-    if config.rollout.quantization != "bitsandbytes" and reads_base_again():
+    if config.rollout.quantization != "bitsandbytes":  # which vLLM cannot read again
         return options
     return [option for option in options if option[1] != 2]
 

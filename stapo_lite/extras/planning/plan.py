@@ -12,12 +12,16 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from stapo_lite.config import Config, check_processes
 from stapo_lite.errors import InputError
-from stapo_lite.model.loading import check_target_modules, linear_layers, load_model_config
+from stapo_lite.model.loading import (
+    check_target_modules,
+    linear_layers,
+    load_model_config,
+    without_weights,
+)
 from stapo_lite.rollout.vllm_options import batched_tokens, served_rank
 
 GIB = 2**30
@@ -37,6 +41,8 @@ JOINED = {
     "up_proj": "gate_up",
 }
 """Linear layers that are one in vLLM."""
+SHARED = ("vLLM: weights", "vLLM: adapter slots", "vLLM: CUDA graphs")
+"""What stays on the card during updates if the trainer computes on vLLM's weights."""
 TOKEN_BYTES = 14
 """Bytes of a completion's token that goes to other processes: id and log-probability, pickled."""
 SERVED_BYTES = {"bitsandbytes": 0.5 + 4 / 64, "fp8": 1.0}
@@ -136,7 +142,8 @@ def make_plan(config: Config, model: Any, cards: Hardware) -> Plan:
         )
     train, rollout, sizes = config.train, config.rollout, model_sizes(as_json(model))
     weights, serving = count_weights(config, sizes), rollout.engine == "server"
-    base = {"trainer: base weights": sum(weights.linears + weights.others)}
+    own = {"trainer: base weights": sum(weights.linears + weights.others)}
+    base = {} if config.may_share_base else own  # it is vLLM's
     trainer = {"trainer: adapter": weights.adapter, "trainer: optimiser": weights.optimizer}
     if config.lora.adapter and config.objective.beta:
         trainer["trainer: reference adapter"] = weights.adapter
@@ -158,7 +165,11 @@ def make_plan(config: Config, model: Any, cards: Hardware) -> Plan:
     if config.quantization:
         update_phase["a dequantised matrix"] = max(sizes.matrices) * config.bytes_per_value
     if not serving:
-        update_phase |= {"vLLM: CUDA graphs": CUDA_GRAPHS} if rollout.sleep_level else engine
+        stays = engine
+        if rollout.sleep_level:
+            parts = SHARED if config.may_share_base else ("vLLM: CUDA graphs",)
+            stays = {part: engine[part] for part in parts}
+        update_phase |= stays
 
     host = plan_host(config, weights, kept)
     phases = {"rollouts": rollout_phase, "update": update_phase, "host": host}
@@ -194,8 +205,9 @@ def count_weights(config: Config, sizes: Sizes) -> WeightBytes:
     modules = check_target_modules(config.lora.target_modules, sizes.linears)
     lora = config.lora.r * sum(sum(shape) for name in modules for shape in sizes.linears[name])
     others = [n * width for n in sizes.others]
+    trained = {"nf4": NF4_BYTES, "fp8": 1.0}.get(config.quantization or "", width)
     return WeightBytes(
-        linears=[int(n * (NF4_BYTES if config.quantization else width)) for n in sizes.matrices],
+        linears=[int(n * trained) for n in sizes.matrices],
         others=others,
         served=[int(n * served_bytes(config, width)) for n in sizes.joined] + others,
         slots=lora // config.lora.r * served_rank(config.lora.r) * width * (rollout.max_lag + 1),
@@ -240,7 +252,8 @@ def plan_host(config: Config, weights: WeightBytes, kept: int) -> dict[str, int]
     }
     if config.train.park_trainer:
         host["trainer: base weights"] = pinned(base)
-    if config.rollout.sleep_level == 1 and config.rollout.engine != "server":
+    leaves = config.rollout.sleep_level == 1 and not config.may_share_base
+    if leaves and config.rollout.engine != "server":
         host["vLLM: weights"] = pinned(weights.served)
         host["vLLM: adapter slots"] = 2 * weights.slots  # of many sizes: at most
     if config.train.offload_activations:
@@ -270,8 +283,7 @@ def model_sizes(model: str) -> Sizes:
     Args:
         model: from `as_json`.
     """
-    with torch.device("meta"):
-        causal_lm: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**json.loads(model)))
+    causal_lm = without_weights(AutoConfig.for_model(**json.loads(model)))
     layers = linear_layers(causal_lm)
     linears = {}
     for name, group in layers.items():

@@ -1,0 +1,356 @@
+"""The trainer on vLLM's weights, against a trainer with a copy of its own: real vLLM on the CPU.
+
+It packs 16- and 32-bit weights away there, which `unpacked` prevents; 4-bit ones are as on a card.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+from unittest.mock import Mock, call
+
+import pytest
+import torch
+from helpers import (
+    MINIMAL,
+    PROMPTS,
+    SAMPLING,
+    adapter_bytes,
+    gap,
+    generate,
+    held_out_rows,
+    learn,
+    randomise_adapter,
+    relative,
+    run,
+    without_times,
+)
+from random_model import VOCABULARY, build
+from safetensors.torch import load_file, save_file
+from transformers import (
+    Gemma3TextConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
+
+from stapo_lite import Trainer
+from stapo_lite.assemble import shared_base
+from stapo_lite.config import Engine, Lora, load_config
+from stapo_lite.errors import InputError
+from stapo_lite.files import read_lines
+from stapo_lite.model.loading import load_weights
+from stapo_lite.model.one_base import base_on, check_weights
+from stapo_lite.model.policy import make_policy
+from stapo_lite.training.checkpoint import list_checkpoints
+from stapo_lite.training.folder import read_metrics
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+CPU = torch.device("cpu")
+SIZES = {
+    "vocab_size": VOCABULARY,  # which vLLM pads to 320
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.1,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+FAMILIES = {
+    "Qwen3": Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=False),
+    "Qwen3, tied": Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True),
+    "Qwen2.5": Qwen2Config(**SIZES, tie_word_embeddings=True),  # with biases
+    "Llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
+    "Mistral": MistralConfig(**SIZES, tie_word_embeddings=False),
+    "Gemma 3": Gemma3TextConfig(  # its norms add one to their weights
+        **SIZES | {"initializer_range": 0.05},
+        head_dim=32,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=16,
+    ),
+    "Phi-4": Phi3Config(**SIZES, tie_word_embeddings=False),  # fused in transformers, too
+    "Granite": GraniteConfig(**SIZES, tie_word_embeddings=True),
+    # vLLM serves these with transformers' own modules.
+    "SmolLM3": SmolLM3Config(**SIZES, tie_word_embeddings=True),
+    "OLMo 2": Olmo2Config(**SIZES, tie_word_embeddings=False),
+}
+DTYPES = {None: "float32", "nf4": "bfloat16"}
+
+
+def random_checkpoint(folder, config):
+    """A model whose norms and biases are random, too."""
+    build(folder, config, torch.bfloat16)
+    path, generator = folder / "model.safetensors", torch.Generator().manual_seed(1)
+    weights = load_file(path)
+    for name, weight in weights.items():
+        if weight.ndim == 1:
+            weights[name] = weight + 0.3 * torch.randn(weight.shape, generator=generator).bfloat16()
+    save_file(weights, path, {"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """A checkpoint of each family, written once, before vLLM may change its class."""
+    folder = tmp_path_factory.mktemp("families")
+    return {name: random_checkpoint(folder / name, config) for name, config in FAMILIES.items()}
+
+
+@pytest.fixture
+def unpacked(monkeypatch):
+    """vLLM's CPU build without its packed weights."""
+
+    def plain(layer, remove_weight):
+        layer.cpu_linear = torch.nn.functional.linear
+
+    utilities = "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm"
+    monkeypatch.setattr(utilities, plain)
+
+
+def start(model, quantization):
+    from stapo_lite.rollout.vllm_engine import VLLMEngine
+
+    options = Engine(
+        max_num_seqs=16,
+        quantization={"nf4": "bitsandbytes"}.get(quantization),
+        vllm={"kv_cache_memory_bytes": 1 << 27},
+    )
+    lora = Lora(r=8, target_modules=["all-linear"])
+    return VLLMEngine(str(model), DTYPES[quantization], SAMPLING, options, lora, 1)
+
+
+def vllm_model(engine):
+    models = []
+    engine._llm.apply_model(models.append)
+    return models[0]
+
+
+def storages(model):
+    return {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+
+def backward(policy, completions):
+    """The statistics of the completions' tokens, and the gradients of their likelihood."""
+    statistics = policy.statistics(completions)
+    statistics.logprobs.sum().backward()
+    gradients = [parameter.grad.clone() for parameter in policy.parameters.values()]
+    policy.model.zero_grad()
+    return [values.detach() for values in statistics] + gradients
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", [None, "nf4"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_policy_on_vllms_weights_is_that_of_its_own_copy(
+    checkpoints, family, quantization, unpacked, tmp_path
+):
+    """In log-probabilities, gradients and ten steps of training, after which vLLM samples as
+    before."""
+    model, dtype = checkpoints[family], DTYPES[quantization]
+    overrides = {
+        "model": str(model),
+        "dtype": dtype,
+        "quantization": quantization,
+        "lora": {"r": 8, "target_modules": ["all-linear"]},
+        "rollout": {"temperature": SAMPLING.temperature},
+    }
+    config = load_config(MINIMAL | overrides)
+    engine = start(model, quantization)
+    try:
+        base = base_on(engine.shared_base(), str(model), dtype, CPU)
+        check_weights(base, str(model))
+        assert storages(base) <= storages(vllm_model(engine))
+        shared = make_policy(base, config)
+        own = make_policy(load_weights(str(model), dtype, CPU, quantization), config)
+        randomise_adapter(shared, seed=1)
+        randomise_adapter(own, seed=1)
+        shared.save_adapter(tmp_path / "adapter")
+        engine.load_adapter(tmp_path / "adapter", 1)
+        groups = generate(engine, PROMPTS)
+        assert gap(shared, groups).mean() < {None: 1e-5, "nf4": 0.1}[quantization]
+        completions = [c for group in groups for c in group]
+        for mine, theirs in zip(*map(backward, (shared, own), [completions] * 2), strict=True):
+            assert relative(mine, theirs) < 1e-6
+        likelihoods = [learn(policy, completions, "adamw", 1e-3) for policy in (shared, own)]
+        assert likelihoods[0] == pytest.approx(likelihoods[1], rel=1e-5)
+        engine.load_adapter(tmp_path / "adapter", 2)
+        assert [c.token_ids for g in generate(engine, PROMPTS) for c in g] == [
+            c.token_ids for c in completions
+        ]
+    finally:
+        engine.close()
+
+
+@pytest.fixture
+def checkpoint(checkpoints):
+    return checkpoints["Qwen3"]
+
+
+@pytest.fixture
+def weights(checkpoint):
+    """A base's weights by their names, as an engine would give them."""
+    base = load_weights(str(checkpoint), "float32")
+    return {name: parameter.data for name, parameter in base.named_parameters()}
+
+
+VALUES = "model.layers.1.self_attn.v_proj.weight"
+KEYS = VALUES.replace("v_proj", "k_proj")
+
+
+@pytest.mark.parametrize(
+    ("fault", "problem"),
+    [
+        ("missing", rf"{VALUES} is \[64, 128\] in torch.float32, and the engine has no such"),
+        ("short", r"the engine has one of \[63, 128\] in torch.float32"),
+        ("rounded", r"the engine has one of \[64, 128\] in torch.bfloat16"),
+        ("another's", f"{VALUES} in the engine differs from the checkpoint's file"),
+        ("one row", f"{VALUES} in the engine differs"),
+        ("not a number", f"{VALUES} in the engine differs"),
+    ],
+)
+@pytest.mark.parametrize("asked", ["auto", "on"])
+def test_weights_that_cannot_be_shared(checkpoint, weights, fault, problem, asked, caplog):
+    """They are named in one line, and the trainer loads a copy of its own, unless the config asks
+    for sharing."""
+    values = weights.pop(VALUES)
+    changed = values.clone()
+    changed[-1, -1] = {"one row": changed[-1, -1] + 1e-3}.get(fault, torch.nan)
+    faulty = {
+        "short": values[:-1],
+        "rounded": values.bfloat16(),
+        "another's": weights[KEYS],
+        "one row": changed,
+        "not a number": changed,
+    }
+    if fault in faulty:
+        weights[VALUES] = faulty[fault]
+    engine = SimpleNamespace(shared_base=lambda: weights, keep_base=lambda: pytest.fail("kept"))
+    config = load_config(
+        MINIMAL | {"model": str(checkpoint), "dtype": "float32"}, [f"rollout.share_base={asked}"]
+    )
+    accelerator = SimpleNamespace(device=CPU)
+    if asked == "on":
+        with pytest.raises(InputError, match=problem):
+            shared_base(engine, config, accelerator)
+        return
+    assert shared_base(engine, config, accelerator) is None
+    [record] = caplog.records
+    assert re.search(rf"^rollout.share_base: .*{problem}.*; the trainer loads a", record.message)
+
+
+def test_a_checkpoint_without_the_weight(checkpoint, weights, tmp_path):
+    base = base_on(weights, str(checkpoint), "float32", CPU)
+    check_weights(base, str(checkpoint))
+    stored = load_file(checkpoint / "model.safetensors")
+    del stored[VALUES]
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match=f"the checkpoint's files do not hold {VALUES}"):
+        check_weights(base, str(tmp_path))
+
+
+def test_an_engine_with_nothing_to_share(checkpoint):
+    """As vLLM on a CPU with its packed weights."""
+    engine, accelerator = SimpleNamespace(shared_base=lambda: None), SimpleNamespace(device=CPU)
+    given = MINIMAL | {"model": str(checkpoint), "dtype": "float32"}
+    assert shared_base(engine, load_config(given), accelerator) is None
+    with pytest.raises(InputError, match="rollout.share_base: the engine keeps its weights"):
+        shared_base(engine, load_config(given, ["rollout.share_base=on"]), accelerator)
+    engine.shared_base = lambda: pytest.fail("asked")
+    assert shared_base(engine, load_config(given, ["rollout.share_base=off"]), accelerator) is None
+
+
+def test_a_base_that_the_trainer_computes_on_stays_while_vllm_sleeps():
+    from stapo_lite.rollout.vllm_engine import VLLMEngine
+
+    engine = object.__new__(VLLMEngine)
+    engine._llm, engine._sleep_level, engine._asleep, engine._request = Mock(), 1, False, None
+    engine.keep_base()
+    engine.sleep()
+    assert engine._llm.mock_calls == [call.sleep(level=0), call.release_kv_cache_memory()]
+    engine._llm.reset_mock()
+    engine.wake()
+    assert engine._llm.mock_calls == [call.wake_up(tags=["kv_cache", "scheduling"])]
+
+
+@pytest.fixture
+def in_4_bits(write_config, checkpoint, tmp_path):
+    """A config of a run in 4 bits, whose checkpoint is in bfloat16: from float32 the two would
+    round to 4 bits in different ways."""
+
+    def write(**changes):
+        rollout = {"engine": "vllm", "quantization": "bitsandbytes", "max_completion_length": 8}
+        rollout |= {"num_generations": 4} | changes.pop("rollout", {})
+        return write_config(
+            model=str(checkpoint),
+            dtype="bfloat16",
+            quantization="nf4",
+            rollout=rollout,
+            train__gradient_checkpointing=True,
+            evaluation=held_out_rows(tmp_path),
+            **changes,
+        )
+
+    return write
+
+
+def outcome(folder):
+    evaluations = read_lines(folder / "evaluations.jsonl")
+    return without_times(read_metrics(folder)), evaluations, adapter_bytes(folder / "adapter")
+
+
+@pytest.mark.slow
+def test_a_run_on_one_base_is_that_of_two_copies(in_4_bits, tmp_path, caplog):
+    """With evaluations while it trains, stopped and resumed, one run after the other in the
+    process."""
+    folders = [tmp_path / name for name in ("off", "on", "resumed")]
+    for folder in folders[:2]:
+        run(in_4_bits(output_dir=str(folder), rollout={"share_base": folder.name}))
+    run(in_4_bits(output_dir=str(folders[2]), train__max_steps=2))
+    run(in_4_bits(output_dir=str(folders[2])), resume=True)
+    off, on, resumed = map(outcome, folders)
+    assert on == off
+    assert resumed == off
+    assert "share_base" not in caplog.text
+
+
+async def in_two_turns(episode):
+    await episode.generate(max_tokens=3)
+    episode.add("!?")
+    await episode.generate()
+
+
+@pytest.mark.slow
+def test_several_turns_on_one_base(in_4_bits, tmp_path):
+    for share_base in ("off", "on"):
+        config = load_config(
+            in_4_bits(output_dir=str(tmp_path / share_base), rollout={"share_base": share_base})
+        )
+        Trainer(config, ["train.max_steps=2"], rollout_func=in_two_turns).train()
+    assert outcome(tmp_path / "on") == outcome(tmp_path / "off")
+
+
+@pytest.mark.slow
+def test_a_run_on_one_base_that_is_killed_goes_on(in_4_bits, tmp_path):
+    run(in_4_bits(output_dir=str(tmp_path / "whole"), log__save_steps=1))
+    config, folder = in_4_bits(log__save_steps=1), tmp_path / "run"
+    command = [sys.executable, "-m", "stapo_lite", "train", str(config)]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if line.startswith("step 2/4"):
+                process.kill()
+    assert process.returncode == -signal.SIGKILL
+    assert len(list_checkpoints(folder)) < 4
+    run(config, resume=True)
+    assert outcome(folder) == outcome(tmp_path / "whole")
