@@ -24,16 +24,19 @@ def named_weights(model: Any) -> BaseWeights | None:
     Returns:
         None if vLLM's CPU build has packed the weights away, as it does with 16 and 32 bits.
     """
+    packed = getattr(model, "packed_modules_mapping", {})
     found: dict[str, Tensor | NF4Weight | FP8Weight] = {}
     for path, layer in model.named_modules():
         parent, _, name = path.removesuffix(".base_layer").rpartition(".")
-        parts = model.packed_modules_mapping.get(name, [name])
+        parts = packed.get(name, [name])
         for kind, parameter in layer.named_parameters(recurse=False):
             if not parameter.numel():
                 return None
             if kind == "weight_scale":  # comes with its weight
                 continue
             weights = split(layer, parameter, len(parts))
+            if len(weights) != len(parts):
+                continue  # another layout: what is in it will be missed by its name
             for part, weight in zip(parts, weights, strict=True):
                 found[f"{parent}.{part}.{kind}".removeprefix(".")] = weight
     return found
@@ -52,15 +55,19 @@ def split(layer: Any, parameter: Any, parts: int) -> Sequence[Tensor | NF4Weight
         return split_fp8(layer, parameter, parts)
     if hasattr(layer, "org_vocab_size"):  # an embedding or a head: the rows after these pad it
         return [parameter.data[: layer.org_vocab_size]]
-    if parts == 1:
-        return [parameter.data]
-    return list(parameter.data.split(layer.output_sizes))
+    return parameter.data.split(row_counts(layer, parameter.data, parts))
+
+
+def row_counts(layer: Any, values: Tensor, parts: int) -> list[int]:
+    """How many rows of a fused layer belong to each part; all of them, if it does not say."""
+    sizes = getattr(layer, "output_sizes", [])
+    return list(sizes) if parts > 1 and sum(sizes) == len(values) else [len(values)]
 
 
 def split_fp8(layer: Any, parameter: Any, parts: int) -> list[FP8Weight]:
     """The same of a weight that vLLM has rounded to fp8, [in, out], with one scale, [1], or one for
     each output, [out, 1] (vllm/model_executor/layers/quantization/online/fp8.py)."""
     values, scale = parameter.data.T, layer.weight_scale.data
-    sizes = [len(values)] if parts == 1 else layer.output_sizes
-    scales = [scale] * parts if scale.numel() == 1 else scale.split(sizes)
+    sizes = row_counts(layer, values, parts)
+    scales = [scale] * len(sizes) if scale.numel() == 1 else scale.split(sizes)
     return [FP8Weight(*part) for part in zip(values.split(sizes), scales, strict=True)]

@@ -29,6 +29,7 @@ from helpers import (
 )
 from random_model import VOCABULARY, build
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import (
     Gemma3TextConfig,
     GraniteConfig,
@@ -49,6 +50,7 @@ from stapo_lite.files import read_lines
 from stapo_lite.model.loading import load_weights
 from stapo_lite.model.one_base import base_on, check_weights
 from stapo_lite.model.policy import make_policy
+from stapo_lite.rollout.vllm_weights import named_weights
 from stapo_lite.training.checkpoint import list_checkpoints
 from stapo_lite.training.folder import read_metrics
 
@@ -257,6 +259,23 @@ def test_a_checkpoint_without_the_weight(checkpoint, weights, tmp_path):
     save_file(stored, tmp_path / "model.safetensors")
     with pytest.raises(InputError, match=f"the checkpoint's files do not hold {VALUES}"):
         check_weights(base, str(tmp_path))
+
+
+def test_a_layout_that_is_not_known_is_missed_by_its_name():
+    layer = nn.Linear(4, 6, bias=False)
+    model = nn.Module()
+    model.attention = nn.Module()
+    model.attention.qkv_proj = layer
+    model.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    assert named_weights(model) == {}
+    layer.output_sizes = [3, 2]  # not its six rows
+    assert named_weights(model) == {}
+    layer.output_sizes = [3, 2, 1]
+    rows = {"q_proj": slice(0, 3), "k_proj": slice(3, 5), "v_proj": slice(5, 6)}
+    found = named_weights(model)
+    assert found.keys() == {f"attention.{name}.weight" for name in rows}
+    for name, part in rows.items():
+        assert torch.equal(found[f"attention.{name}.weight"], layer.weight[part])
 
 
 def test_an_engine_with_nothing_to_share(checkpoint):
