@@ -56,7 +56,7 @@ from stapo_lite.training.checkpoint import Progress
 from stapo_lite.training.folder import ENVIRONMENT_FILE, drop_later_lines, read_metrics
 from stapo_lite.training.log import RunLog
 from stapo_lite.training.run import Run
-from stapo_lite.training.update import Learner
+from stapo_lite.training.update import Learner, rehearse
 
 logger = logging.getLogger(__name__)
 
@@ -249,6 +249,8 @@ def build(
     if config.rollout.self_check:
         gap = check_engine(engine, learner, inputs.prompts)
         environment["self_check"] = f"{gap:.1e} nats between engine and trainer"
+    if accelerator.device.type == "cuda":
+        rehearse(learner)
     open_folder(config, accelerator, environment, learner.progress.step)
     generate: Callable[..., Any] = engine.generate
     if inputs.rollout_func is not None:
@@ -351,7 +353,8 @@ def make_learner(
     progress = Progress(tau_p=config.objective.s2t.tau_p)
     if newest is not None:
         progress = checkpoint.load_checkpoint(newest, policy, optimizer, config.objective.s2t)
-    budget = TokenBudget(config.train.max_tokens_per_microbatch, progress.halvings)
+    tokens = config.train.max_tokens_per_microbatch
+    budget = TokenBudget(tokens, progress.halvings, policy.save_memory)
     return Learner(config, policy, optimizer, budget, accelerator, progress)
 
 

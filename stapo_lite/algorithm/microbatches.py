@@ -165,12 +165,18 @@ def cut_evenly(items: Sequence[T], most: int) -> list[Sequence[T]]:
 class TokenBudget:
     """The most tokens of a micro-batch, padding included; halved each time that memory runs out.
 
+    Args:
+        save_memory: called if memory runs out on a single sequence; returns what it changed so that
+            a pass needs less, None if there is nothing left to change.
+
     Attributes:
         halvings: how often the budget was halved; it is never raised again.
     """
 
-    def __init__(self, tokens: int, halvings: int = 0):
-        self._tokens, self.halvings = tokens, halvings
+    def __init__(
+        self, tokens: int, halvings: int = 0, save_memory: Callable[[], str | None] = lambda: None
+    ):
+        self._tokens, self.halvings, self._save_memory = tokens, halvings, save_memory
 
     @property
     def tokens(self) -> int:
@@ -178,7 +184,7 @@ class TokenBudget:
 
     def fit(self, batch: MiniBatch, rows: Sequence[int], work: Callable[[list[list[int]]], T]) -> T:
         """Do `work` on completions in micro-batches. If memory runs out, do all of it again in
-        smaller ones.
+        smaller ones, or with what saves memory otherwise.
 
         Args:
             rows: of the completions in the mini-batch.
@@ -197,7 +203,8 @@ class TokenBudget:
             except RuntimeError as error:
                 if not out_of_memory(error):
                     raise
-                if len(micro_batches) == len(rows):
+                change = self._shrink(single=len(micro_batches) == len(rows))
+                if change is None:
                     raise RunError(
                         "memory ran out on a single sequence: lower rollout.max_completion_length "
                         "or train.lm_head_memory_gb (see `stapo plan`), and continue with --resume "
@@ -205,7 +212,11 @@ class TokenBudget:
                     ) from error
             # Only out here are the error and the tensors in its traceback gone.
             clear_device_cache(garbage_collection=True)
-            self.halvings += 1
-            logger.warning(
-                "memory ran out: from now on micro-batches have at most %d tokens", self.tokens
-            )
+            logger.warning("memory ran out: from now on %s", change)
+
+    def _shrink(self, single: bool) -> str | None:
+        """Let the passes to come need less memory; says how, or None if that cannot be."""
+        if single:
+            return self._save_memory()
+        self.halvings += 1
+        return f"micro-batches have at most {self.tokens} tokens"

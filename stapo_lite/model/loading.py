@@ -255,15 +255,19 @@ def default_stream(device: torch.device) -> Iterator[None]:
 
 
 def attention_for(device: torch.device) -> str | None:
-    """The name of the attention for a device; None for transformers' own choice.
+    """The name of the attention for a device; None for transformers' own choice."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return use_repeated_keys()
+    return None
 
-    On cards before Ampere it is an SDPA that repeats keys and values for grouped queries.
+
+def use_repeated_keys() -> str:
+    """Register an SDPA that repeats keys and values for grouped queries; returns its name.
+
     transformers leaves the repetition to torch, but torch's fast kernels for cards before Ampere
     (T4, RTX 20) do not support it. Attention would fall back to a kernel that holds
     [rows, heads, length, length].
     """
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0):
-        return None
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
@@ -397,12 +401,6 @@ def add_adapter(base: Any, lora: Lora, gradient_checkpointing: bool | int) -> An
     from peft import LoraConfig, get_peft_model
 
     base.requires_grad_(False)
-    if gradient_checkpointing:
-        base.gradient_checkpointing_enable({"use_reentrant": False})
-        if gradient_checkpointing is not True:
-            # The last layers keep their activations, and free them before others recompute.
-            for layer in base.get_decoder().layers[gradient_checkpointing:]:
-                layer.gradient_checkpointing = False
     targets = list(check_target_modules(lora.target_modules, linear_layers(base)))
     model = get_peft_model(
         base,
@@ -421,16 +419,32 @@ def add_adapter(base: Any, lora: Lora, gradient_checkpointing: bool | int) -> An
             if hasattr(module, "cast_input_dtype_enabled"):
                 module.cast_input_dtype_enabled = False
     # Training mode would switch on dropout, which the engine does not have, and more, such as the
-    # random routing of PhiMoE. But a layer checkpoints only in training mode, so these alone get
-    # it, without their modules, and their own rates of dropout become 0.
+    # random routing of PhiMoE.
     model.eval()
+    if gradient_checkpointing:
+        checkpoint_layers(base, gradient_checkpointing)
+    return model
+
+
+def checkpoint_layers(base: Any, count: bool | int) -> None:
+    """Let layers recompute their activations in the backward pass.
+
+    Args:
+        count: True for all layers, or how many of the first ones.
+    """
+    base.gradient_checkpointing_enable({"use_reentrant": False})
+    if count is not True:
+        # The last layers keep their activations, and free them before others recompute.
+        for layer in base.get_decoder().layers[count:]:
+            layer.gradient_checkpointing = False
+    # A layer checkpoints only in training mode, so these alone get it, without their modules, and
+    # their own rates of dropout become 0.
     for module in base.modules():
         if getattr(module, "gradient_checkpointing", False):
             module.training = True
             for name, value in vars(module).items():
                 if "drop" in name and isinstance(value, float):
                     setattr(module, name, 0.0)
-    return model
 
 
 def outside_decoder(base: Any, names: Collection[str]) -> str | None:

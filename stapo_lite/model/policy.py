@@ -12,7 +12,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from stapo_lite.algorithm.lm_head import token_statistics, top_tokens
 from stapo_lite.algorithm.microbatches import send
 from stapo_lite.config import Config, Train
-from stapo_lite.model.loading import add_adapter, load_adapter
+from stapo_lite.model.loading import add_adapter, checkpoint_layers, load_adapter
 from stapo_lite.types import Completion, TokenStatistics
 
 
@@ -60,6 +60,7 @@ class Policy:
         }
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self._causal_lm = model.get_base_model()
+        self._checkpointing = config.train.gradient_checkpointing
         self._offload_activations = config.train.offload_activations
         self._temperature = config.rollout.temperature
         self._head_memory = int(config.train.lm_head_memory_gb * 2**30)
@@ -87,6 +88,21 @@ class Policy:
         """Bring the base back to the device."""
         for parameter, host in self._host_copies.items():
             parameter.data = host.to(self.device, non_blocking=True)
+
+    def save_memory(self) -> str | None:
+        """Let updates need less memory and more time.
+
+        Returns:
+            What has changed; None if nothing is left to change.
+        """
+        if self._checkpointing is not True:
+            self._checkpointing = True
+            checkpoint_layers(self._causal_lm, True)
+            return "all layers are checkpointed (train.gradient_checkpointing=true)"
+        if not self._offload_activations:
+            self._offload_activations = True
+            return "activations wait in host memory (train.offload_activations=true)"
+        return None
 
     def drop_base(self) -> None:
         """Forget the base, whose weights are another's, at the end of a run. Only the adapter's

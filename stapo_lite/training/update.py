@@ -12,6 +12,7 @@ once, before the first layer); an update waits for thresholds, counts and its gr
 import logging
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -20,7 +21,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from stapo_lite.algorithm.microbatches import MiniBatch, TokenBudget
+from stapo_lite.algorithm.microbatches import MiniBatch, TokenBudget, pack
 from stapo_lite.algorithm.objective import (
     Totals,
     clipped_token_loss,
@@ -39,6 +40,7 @@ from stapo_lite.algorithm.s2t import (
 )
 from stapo_lite.config import S2T, Config, Objective
 from stapo_lite.errors import RunError
+from stapo_lite.model.loading import default_stream
 from stapo_lite.model.policy import Policy, sum_gradients
 from stapo_lite.training.checkpoint import Progress
 from stapo_lite.training.metrics import count_gradient, count_tokens, gather_values, masked_sum
@@ -46,6 +48,7 @@ from stapo_lite.types import (
     Completion,
     Gradient,
     Masks,
+    Prompt,
     TokenDetails,
     TokenStatistics,
     Update,
@@ -95,7 +98,10 @@ class Learner:
         """Take the optimiser's step."""
         self.progress.skipped_in_a_row = 0
         self.progress.backoff = max(0.0, self.progress.backoff - 1 / 64)
-        self.optimizer.step()
+        eight_bits = self.config.train.optim == "paged_adamw_8bit"
+        # bitsandbytes' kernels run in the default stream, whichever one the gradient is made in.
+        with default_stream(self.policy.device) if eight_bits else nullcontext():
+            self.optimizer.step()
         self.optimizer.zero_grad()
 
     def skip(self, grad_norm: float) -> None:
@@ -256,6 +262,29 @@ def accumulate_gradient(
             if parameter.grad is not None:
                 parameter.grad /= scale
     return done
+
+
+def rehearse(learner: Learner) -> None:
+    """Take the largest micro-batch that there can be forward and backward, without a step: if
+    memory runs out, it does so before the first rollouts, and the budget is halved then.
+
+    Collective: every rank must call it.
+    """
+    config, policy = learner.config, learner.policy
+    length = config.rollout.max_completion_length
+    prompt = Prompt("", [0] * config.data.max_prompt_length, None)
+    completion = Completion(prompt, [0] * length, [0.0] * length, True, 0, advantage=1.0)
+    count = max(1, learner.budget.tokens // config.max_sequence_length)
+    batch = pack([completion] * count, policy.device)
+    masks = Masks(batch.loss_mask, ~batch.loss_mask, blank_statistics(batch), tau_h=None)
+    weights = weigh_tokens(masks, batch, learner.objective, length, learner.reduce)
+    assert weights is not None
+    states = []  # room for the optimiser's, which come with its first step
+    if not learner.optimizer.state and config.train.optim == "adamw":
+        states = [torch.empty_like(p) for p in policy.parameters.values() for _ in range(2)]
+    accumulate_gradient(learner, batch, masks, weights)
+    learner.optimizer.zero_grad()
+    del states
 
 
 def gradient_scale(learner: Learner, totals: Totals) -> float:

@@ -15,11 +15,13 @@ import torch
 from accelerate.tracking import TensorBoardTracker
 from helpers import (
     ADVANTAGES,
+    LONGEST,
     assert_same,
     checkpoints,
     command,
     fake_completions,
     in_two_processes,
+    make_learner,
     measured,
     objective,
     run,
@@ -39,6 +41,7 @@ from stapo_lite.training.checkpoint import find_damage, list_checkpoints, read_s
 from stapo_lite.training.folder import read_metrics
 from stapo_lite.training.log import step_line
 from stapo_lite.training.run import Run
+from stapo_lite.training.update import rehearse
 
 loop = importlib.import_module("stapo_lite.training.loop")
 
@@ -143,6 +146,57 @@ def test_passes_without_gradient_are_halved_too(make_policy):
     assert budget.halvings == 3
     for completion, statistics in measured(policy, completions, 25).items():
         assert torch.equal(found[completion].logprobs, statistics.logprobs)
+
+
+def test_a_single_sequence_that_does_not_fit_is_checkpointed_then_offloaded(make_policy, caplog):
+    """The very gradient of a policy that did so from the start."""
+    both = {"train__gradient_checkpointing": True, "train__offload_activations": True}
+    policy, saving, tried = make_policy(), make_policy(**both), []
+    decode = policy._decode
+
+    def decode_if_it_fits(input_ids):
+        tried.append(policy._checkpointing)
+        if not policy._offload_activations:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return decode(input_ids)
+
+    policy._decode = decode_if_it_fits
+    gradients = []
+    for each in (policy, saving):
+        budget = TokenBudget(1, save_memory=each.save_memory)
+        completions = fake_completions(3, ADVANTAGES)
+        gradients.append(run_update(each, completions, objective(), max_tokens=budget)[0])
+        assert each.save_memory() is None
+    assert torch.equal(*gradients)
+    assert tried[:3] == [False, True, True]
+    assert [record.message for record in caplog.records] == [
+        f"memory ran out: from now on {change}"
+        for change in (
+            "all layers are checkpointed (train.gradient_checkpointing=true)",
+            "activations wait in host memory (train.offload_activations=true)",
+        )
+    ]
+
+
+def test_the_rehearsal_finds_the_budget_before_the_first_step(make_policy):
+    """One micro-batch of the longest completions, as many as the budget holds."""
+    policy = make_policy()
+    before = {name: parameter.clone() for name, parameter in policy.parameters.items()}
+    budget = TokenBudget(4 * (1 + LONGEST) + 3)
+    learner = make_learner(policy, objective(), max_tokens=budget)
+    shapes = []
+    hook = policy.model.get_decoder().register_forward_hook(
+        lambda module, arguments, options, output: shapes.append(options["input_ids"].shape),
+        with_kwargs=True,
+    )
+    with memory_for(policy, 2 * (1 + LONGEST)):
+        rehearse(learner)
+    hook.remove()
+    assert shapes == [(4, 1 + LONGEST), (2, 1 + LONGEST), (2, 1 + LONGEST)]
+    assert budget.halvings == 1
+    for name, parameter in policy.parameters.items():
+        assert torch.equal(parameter, before[name])
+        assert parameter.grad is None
 
 
 def test_a_halved_budget_is_remembered_and_resumed(write_config, tmp_path, monkeypatch):
