@@ -17,9 +17,9 @@ from stapo_lite.errors import InputError
 
 logger = logging.getLogger(__name__)
 
-BATCHED_TOKENS = 8192
-"""Tokens that vLLM prefills at a time on a GPU. Its own default doubles from 70 GiB on, which the
-planner would not know."""
+BATCHED_TOKENS = 2048
+"""Tokens that vLLM prefills at a time on a GPU: enough to keep a card busy. The KV cache gets half
+a GiB more than with vLLM's own 8,192. A group shares its prompt, so there is little to prefill."""
 CPU_KV_CACHE_BYTES = 1 << 30
 WATERMARK = 0.05
 """Share of the KV cache that vLLM keeps free for running sequences before it begins another one.
@@ -114,7 +114,21 @@ def engine_arguments(
     arguments = ours | defaults | options.vllm
     if not on_cpu:
         arguments["hf_overrides"] = fp32_head(model, options) | options.vllm.get("hf_overrides", {})
+        compilation = options.vllm.get("compilation_config", {})
+        # Every request has the adapter: no graphs without one (vLLM's first model runner has two
+        # sets otherwise; its second one keeps both).
+        arguments["compilation_config"] = {"cudagraph_specialize_lora": False} | compilation
+        if options.quantization == "bitsandbytes" and before_ampere():
+            # Its layers cast to bfloat16, which a compiled graph cannot do there.
+            arguments["enforce_eager"] = True
     return arguments
+
+
+def before_ampere() -> bool:
+    """Whether there is a card, and one without bfloat16 (T4, RTX 20)."""
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
 
 
 def fp32_head(model: str, options: Engine) -> dict[str, str]:
@@ -126,7 +140,7 @@ def fp32_head(model: str, options: Engine) -> dict[str, str]:
     """
     from transformers import AutoConfig
 
-    if options.quantization not in (None, "bitsandbytes"):
+    if options.quantization not in (None, "bitsandbytes", "fp8"):  # they leave the head as it is
         return {}
     config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     return {} if hasattr(config, "quantization_config") else {"head_dtype": "float32"}

@@ -31,6 +31,7 @@ from stapo_lite.extras.planning.plan import (
     Hardware,
     as_json,
     count_activations,
+    count_graphs,
     make_plan,
     model_sizes,
     served_bytes,
@@ -244,6 +245,23 @@ def allocated(run, trace):
     return max(event["Total Allocated"] for event in events) - before
 
 
+def test_graphs_are_counted_as_vllm_captures_them():
+    """2, 4, 8 and 16 tokens of 8 sequences layer by layer, and up to 8 as whole steps."""
+    assert count_graphs(config(rollout__max_num_seqs=8).rollout) == 5 + 4
+    assert count_graphs(config(rollout__max_num_seqs=256).rollout) == 51 + 35
+    assert count_graphs(config(rollout__vllm={"enforce_eager": True}).rollout) == 0
+
+
+def test_a_cache_in_8_bits_holds_twice_the_tokens():
+    model, cards = qwen3("8B"), Hardware(48 * GIB)
+    plans = [
+        make_plan(config(rollout__vllm={"kv_cache_dtype": dtype}), model, cards)
+        for dtype in ("auto", "fp8_e4m3")
+    ]
+    assert plans[1].kv_tokens == pytest.approx(2 * plans[0].kv_tokens, abs=1)
+    assert plans[0].rollout == plans[1].rollout
+
+
 def test_one_base_is_on_the_card_once_and_not_on_the_host():
     model, cards = qwen3("1.7B"), Hardware(24 * GIB)
     apart = make_plan(config(rollout__share_base="off"), model, cards)
@@ -278,8 +296,9 @@ def test_parking_sleeping_and_offloading_move_memory():
         27 * 4096 * 2048 * 2
     )  # bfloat16 inputs of 28 layers; the last ones are in use at the peak
     assert sum(plain.update.values()) - sum(moved.update.values()) == pytest.approx(inputs, rel=0.1)
+    graphs = plain.update["vLLM: CUDA graphs"]
     assert sum(awake.update.values()) - sum(plain.update.values()) == pytest.approx(
-        0.45 * 24 * GIB, rel=0.1
+        0.45 * 24 * GIB - graphs, rel=0.01
     )
     assert "vLLM: weights" in plain.host
     assert "vLLM: weights" not in moved.host
@@ -344,7 +363,7 @@ def test_the_command_names_the_smallest_changes_that_would_fit(planned):
 def test_without_auto_the_plan_says_what_is_too_much(planned):
     status, output = planned("8B", "23.5", "memory=off", "rollout.max_completion_length=4096")
     assert status == 1
-    assert "It does not fit.\n  rollouts: " in output.out
+    assert "\n  rollouts: " in output.out.partition("It does not fit.")[2]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import torch
 from helpers import (
     MINIMAL,
     PROMPTS,
-    SAMPLING,
     adapted_policy,
     gap,
     generate,
@@ -26,6 +25,7 @@ from stapo_lite.rollout import check_options, resolve_engine, rollout_settings
 from stapo_lite.rollout import vllm_engine as vllm_engine_module
 from stapo_lite.rollout.vllm_options import (
     BATCHED_TOKENS,
+    batched_tokens,
     check_vllm,
     engine_arguments,
     fp32_head,
@@ -208,8 +208,9 @@ def test_a_card_that_is_full_when_vllm_wakes_is_one_line(start, tiny_model):
     llm.wake_up.side_effect = [None, full, full]
     engine = make_vllm(tiny_model, "bfloat16")
     options = start.call_args.kwargs
-    assert options["max_num_batched_tokens"] == 16 * SAMPLING.max_model_len  # there cannot be more
+    assert batched_tokens(Engine(max_num_seqs=4), 400) == 4 * 400  # there cannot be more
     assert options["hf_overrides"] == {"head_dtype": "float32"}  # logits as the trainer's
+    assert options["compilation_config"] == {"cudagraph_specialize_lora": False}
     many = engine_arguments(
         str(tiny_model), "bfloat16", 1024, Engine(max_num_seqs=16), None, max_loras=1, on_cpu=False
     )
@@ -239,11 +240,27 @@ def test_a_card_that_is_full_when_vllm_wakes_is_one_line(start, tiny_model):
     ]
 
 
+def test_4_bit_layers_are_not_compiled_before_ampere(tiny_model, monkeypatch):
+    def arguments(quantization, **given):
+        options = Engine(quantization=quantization, vllm=given)
+        return engine_arguments(
+            str(tiny_model), "float16", 64, options, None, max_loras=1, on_cpu=False
+        )
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    assert arguments("bitsandbytes")["enforce_eager"]
+    assert "enforce_eager" not in arguments(None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    given = arguments("bitsandbytes", compilation_config={"mode": 0})
+    assert "enforce_eager" not in given
+    assert given["compilation_config"] == {"cudagraph_specialize_lora": False, "mode": 0}
+
+
 def test_a_quantised_head_keeps_its_type(tiny_model, tmp_path):
-    assert fp32_head(str(tiny_model), Engine(quantization="bitsandbytes")) == {
-        "head_dtype": "float32"
-    }
-    assert fp32_head(str(tiny_model), Engine(quantization="fp8")) == {}
+    for leaves_it in ("bitsandbytes", "fp8"):
+        fp32 = {"head_dtype": "float32"}
+        assert fp32_head(str(tiny_model), Engine(quantization=leaves_it)) == fp32
     config = json.loads((tiny_model / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")

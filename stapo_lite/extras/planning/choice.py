@@ -35,7 +35,13 @@ from stapo_lite.extras.planning.plan import (
     checkpointed_layers,
     make_plan,
 )
-from stapo_lite.extras.planning.speed import KNOWN_CARDS, MEAN_LENGTH, step_seconds
+from stapo_lite.extras.planning.speed import (
+    KNOWN_CARDS,
+    MEAN_LENGTH,
+    OFF_BY,
+    UNDER_WAY,
+    step_seconds,
+)
 from stapo_lite.machine import host_memory_left
 from stapo_lite.model.loading import load_model_config
 
@@ -52,9 +58,6 @@ KEYS = ("train.park_trainer", "rollout.sleep_level", SHARE, "rollout.max_num_seq
 MARGIN = 0.04
 """Share of the card that neither phase plans with: what the allocators lose between blocks of
 different sizes."""
-UNDER_WAY = 1 / 2
-"""Share of its mean length that a completion is taken to hold in the KV cache, when the number of
-sequences at a time is chosen. It gives a fifth fewer steps of decoding than 1 (docs/results.md)."""
 MOST_SEQUENCES = 512
 """vLLM captures CUDA graphs up to there; more at a time would hardly save another reading of the
 weights."""
@@ -249,7 +252,8 @@ def choose_sequences(choice: Choice, config: Config, model: Any, cards: Hardware
     share = math.floor(100 * (1 - MARGIN - trainer / cards.gpu_memory)) / 100
     choice = choice | {SHARE: max(0.01, share)}
     completion = UNDER_WAY * MEAN_LENGTH * rollout.max_completion_length
-    length = config.data.max_prompt_length + completion
+    # A group's prompt is in the cache once.
+    length = config.data.max_prompt_length / rollout.num_generations + completion
 
     def too_many(count: int) -> bool:
         with_count = apply(config, choice | {"rollout.max_num_seqs": count})
@@ -348,8 +352,10 @@ def describe(config: Config, plan: Plan, model: Any, cards: Hardware) -> str:
     layers = model.num_hidden_layers
     checkpointed = checkpointed_layers(train.gradient_checkpointing, layers)
     name, card = min(KNOWN_CARDS.items(), key=lambda item: abs(item[1].memory - cards.gpu_memory))
-    seconds = step_seconds(config, model, plan, card, cards.processes)
-    days = seconds * train.max_steps / 86400
+    minutes = step_seconds(config, model, plan, card, cards.processes) / 60
+    hours = minutes * train.max_steps / 60
+    step_range = f"{minutes / OFF_BY:.0f} to {minutes * OFF_BY:.0f} min a step"
+    run_range = f"{hours / OFF_BY:.0f} to {hours * OFF_BY:.0f} hours for {train.max_steps}"
     kept = {"the trainer's base": train.park_trainer, "its activations": train.offload_activations}
     there = " and ".join(part for part, is_there in kept.items() if is_there)
     return f"""memory for a card of {cards.gpu_memory / GIB:.1f} GiB, predicted
@@ -357,5 +363,4 @@ def describe(config: Config, plan: Plan, model: Any, cards: Hardware) -> str:
   update: {updating:.1f} GiB; {config.largest_microbatch:,} tokens at a time, {checkpointed} of {layers} layers \
 checkpointed
   host: {host:.1f} GiB{f" with {there}" if there else ""}
-  time ({name}): about {seconds / 60:.0f} min a step, {days:.1f} days for {train.max_steps}, if completions are a \
-third of the longest"""  # noqa: E501
+  time ({name}): {step_range}, {run_range}, if completions are a third of the longest"""  # noqa: E501

@@ -4,6 +4,7 @@ Needs the model's config, not its weights: everything is counted. What CUDA and 
 estimated by the constants below.
 """
 
+import bisect
 import itertools
 import json
 import math
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 from transformers import AutoConfig
 
-from stapo_lite.config import Config, check_processes
+from stapo_lite.config import Config, Rollout, check_processes
 from stapo_lite.errors import InputError
 from stapo_lite.model.loading import (
     check_target_modules,
@@ -26,8 +27,10 @@ from stapo_lite.rollout.vllm_options import batched_tokens, served_rank
 
 GIB = 2**30
 CUDA_CONTEXT = int(0.5 * GIB)
-CUDA_GRAPHS = int(0.6 * GIB)
-"""Bytes of vLLM's CUDA graphs, which stay on the card while it sleeps."""
+CUDA_GRAPH = 28 * 2**20
+"""Bytes of vLLM's CUDA graphs for each size of a batch, with LoRA: 2.38 GiB were measured for the
+86 graphs of 256 sequences (vllm#25914). They stay on the card while it sleeps."""
+MOST_IN_A_GRAPH = 512
 HOST_PROCESS = 6 * GIB
 """Bytes of Python, torch, CUDA and vLLM in host memory."""
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
@@ -232,11 +235,29 @@ def plan_engine(
         "vLLM: weights": sum(weights.served) // shards,
         "vLLM: adapter slots": weights.slots,  # at most: tensor parallelism splits half of it
         "vLLM: activations": layer + logits,
-        "vLLM: CUDA graphs": CUDA_GRAPHS,
+        "vLLM: CUDA graphs": CUDA_GRAPH * count_graphs(rollout),
     }
     left = max(0, int(rollout.gpu_memory_utilization * cards.gpu_memory) - sum(engine.values()))
     cache = given.get("kv_cache_memory_bytes", left)
-    return engine | {"vLLM: KV cache": cache}, cache * shards // (sizes.kv_per_token * width)
+    per_token = sizes.kv_per_token * kv_bytes(config)
+    return engine | {"vLLM: KV cache": cache}, cache * shards // per_token
+
+
+def count_graphs(rollout: Rollout) -> int:
+    """How many sizes of a batch vLLM captures: whole steps of decoding up to `max_num_seqs`, and
+    layer by layer up to twice as many tokens (vllm/config/vllm.py, `_set_cudagraph_sizes`)."""
+    if rollout.vllm.get("enforce_eager"):
+        return 0
+    largest = min(2 * rollout.max_num_seqs, MOST_IN_A_GRAPH)
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, MOST_IN_A_GRAPH + 1, 16)]
+    return bisect.bisect(sizes, largest) + bisect.bisect(sizes, rollout.max_num_seqs)
+
+
+def kv_bytes(config: Config) -> int:
+    """Bytes of a value in the KV cache."""
+    if str(config.rollout.vllm.get("kv_cache_dtype", "auto")).startswith("fp8"):
+        return 1
+    return config.bytes_per_value
 
 
 def plan_host(config: Config, weights: WeightBytes, kept: int) -> dict[str, int]:
