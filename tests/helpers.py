@@ -115,12 +115,12 @@ LONG = [
 ]  # over two blocks of vLLM's prefix cache
 
 
-def tiny_qwen3(tied: bool):
+def tiny_qwen3(tied: bool, intermediate_size: int = 96):
     return qwen3(
         "1.7B",
         vocab_size=VOCABULARY,
         hidden_size=64,
-        intermediate_size=128,  # bitsandbytes' blocks of 64 must fit into rows on a CPU
+        intermediate_size=intermediate_size,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
