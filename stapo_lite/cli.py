@@ -104,22 +104,31 @@ def plan(
     gpu_memory: Annotated[float, "memory of each card, in GiB"],
     host_memory: Annotated[float | None, "host memory for each card, in GiB"] = None,
     processes: Annotated[int, "how many processes train; by default 1"] = 1,
+    hours: Annotated[float | None, "say how many steps end in so many hours"] = None,
 ) -> None:
-    """Predict a run's memory; the exit status is not 0 if it does not fit."""
+    """Predict a run's memory and time; the exit status is not 0 if it does not fit."""
     from stapo_lite.config import load_config
-    from stapo_lite.extras.planning.choice import apply_all, choose, describe
+    from stapo_lite.extras.planning.choice import apply_all, choose, describe, nearest_card
+    from stapo_lite.extras.planning.levers import levers
     from stapo_lite.extras.planning.plan import GIB, Hardware, make_plan, report
+    from stapo_lite.extras.planning.speed import step_seconds
     from stapo_lite.model.loading import load_model_config
 
     config = load_config(config_file, overrides)
     model = load_model_config(config.model).get_text_config()
     cards = Hardware(int(gpu_memory * GIB), host_memory and host_memory * GIB, processes)
-    config = apply_all(config, choose(config, model, cards), model, cards)
+    given = config
+    config = apply_all(given, choose(given, model, cards), model, cards)
     plan = make_plan(config, model, cards)
     print(f"{describe(config, plan, model, cards)}\n{report(plan)}")
     if plan.problems:
         print("It does not fit.", *plan.problems, sep="\n  ")
         raise SystemExit(1)
+    if config.rollout.engine != "server":
+        print("shorter steps, by each change alone:", *levers(given, model, cards), sep="\n  ")
+    if hours is not None:
+        step = step_seconds(config, model, plan, nearest_card(cards)[1], processes)
+        print(f"{hours:g} hours: train.max_steps={int(hours * 3600 / step)}")
     print("It fits.")
 
 

@@ -2,6 +2,7 @@
 sees a CPU allocate."""
 
 import json
+import re
 
 import bitsandbytes
 import pytest
@@ -36,6 +37,7 @@ from stapo_lite.extras.planning.plan import (
     model_sizes,
     served_bytes,
 )
+from stapo_lite.extras.planning.speed import time_range
 from stapo_lite.model.loading import load_model_config
 from stapo_lite.model.policy import make_optimizer
 from stapo_lite.training.update import update
@@ -338,6 +340,32 @@ def test_the_command_shows_what_would_be_chosen(planned):
     ]
     assert output.out.endswith("It fits.\n")
     assert " sequences of the longest length (5,120) at a time" in output.out
+
+
+def test_the_command_names_what_shortens_a_step(planned):
+    """Each change by the share of the time that is left, the best first; the run's length in a
+    given time."""
+    status, output = planned("8B", "23.5", "--hours", "12", "train.max_steps=1")
+    assert status == 0
+    lines = output.out.partition("shorter steps, by each change alone:\n")[2].splitlines()
+    shares = [int(re.match(r"  (\d+)% of the time: ", line)[1]) for line in lines[:-2]]
+    assert shares == sorted(shares)
+    assert 0 < shares[0] < shares[-1] < 95
+    half = "rollout.max_completion_length=1024 (cuts longer answers off)"
+    assert any(line.endswith(half) for line in lines)
+    low, high = re.search(r"(\d+) to (\d+) min a step", output.out).groups()
+    steps = int(re.search(r"^12 hours: train.max_steps=(\d+)$", output.out, re.MULTILINE)[1])
+    assert 12 * 60 / float(high) < steps < 12 * 60 / float(low)
+    already = planned("8B", "23.5", "quantization=nf4", "rollout.quantization=bitsandbytes")[1].out
+    assert "quantization=" not in already.partition("shorter steps")[2]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(3, "2 to 4 s"), (150, "100 to 225 s"), (240, "3 to 6 min"), (86400, "16 to 36 h")],
+)
+def test_a_guess_is_a_range(seconds, words):
+    assert time_range(seconds) == words
 
 
 def test_the_command_names_the_smallest_changes_that_would_fit(planned):

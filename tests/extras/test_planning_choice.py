@@ -305,12 +305,12 @@ def test_the_memory_that_configs_ask_for_is_what_the_planner_needs():
             find(given, model, Hardware(card, gib * GIB)) is not None for gib in (host - 1, host)
         ]
         assert fitting == [False, True], path
-        if named := re.search(r"On an RTX 4090 (\d+ to \d+ hours)", path.read_text("utf-8")):
+        if named := re.search(r"On an RTX 4090 (\d+ to \d+) hours", path.read_text("utf-8")):
             card = KNOWN_CARDS["RTX 4090"]
             chosen = apply(given, find(given, model, Hardware(card.memory)))
             plan = make_plan(chosen, model, Hardware(card.memory))
             described = choice.describe(chosen, plan, model, Hardware(card.memory))
-            assert f"{named[1]} for {given.train.max_steps}" in described
+            assert f"{named[1]} h for {given.train.max_steps}" in described
         checked += 1
     assert checked == 5
 

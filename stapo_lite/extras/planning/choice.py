@@ -38,9 +38,10 @@ from stapo_lite.extras.planning.plan import (
 from stapo_lite.extras.planning.speed import (
     KNOWN_CARDS,
     MEAN_LENGTH,
-    OFF_BY,
     UNDER_WAY,
+    Card,
     step_seconds,
+    time_range,
 )
 from stapo_lite.machine import host_memory_left
 from stapo_lite.model.loading import load_model_config
@@ -343,6 +344,11 @@ def remedies(config: Config, model: Any, cards: Hardware) -> Iterator[str]:
             break
 
 
+def nearest_card(cards: Hardware) -> tuple[str, Card]:
+    """The known card whose memory is nearest, by its name."""
+    return min(KNOWN_CARDS.items(), key=lambda item: abs(item[1].memory - cards.gpu_memory))
+
+
 def describe(config: Config, plan: Plan, model: Any, cards: Hardware) -> str:
     """A run's memory on card and host, and a guess at its time, in five lines."""
     train, rollout = config.train, config.rollout
@@ -351,11 +357,9 @@ def describe(config: Config, plan: Plan, model: Any, cards: Hardware) -> str:
     )
     layers = model.num_hidden_layers
     checkpointed = checkpointed_layers(train.gradient_checkpointing, layers)
-    name, card = min(KNOWN_CARDS.items(), key=lambda item: abs(item[1].memory - cards.gpu_memory))
-    minutes = step_seconds(config, model, plan, card, cards.processes) / 60
-    hours = minutes * train.max_steps / 60
-    step_range = f"{minutes / OFF_BY:.0f} to {minutes * OFF_BY:.0f} min a step"
-    run_range = f"{hours / OFF_BY:.0f} to {hours * OFF_BY:.0f} hours for {train.max_steps}"
+    name, card = nearest_card(cards)
+    seconds = step_seconds(config, model, plan, card, cards.processes)
+    whole = time_range(seconds * train.max_steps)
     kept = {"the trainer's base": train.park_trainer, "its activations": train.offload_activations}
     there = " and ".join(part for part, is_there in kept.items() if is_there)
     return f"""memory for a card of {cards.gpu_memory / GIB:.1f} GiB, predicted
@@ -363,4 +367,4 @@ def describe(config: Config, plan: Plan, model: Any, cards: Hardware) -> str:
   update: {updating:.1f} GiB; {config.largest_microbatch:,} tokens at a time, {checkpointed} of {layers} layers \
 checkpointed
   host: {host:.1f} GiB{f" with {there}" if there else ""}
-  time ({name}): {step_range}, {run_range}, if completions are a third of the longest"""  # noqa: E501
+  time ({name}): {time_range(seconds)} a step, {whole} for {train.max_steps}, if completions are a third of the longest"""  # noqa: E501

@@ -76,3 +76,12 @@ def step_seconds(config: Config, model: Any, plan: Plan, card: Card, processes: 
     operations = count * (prompt + length) * 2 * sum(sizes.matrices) * passes
     training = operations / (card.busy * card.flops)
     return decoding + training
+
+
+def time_range(seconds: float) -> str:
+    """What a guess at a time may well be, in words."""
+    low, high = seconds / OFF_BY, seconds * OFF_BY
+    for unit, length in (("h", 3600), ("min", 60), ("s", 1)):
+        if low >= 2 * length or unit == "s":
+            break
+    return f"{low / length:.0f} to {high / length:.0f} {unit}"

@@ -1,0 +1,61 @@
+"""What would shorten a run: changes with a guess at the time that is left, and their price."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from stapo_lite.config import Config, load_config
+from stapo_lite.errors import InputError
+from stapo_lite.extras.planning.choice import apply, find, nearest_card
+from stapo_lite.extras.planning.plan import Hardware, make_plan
+from stapo_lite.extras.planning.speed import step_seconds
+
+WORTH_IT = 0.95
+"""Share of a step's time above which a change is not named."""
+
+
+def changes(config: Config) -> Iterator[tuple[list[str], str]]:
+    """Overrides that may shorten a step, and what each costs."""
+    train, rollout = config.train, config.rollout
+    half = rollout.max_completion_length // 2
+    yield [f"rollout.max_completion_length={half}"], "cuts longer answers off"
+    batch = [
+        f"train.batch_size={train.batch_size // 2}",
+        f"train.mini_batch_size={max(1, train.mini_batch_size // 2)}",
+    ]
+    yield batch, "noisier gradients"
+    if config.quantization is None and rollout.quantization is None:
+        four_bits = ["quantization=nf4", "rollout.quantization=bitsandbytes"]
+        yield four_bits, "rounds the base's weights"
+        eight_bits = ["quantization=fp8", "rollout.quantization=fp8"]
+        yield eight_bits, "rounds them less; from RTX 40 on, not tried on a card yet"
+    cache = ["rollout.vllm.kv_cache_dtype=fp8"]
+    yield cache, "rounds keys and values; not tried on a card yet"
+
+
+def levers(config: Config, model: Any, cards: Hardware) -> list[str]:
+    """The changes that shorten a step, each alone, the most effective first, as lines.
+
+    Args:
+        config: as it was given, without what was chosen for the card.
+        model: the transformers config of the decoder.
+    """
+    tree = config.model_dump(exclude_unset=True)
+    before, shares = seconds(config, model, cards), []
+    for overrides, price in changes(config):
+        try:
+            after = seconds(load_config(tree, overrides), model, cards)
+        except InputError:  # values that do not go together
+            continue
+        if before and after and after / before < WORTH_IT:
+            shares.append((after / before, f"{' '.join(overrides)} ({price})"))
+    return [f"{share:.0%} of the time: {change}" for share, change in sorted(shares)]
+
+
+def seconds(config: Config, model: Any, cards: Hardware) -> float | None:
+    """Seconds of a step with the best choice; None if nothing fits."""
+    choice = find(config, model, cards)
+    if choice is None:
+        return None
+    chosen = apply(config, choice)
+    _, card = nearest_card(cards)
+    return step_seconds(chosen, model, make_plan(chosen, model, cards), card, cards.processes)
