@@ -3,11 +3,13 @@
 It packs 16- and 32-bit weights away there, which `unpacked` prevents; 4-bit ones are as on a card.
 """
 
+import gc
 import os
 import re
 import signal
 import subprocess
 import sys
+import weakref
 from types import SimpleNamespace
 from unittest.mock import Mock, call
 
@@ -42,7 +44,7 @@ from transformers import (
     SmolLM3Config,
 )
 
-from stapo_lite import Trainer
+from stapo_lite import Trainer, assemble
 from stapo_lite.assemble import shared_base
 from stapo_lite.config import Engine, Lora, load_config
 from stapo_lite.errors import InputError
@@ -341,6 +343,28 @@ def test_a_run_on_one_base_is_that_of_two_copies(in_4_bits, tmp_path, caplog):
     assert on == off
     assert resumed == off
     assert "share_base" not in caplog.text
+
+
+@pytest.mark.slow
+def test_nothing_holds_the_weights_when_the_engine_is_closed(in_4_bits, monkeypatch):
+    """On a card no other engine would start in this process."""
+    from stapo_lite.rollout.vllm_engine import VLLMEngine
+
+    bases, alive, close = [], [], VLLMEngine.close
+
+    def note(*arguments):
+        bases.append(weakref.ref(base := base_on(*arguments)))
+        return base
+
+    def closing(engine):
+        gc.collect()
+        alive.extend(base() is not None for base in bases)
+        close(engine)
+
+    monkeypatch.setattr(assemble, "base_on", note)
+    monkeypatch.setattr(VLLMEngine, "close", closing)
+    run(in_4_bits(train__max_steps=1))
+    assert alive == [False]
 
 
 async def in_two_turns(episode):
