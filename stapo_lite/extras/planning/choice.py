@@ -36,6 +36,7 @@ from stapo_lite.extras.planning.plan import (
     make_plan,
 )
 from stapo_lite.extras.planning.speed import (
+    FUSED_4_BITS,
     KNOWN_CARDS,
     MEAN_LENGTH,
     UNDER_WAY,
@@ -264,7 +265,16 @@ def choose_sequences(choice: Choice, config: Config, model: Any, cards: Hardware
     most = min(MOST_SEQUENCES, config.train.batch_size * group // cards.processes)
     counts = [group, *range(group + 8, most, 8), max(group, most)]
     fitting = bisect.bisect(counts, False, key=too_many)
-    return choice | {"rollout.max_num_seqs": counts[max(0, fitting - 1)]}
+    options = [counts[max(0, fitting - 1)]]
+    if rollout.quantization == "bitsandbytes" and group <= FUSED_4_BITS < options[0]:
+        options.append(FUSED_4_BITS)  # fewer may be faster
+
+    def seconds(count: int) -> float:
+        with_count = apply(config, choice | {"rollout.max_num_seqs": count})
+        planned, card = make_plan(with_count, model, cards), nearest_card(cards)[1]
+        return step_seconds(with_count, model, planned, card, cards.processes)
+
+    return choice | {"rollout.max_num_seqs": min(options, key=seconds)}
 
 
 def trainer_bytes(phase: dict[str, int]) -> int:

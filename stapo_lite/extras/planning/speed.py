@@ -21,9 +21,12 @@ UNDER_WAY = 1 / 2
 """Share of its mean length that a completion is taken to hold in the KV cache. With it, a choice of
 the number of sequences at a time needs a fifth fewer steps of decoding than with 1
 (docs/results.md)."""
-LORA_COST = 1.15
-"""Time of decoding with a separate adapter, as a multiple of that without: 1.08 to 1.24 were
-reported for 8B."""
+LORA_COST = 1.25
+"""Time of decoding with a separate adapter, as a multiple of that without; 1.25 to 2 were reported
+(docs/cards.md)."""
+FUSED_4_BITS = 32
+"""Sequences at a time up to which bitsandbytes multiplies by 4-bit weights as they are. For more it
+writes them out in 16 bits and reads them again."""
 OFF_BY = 1.5
 """How far a guess may well be off, up or down, as a factor."""
 READING = 0.6
@@ -68,6 +71,8 @@ def step_seconds(config: Config, model: Any, plan: Plan, card: Card, processes: 
     at_once = max(1.0, min(count, rollout.max_num_seqs, plan.kv_tokens / held))
     cache = at_once * (prompt + UNDER_WAY * length) * sizes.kv_per_token * kv_bytes(config)
     reads = plan.rollout["vLLM: weights"] + cache
+    if rollout.quantization == "bitsandbytes" and at_once > FUSED_4_BITS:
+        reads += 2 * config.bytes_per_value * sum(sizes.matrices)
     decoding = LORA_COST * count / at_once * length * reads / (READING * card.bandwidth)
     layers = model.num_hidden_layers
     # One pass before the first update, forward, backward (without the base's gradient), and what is
