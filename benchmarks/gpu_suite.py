@@ -3,12 +3,13 @@
     python benchmarks/gpu_suite.py --out benchmarks/results/gpu.json [--only tests lm_head ...]
     [--gpu-memory 24] [--set rollout.share_base=off]
 
-Parts: `tests` (tests/gpu); `lm_head`, `update`, `mismatch` (the benchmarks of those names, the last
-two on the shape of Qwen3-1.7B); and `run:NAME` for each shipped Qwen3 config: three steps of
-training on a model of that size with random weights, as on a card of `--gpu-memory` GiB. Another
-process holds the rest of the card, and vLLM gets its share of what is left. Each `run` reports the
-peak memory of the card in each phase next to what `stapo plan` predicts, tokens per second, and the
-seconds of sleep and wake.
+Parts, the most telling first: `tests` (tests/gpu); `decoding` (tokens per second of Qwen3-8B in
+bf16, nf4 and fp8, with and without an adapter, and what vLLM leaves of the card); `lm_head`,
+`update`, `mismatch` (the benchmarks of those names, the last two on the shape of Qwen3-1.7B); and
+`run:NAME` for each shipped Qwen3 config: three steps of training on a model of that size with
+random weights, as on a card of `--gpu-memory` GiB. Another process holds the rest of the card, and
+vLLM gets its share of what is left. Each `run` reports the peak memory of the card in each phase
+next to what `stapo plan` predicts, tokens per second, and the seconds of sleep and wake.
 
 Each part has a process of its own, and the JSON file is written after each part, so parts can be
 run one by one. The largest model (14B) needs 30 GB of disk.
@@ -24,6 +25,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -35,6 +37,7 @@ from stapo_lite.files import write_lines
 
 HERE = Path(__file__).parent
 RUNS = {"qwen1.7b_lora": "1.7B", "qwen8b_lora": "8B", "qwen8b_qlora": "8B", "qwen14b_qlora": "14B"}
+DECODED = {"bf16": None, "nf4": "bitsandbytes", "fp8": "fp8"}
 # A model with random weights writes until the limit. Limits are short here, so that the longest
 # micro-batches hold many completions.
 SHORT = [
@@ -178,6 +181,72 @@ def run_config(
     }
 
 
+def run_decoding(scratch: Path) -> dict[str, Any]:
+    """Decode with vLLM alone; each engine in a process of its own, which gets the whole card."""
+    build(scratch / "model", qwen3("8B"), torch.bfloat16, "cuda")
+    torch.cuda.empty_cache()
+    found = {}
+    for name, quantization in DECODED.items():
+        for rank in (0, 32):
+            code = (
+                "import json, sys; sys.path.insert(0, sys.argv[1]); import gpu_suite; "
+                "print(json.dumps(gpu_suite.decode(sys.argv[2], sys.argv[3] or None, "
+                "int(sys.argv[4]))))"
+            )
+            given = [str(HERE), str(scratch / "model"), quantization or "", str(rank)]
+            done = subprocess.run(
+                [sys.executable, "-c", code, *given], capture_output=True, text=True, check=False
+            )
+            result: Any = {"failed": done.stderr[-2000:]}
+            if done.returncode == 0:
+                result = json.loads(done.stdout.splitlines()[-1])
+            found[f"{name}, {'an adapter' if rank else 'no adapter'}"] = result
+    return found
+
+
+def decode(model: str, quantization: str | None, rank: int, length: int = 1024) -> dict[str, Any]:
+    """Output tokens per second for several numbers of sequences at a time.
+
+    Args:
+        rank: of an adapter of zeros that is served; 0 for none.
+        length: of each completion, in tokens.
+    """
+    from stapo_lite.config import Engine, Lora
+    from stapo_lite.rollout import RolloutSettings
+    from stapo_lite.rollout.vllm_engine import VLLMEngine
+    from stapo_lite.types import Prompt
+
+    settings = RolloutSettings(8, length + 64, length, 1.0, stop_token_ids=())
+    options = Engine(max_num_seqs=128, gpu_memory_utilization=0.85, quantization=quantization)
+    lora = Lora(r=rank) if rank else None
+    engine = VLLMEngine(model, "auto", settings, options, lora, sleep_level=1)
+    if lora is not None:
+        engine.publish(zeros(model, lora), 1)
+    prompts = [Prompt("", [10 + (7 * i + t) % 250 for t in range(64)], None) for i in range(16)]
+    speeds = {}
+    for groups in (1, 2, 4, 8, 16):
+        start = now()
+        done = engine.generate(prompts[:groups], range(groups))
+        tokens = sum(len(completion.token_ids) for group in done for completion in group)
+        speeds[8 * groups] = tokens / (now() - start)
+    left = torch.cuda.mem_get_info()[0] / 2**30 if torch.cuda.is_available() else None
+    engine.close()
+    return {"tokens per second": speeds, "GiB left of the card": left}
+
+
+def zeros(model: str, lora: Any) -> Any:
+    """An adapter that changes nothing, as an engine takes it."""
+    from stapo_lite.model.loading import add_adapter, load_model_config, without_weights
+
+    adapted = add_adapter(without_weights(load_model_config(model)), lora, False)
+    values = {
+        name.replace(".default.", "."): torch.zeros(parameter.shape)
+        for name, parameter in adapted.named_parameters()
+        if parameter.requires_grad
+    }
+    return SimpleNamespace(model=adapted, adapter_tensors=lambda dtype: values)
+
+
 def run_tests() -> dict[str, Any]:
     """Run tests/gpu."""
     command = [sys.executable, "-m", "pytest", "-q", "-rs", str(HERE.parent / "tests/gpu")]
@@ -199,6 +268,8 @@ def run_part(part: str, gpu_memory: int, scratch: Path, overrides: Sequence[str]
     """Run one part in this process; return its result."""
     if part == "tests":
         return run_tests()
+    if part == "decoding":
+        return run_decoding(scratch)
     if part == "lm_head":
         return run_script("lm_head", "--tokens", "8192")
     if part.startswith("run:"):
@@ -212,7 +283,14 @@ def run_part(part: str, gpu_memory: int, scratch: Path, overrides: Sequence[str]
 
 
 def main() -> None:
-    parts = ["tests", "lm_head", "update", "mismatch", *(f"run:{name}" for name in RUNS)]
+    parts = [
+        "tests",
+        "decoding",
+        "lm_head",
+        "update",
+        "mismatch",
+        *(f"run:{name}" for name in RUNS),
+    ]
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

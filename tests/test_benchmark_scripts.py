@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import compare_commits
+import gpu_suite
 import memory_figure
 import pytest
 from helpers import ROOT, tiny_qwen3
@@ -79,6 +80,15 @@ def test_benchmark(tiny_model, tmp_path, name):
     assert re.fullmatch("[0-9a-f]{40}|unknown", result["commit"])
     assert result["versions"].keys() >= {"torch", "transformers", "peft"}
     assert CHECKS.get(name, bool)(result)
+
+
+@pytest.mark.parametrize("rank", [0, 8])
+def test_decoding(tiny_model, rank):
+    """The part of the GPU suite, on a CPU."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    found = gpu_suite.decode(str(tiny_model), None, rank, length=4)
+    assert list(found["tokens per second"]) == [8, 16, 32, 64, 128]
+    assert min(found["tokens per second"].values()) > 0
 
 
 def test_the_figure_of_memory(tmp_path):
