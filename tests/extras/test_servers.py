@@ -389,7 +389,10 @@ def test_a_server_gets_the_same_arguments_as_an_engine_in_the_process(write_conf
     expected = engine_arguments(
         c.model, c.dtype, longest, c.rollout, c.lora, max_loras=4, on_cpu=False
     )
-    expected |= {"hf_overrides": {"head_dtype": "float32"}, "max_num_batched_tokens": 8192}
+    expected |= {"hf_overrides": {"head_dtype": "float32"}, "max_num_batched_tokens": 2048}
     expected |= given | {"logprobs_mode": "processed_logprobs"}
     expected.pop("quantization")  # None
+    compilation = expected.pop("compilation_config")
+    assert parsed.compilation_config.cudagraph_specialize_lora is False
+    assert compilation == {"cudagraph_specialize_lora": False}
     assert {name: getattr(parsed, name) for name in expected} == expected

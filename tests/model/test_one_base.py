@@ -388,7 +388,8 @@ def test_a_run_on_one_base_that_is_killed_goes_on(in_4_bits, tmp_path):
     run(in_4_bits(output_dir=str(tmp_path / "whole"), log__save_steps=1))
     config, folder = in_4_bits(log__save_steps=1), tmp_path / "run"
     command = [sys.executable, "-m", "stapo_lite", "train", str(config)]
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
             if line.startswith("step 2/4"):
