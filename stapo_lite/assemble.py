@@ -317,8 +317,8 @@ def shared_base(engine: RolloutEngine, config: Config, accelerator: Accelerator)
     if weights is None:
         if must:
             raise InputError(
-                "rollout.share_base: the engine keeps its weights in a form of its own; set auto, "
-                "and quantization to nf4 or null"
+                "rollout.share_base: the engine has no weights to share (on a CPU vLLM packs those "
+                "away that are not in 4 bits); set auto, and quantization to nf4 or null"
             )
         return None
     try:

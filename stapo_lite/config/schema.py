@@ -543,9 +543,9 @@ class Config(Preset):
         if (rollout.share_base == "on" or self.quantization == "fp8") and not self.may_share_base:
             key = "quantization=fp8" if self.quantization == "fp8" else "rollout.share_base=on"
             name = VLLMS_NAMES.get(self.quantization, self.quantization) or "null"
-            needed = "rollout.engine=vllm, rollout.share_base, rollout.model=null"
-            same = f"rollout.quantization={name} and no train.park_trainer"
-            yield f"{key} needs {needed}, {same}: set these"
+            fix = f"set rollout.engine=vllm and rollout.quantization={name}, and leave out"
+            others = "rollout.model, rollout.share_base=off and train.park_trainer"
+            yield f"{key} needs vLLM in the process with the trainer's weights: {fix} {others}"
         if rollout.engine == "server" and train.park_trainer:
             fix = "leave it out with rollout.engine=server"
             yield f"train.park_trainer=true needs vLLM in the process: {fix}"

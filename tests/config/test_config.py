@@ -199,6 +199,22 @@ BAD = [
         "rollout.max_num_seqs=7 is less than one group, rollout.num_generations=8",
     ),
     (["rollout.sleep_level=2", "rollout.quantization=bitsandbytes"], "set rollout.sleep_level=1"),
+    *(
+        (
+            ["rollout.share_base=on", change],
+            "set rollout.engine=vllm and rollout.quantization=null, and leave out rollout.model",
+        )
+        for change in (
+            "rollout.engine=transformers",
+            "rollout.model=other",
+            "rollout.quantization=fp8",
+            "train.park_trainer=true",
+        )
+    ),
+    (
+        ["rollout.share_base=on", "quantization=nf4"],
+        "set rollout.engine=vllm and rollout.quantization=bitsandbytes, and leave out",
+    ),
     (
         ["rollout.vllm.kv_cache_memory_bytes=4G"],
         "rollout.vllm.kv_cache_memory_bytes=4G: must be a whole number",

@@ -285,7 +285,7 @@ def test_an_engine_with_nothing_to_share(checkpoint):
     engine, accelerator = SimpleNamespace(shared_base=lambda: None), SimpleNamespace(device=CPU)
     given = MINIMAL | {"model": str(checkpoint), "dtype": "float32"}
     assert shared_base(engine, load_config(given), accelerator) is None
-    with pytest.raises(InputError, match="rollout.share_base: the engine keeps its weights"):
+    with pytest.raises(InputError, match="rollout.share_base: the engine has no weights to share"):
         shared_base(engine, load_config(given, ["rollout.share_base=on"]), accelerator)
     engine.shared_base = lambda: pytest.fail("asked")
     assert shared_base(engine, load_config(given, ["rollout.share_base=off"]), accelerator) is None
