@@ -2,6 +2,7 @@
 cgroup v2)."""
 
 import os
+import platform
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -50,3 +51,8 @@ def _cgroups() -> Iterator[Path]:
     with suppress(OSError):
         own = CGROUPS / OWN_CGROUP.read_text().partition("0::/")[2].strip()
         yield from (own, *own.parents)
+
+
+def on_wsl() -> bool:
+    """Whether this is Linux in Windows (WSL2), which pins no more than half of the memory."""
+    return "microsoft" in platform.release().lower()

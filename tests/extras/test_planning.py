@@ -38,6 +38,7 @@ from stapo_lite.extras.planning.plan import (
     served_bytes,
 )
 from stapo_lite.extras.planning.speed import time_range
+from stapo_lite.machine import on_wsl
 from stapo_lite.model.loading import load_model_config
 from stapo_lite.model.policy import make_optimizer
 from stapo_lite.training.update import update
@@ -262,6 +263,20 @@ def test_a_cache_in_8_bits_holds_twice_the_tokens():
     ]
     assert plans[1].kv_tokens == pytest.approx(2 * plans[0].kv_tokens, abs=1)
     assert plans[0].rollout == plans[1].rollout
+
+
+def test_windows_pins_half_of_the_memory(monkeypatch):
+    """Two copies of 1.7B pin their weights; one base pins nothing."""
+    model, cards = qwen3("1.7B"), Hardware(24 * GIB, 20 * GIB, pinned_memory=2 * GIB)
+    apart = make_plan(config(rollout__share_base="off"), model, cards)
+    assert [problem.partition(":")[0] for problem in apart.problems] == ["host"]
+    assert "of pinned memory needed, 2.0 GiB available" in apart.problems[0]
+    assert make_plan(config(), model, cards).problems == []
+    linux = cards._replace(pinned_memory=None)
+    assert make_plan(config(rollout__share_base="off"), model, linux).problems == []
+    for release, found in (("6.6.87.2-microsoft-standard-WSL2", True), ("6.8.0-45-generic", False)):
+        monkeypatch.setattr("platform.release", lambda release=release: release)
+        assert on_wsl() == found
 
 
 def test_one_base_is_on_the_card_once_and_not_on_the_host():

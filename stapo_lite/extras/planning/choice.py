@@ -44,7 +44,7 @@ from stapo_lite.extras.planning.speed import (
     step_seconds,
     time_range,
 )
-from stapo_lite.machine import host_memory_left
+from stapo_lite.machine import host_memory_left, on_wsl
 from stapo_lite.model.loading import load_model_config
 
 Choice = dict[str, Any]
@@ -96,10 +96,8 @@ def fit(config: Config, engine: str, going_on: Path | None, processes: int) -> C
     here, total = memory_left()
     host = host_memory_left() / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     memory, host = map(min, zip(*gather_object([(here, host)]), strict=True))
-    model, cards = (
-        load_model_config(config.model).get_text_config(),
-        Hardware(memory, host, processes),
-    )
+    model = load_model_config(config.model).get_text_config()
+    cards = Hardware(memory, host, processes, host / 2 if on_wsl() else None)
     choice = choose(config, model, cards)
     if choice and os.environ.get("RANK", "0") == "0":
         chosen = apply_all(config, choice, model, cards)

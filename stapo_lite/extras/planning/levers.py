@@ -28,6 +28,7 @@ def changes(config: Config) -> Iterator[tuple[list[str], str]]:
         yield four_bits, "rounds the base's weights"
         eight_bits = ["quantization=fp8", "rollout.quantization=fp8"]
         yield eight_bits, "rounds them less; from RTX 40 on, not tried on a card yet"
+    yield ["train.compile=true"], "compiles the layers, which takes minutes at the start"
     cache = ["rollout.vllm.kv_cache_dtype=fp8"]
     yield cache, "rounds keys and values; not tried on a card yet"
 

@@ -44,6 +44,8 @@ JOINED = {
     "up_proj": "gate_up",
 }
 """Linear layers that are one in vLLM."""
+PINNED = ("trainer: base weights", "vLLM: weights", "vLLM: adapter slots", "activations")
+"""What waits in pinned host memory."""
 SHARED = ("vLLM: weights", "vLLM: adapter slots", "vLLM: CUDA graphs")
 """What stays on the card during updates if the trainer computes on vLLM's weights."""
 TOKEN_BYTES = 14
@@ -109,6 +111,8 @@ class Hardware(NamedTuple):
     """Bytes of the host for each card; None leaves it unchecked."""
     processes: int = 1
     """Processes that train; each has a card."""
+    pinned_memory: float | None = None
+    """Bytes of the host for each card that may be pinned; None if all of them may."""
 
 
 class WeightBytes(NamedTuple):
@@ -194,6 +198,12 @@ def find_problems(
             problems.append(
                 f"{name}: {needed / GIB:.1f} GiB needed, {room / GIB:.1f} GiB available"
             )
+    pinned = sum(size for name, size in phases["host"].items() if name in PINNED)
+    if cards.pinned_memory is not None and pinned > cards.pinned_memory:
+        problems.append(
+            f"host: {pinned / GIB:.1f} GiB of pinned memory needed, "
+            f"{cards.pinned_memory / GIB:.1f} GiB available"
+        )
     if kv_tokens < longest:
         problems.append(
             f"rollouts: the KV cache holds {kv_tokens:,} tokens, less than one sequence of "
