@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from stapo_lite.algorithm.microbatches import TokenBudget
 from stapo_lite.config import Config, batch_arithmetic, check_processes, to_yaml
 from stapo_lite.data.prompts import Prompts, check_rows, load_rows, stop_token_ids
-from stapo_lite.errors import InputError, RunError, one_line
+from stapo_lite.errors import InputError, RunError, explained, one_line
 from stapo_lite.extras.audit.report import Report
 from stapo_lite.extras.audit.token_log import TokenLog
 from stapo_lite.extras.evaluation.contamination import find_contaminated
@@ -322,11 +322,16 @@ def shared_base(engine: RolloutEngine, config: Config, accelerator: Accelerator)
             )
         return None
     try:
-        base = base_on(weights, config.model, config.dtype, accelerator.device)
-        check_weights(base, config.model)
+        with explained("the weights of the engine cannot be used"):
+            base = base_on(weights, config.model, config.dtype, accelerator.device)
+            check_weights(base, config.model)
     except InputError as error:
         if must:
             raise
+        if accelerator.device.type == "cuda" and config.memory == "auto":
+            raise InputError(
+                f"rollout.share_base: {error}; set it to off, and memory is planned for two copies"
+            ) from error
         logger.warning("rollout.share_base: %s; the trainer loads a copy of its own", error)
         return None
     engine.keep_base()

@@ -124,8 +124,8 @@ def plan(
     if plan.problems:
         print("It does not fit.", *plan.problems, sep="\n  ")
         raise SystemExit(1)
-    if config.rollout.engine != "server":
-        print("shorter steps, by each change alone:", *levers(given, model, cards), sep="\n  ")
+    if config.rollout.engine != "server" and (lines := levers(given, model, cards)):
+        print("what would shorten a step, each change alone:", *lines, sep="\n  ")
     if hours is not None:
         step = step_seconds(config, model, plan, nearest_card(cards)[1], processes)
         print(f"{hours:g} hours: train.max_steps={int(hours * 3600 / step)}")

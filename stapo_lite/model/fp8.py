@@ -33,9 +33,10 @@ class FP8Linear(nn.Linear):
         y = _Product.apply(x, self.weight.view(torch.float8_e4m3fn), self.scale)
         return y if self.bias is None else y + self.bias
 
-    def dequantised(self) -> Tensor:
-        """The weight, [out, in] fp32."""
-        return self.weight.view(torch.float8_e4m3fn).float() * self.scale
+    def dequantised(self, rows: slice = slice(None)) -> Tensor:
+        """The weight, or rows of it, [rows, in] fp32."""
+        scale = self.scale if self.scale.numel() == 1 else self.scale[rows]
+        return self.weight[rows].view(torch.float8_e4m3fn).float() * scale
 
 
 class _Product(torch.autograd.Function):
@@ -49,11 +50,11 @@ class _Product(torch.autograd.Function):
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
         product = x.to(dtype) @ values.to(dtype).T
-        return (product * scale.flatten()).to(dtype)
+        return product.mul_(scale.flatten())  # in place: no copy in fp32
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         values, scale = context.saved_tensors
         (gradient,) = gradients
-        scaled = (gradient * scale.flatten()).to(gradient.dtype)
+        scaled = torch.mul(gradient, scale.flatten(), out=torch.empty_like(gradient))
         return (scaled @ values.to(gradient.dtype)).to(context.dtype), None, None

@@ -143,7 +143,7 @@ def check_weights(base: Any, model: str) -> None:
         raise InputError(f"the checkpoint's files do not hold {min(missing)}")
 
 
-def check_weight(name: str, layer: nn.Module, parameter: Any, stored: Any) -> None:
+def check_weight(name: str, layer: Any, parameter: Any, stored: Any) -> None:
     """Compare a parameter with its values in a file.
 
     Args:
@@ -153,19 +153,22 @@ def check_weight(name: str, layer: nn.Module, parameter: Any, stored: Any) -> No
         InputError: they differ, by more than rounding to 4 or 8 bits explains if it was rounded.
     """
     values, allowed = parameter.data, 0.0
-    if hasattr(parameter, "quant_state"):
+    in_8_bits = isinstance(layer, FP8Linear) and parameter is layer.weight
+    if in_8_bits:
+        allowed = ROUNDING_IN_8_BITS
+    elif hasattr(parameter, "quant_state"):
         from bitsandbytes.functional import dequantize_4bit
 
         values, allowed = dequantize_4bit(values, parameter.quant_state), ROUNDING_IN_4_BITS
-    elif isinstance(layer, FP8Linear) and parameter is layer.weight:
-        values, allowed = layer.dequantised(), ROUNDING_IN_8_BITS
     if list(values.shape) != stored.get_shape():
         raise InputError(f"{name} is {list(values.shape)}, and {stored.get_shape()} in the file")
     rows = max(1, COMPARED_AT_ONCE * len(values) // values.numel())
     difference = norm = 0.0
     for start in range(0, len(values), rows):
-        part: Tensor = stored[start : start + rows].to(values)
-        difference += (values[start : start + rows] - part).float().square().sum().item()
-        norm += part.float().square().sum().item()
+        some = slice(start, start + rows)
+        part: Tensor = layer.dequantised(some) if in_8_bits else values[some]
+        expected = stored[some].to(part)
+        difference += (part - expected).float().square().sum().item()
+        norm += expected.float().square().sum().item()
     if not difference <= allowed**2 * norm:  # nor if it is no number
         raise InputError(f"{name} in the engine differs from the checkpoint's file")

@@ -36,6 +36,8 @@ from stapo_lite.types import BaseWeights, Completion, Prompt
 
 logger = logging.getLogger(__name__)
 
+STEPS_UNTIL_IDLE = 3
+"""Steps without a request until vLLM is idle: it may have scheduled two ahead."""
 REFUSED = "vLLM refuses a request"
 """An option that an episode gave is unknown or out of range."""
 
@@ -197,6 +199,10 @@ class VLLMEngine(RolloutEngine):
         if not self._sleep_level:
             return
         if self._keeps_base:
+            # The scheduler forgets requests that have ended in its next step, and refuses to give
+            # back the cache before.
+            for _ in range(STEPS_UNTIL_IDLE):
+                self._engine.step()
             self._llm.sleep(level=0)
             self._llm.release_kv_cache_memory()
         else:

@@ -115,6 +115,8 @@ def engine_arguments(
     if not on_cpu:
         arguments["hf_overrides"] = fp32_head(model, options) | options.vllm.get("hf_overrides", {})
         compilation = options.vllm.get("compilation_config", {})
+        if isinstance(compilation, int):  # vLLM's short form
+            compilation = {"mode": compilation}
         # Every request has the adapter: no graphs without one (vLLM's first model runner has two
         # sets otherwise; its second one keeps both).
         arguments["compilation_config"] = {"cudagraph_specialize_lora": False} | compilation

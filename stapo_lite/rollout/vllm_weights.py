@@ -67,7 +67,10 @@ def row_counts(layer: Any, values: Tensor, parts: int) -> list[int]:
 def split_fp8(layer: Any, parameter: Any, parts: int) -> list[FP8Weight]:
     """The same of a weight that vLLM has rounded to fp8, [in, out], with one scale, [1], or one for
     each output, [out, 1] (vllm/model_executor/layers/quantization/online/fp8.py)."""
-    values, scale = parameter.data.T, layer.weight_scale.data
+    values, scale = parameter.data.T, getattr(layer, "weight_scale", None)
+    if scale is None or scale.numel() not in (1, len(values)):
+        return []  # of blocks, in a checkpoint that was quantised before
+    scale = scale.data
     sizes = row_counts(layer, values, parts)
     scales = [scale] * len(sizes) if scale.numel() == 1 else scale.split(sizes)
     return [FP8Weight(*part) for part in zip(values.split(sizes), scales, strict=True)]

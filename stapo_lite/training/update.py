@@ -271,11 +271,13 @@ def rehearse(learner: Learner) -> None:
     Collective: every rank must call it.
     """
     config, policy = learner.config, learner.policy
-    length = config.rollout.max_completion_length
-    prompt = Prompt("", [0] * config.data.max_prompt_length, None)
+    tokens, longest = learner.budget.tokens, config.max_sequence_length
+    rows = math.ceil(tokens / longest)
+    row = longest if rows == 1 else tokens // rows
+    prompt = Prompt("", [0] * min(config.data.max_prompt_length, row - 1), None)
+    length = row - len(prompt.token_ids)
     completion = Completion(prompt, [0] * length, [0.0] * length, True, 0, advantage=1.0)
-    count = max(1, learner.budget.tokens // config.max_sequence_length)
-    batch = pack([completion] * count, policy.device)
+    batch = pack([completion] * rows, policy.device)
     masks = Masks(batch.loss_mask, ~batch.loss_mask, blank_statistics(batch), tau_h=None)
     weights = weigh_tokens(masks, batch, learner.objective, length, learner.reduce)
     assert weights is not None

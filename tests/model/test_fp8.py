@@ -84,6 +84,14 @@ def test_the_layouts_of_vllm(per_channel):
     assert {part.values.untyped_storage().data_ptr() for part in parts} == {storage}
 
 
+def test_a_layout_in_blocks_is_not_taken():
+    """As in a checkpoint that was quantised before: its scales are `weight_scale_inv`, or more."""
+    parameter = nn.Parameter(torch.zeros(6, 4).to(torch.float8_e4m3fn), requires_grad=False)
+    assert split(SimpleNamespace(), parameter, 1) == []
+    blocks = SimpleNamespace(weight_scale=torch.ones(2, 3))
+    assert split(blocks, parameter, 1) == []
+
+
 @pytest.fixture
 def weights(tiny_model):
     base = load_weights(str(tiny_model), "float32")

@@ -298,10 +298,62 @@ def test_a_base_that_the_trainer_computes_on_stays_while_vllm_sleeps():
     engine._llm, engine._sleep_level, engine._asleep, engine._request = Mock(), 1, False, None
     engine.keep_base()
     engine.sleep()
-    assert engine._llm.mock_calls == [call.sleep(level=0), call.release_kv_cache_memory()]
+    step = call.llm_engine.step()
+    sleep = [call.sleep(level=0), call.release_kv_cache_memory()]
+    assert engine._llm.mock_calls == [step, step, step, *sleep]
     engine._llm.reset_mock()
     engine.wake()
     assert engine._llm.mock_calls == [call.wake_up(tags=["kv_cache", "scheduling"])]
+
+
+@pytest.mark.slow
+def test_vllm_gives_its_cache_back_after_it_has_sampled(checkpoint, monkeypatch):
+    """On a CPU all of it is real but for the memory itself. vLLM refuses while its scheduler has
+    not forgotten the requests that have ended."""
+    engine = start(checkpoint, "nf4")
+    core = engine._llm.llm_engine.engine_core.engine_core
+    discarded = []
+    monkeypatch.setattr(core.model_executor, "discard", discarded.append)
+    monkeypatch.setattr(engine, "_sleep_level", 1)  # which a CPU's is not
+    engine.keep_base()
+    try:
+        sampled = []
+        for _ in range(2):
+            groups = generate(engine, PROMPTS)
+            sampled.append([c.token_ids for group in groups for c in group])
+            engine.sleep()
+            assert core.is_scheduler_paused()
+            engine.wake()
+            assert not core.is_scheduler_paused()
+        assert discarded == [("kv_cache",)] * 2
+        assert sampled[0] == sampled[1]
+    finally:
+        engine.close()
+
+
+def test_on_a_card_a_copy_was_not_planned(checkpoint, weights):
+    del weights[VALUES]
+    engine = SimpleNamespace(shared_base=lambda: weights, keep_base=lambda: pytest.fail("kept"))
+    accelerator = SimpleNamespace(device=CPU)
+    config = load_config(MINIMAL | {"model": str(checkpoint), "dtype": "float32"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assemble, "base_on", lambda *_: base_on(*_[:3], CPU))
+        accelerator.device = torch.device("cuda")
+        with pytest.raises(InputError, match=f"{VALUES} .*; set it to off, and memory is planned"):
+            shared_base(engine, config, accelerator)
+        by_hand = load_config(config.model_dump(exclude_unset=True), ["memory=off"])
+        assert shared_base(engine, by_hand, accelerator) is None
+
+
+def test_an_error_of_the_hub_is_a_reason_too(checkpoint, weights, monkeypatch, caplog):
+    def offline(*_):
+        raise OSError("offline")
+
+    monkeypatch.setattr(assemble, "check_weights", offline)
+    engine = SimpleNamespace(shared_base=lambda: weights, keep_base=lambda: pytest.fail("kept"))
+    config = load_config(MINIMAL | {"model": str(checkpoint), "dtype": "float32"})
+    assert shared_base(engine, config, SimpleNamespace(device=CPU)) is None
+    assert "the weights of the engine cannot be used (offline); the trainer loads" in caplog.text
 
 
 @pytest.fixture

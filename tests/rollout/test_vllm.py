@@ -254,7 +254,9 @@ def test_4_bit_layers_are_not_compiled_before_ampere(tiny_model, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     given = arguments("bitsandbytes", compilation_config={"mode": 0})
     assert "enforce_eager" not in given
-    assert given["compilation_config"] == {"cudagraph_specialize_lora": False, "mode": 0}
+    both = {"cudagraph_specialize_lora": False, "mode": 0}
+    assert given["compilation_config"] == both
+    assert arguments(None, compilation_config=0)["compilation_config"] == both
 
 
 def test_a_quantised_head_keeps_its_type(tiny_model, tmp_path):

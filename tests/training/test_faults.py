@@ -179,7 +179,7 @@ def test_a_single_sequence_that_does_not_fit_is_checkpointed_then_offloaded(make
 
 
 def test_the_rehearsal_finds_the_budget_before_the_first_step(make_policy):
-    """One micro-batch of the longest completions, as many as the budget holds."""
+    """One micro-batch as full as the budget allows."""
     policy = make_policy()
     before = {name: parameter.clone() for name, parameter in policy.parameters.items()}
     budget = TokenBudget(4 * (1 + LONGEST) + 3)
@@ -190,10 +190,19 @@ def test_the_rehearsal_finds_the_budget_before_the_first_step(make_policy):
         with_kwargs=True,
     )
     with memory_for(policy, 2 * (1 + LONGEST)):
-        rehearse(learner)
+        rehearse(learner)  # 43 tokens are five rows of 8; half of them hold two
     hook.remove()
-    assert shapes == [(4, 1 + LONGEST), (2, 1 + LONGEST), (2, 1 + LONGEST)]
+    assert sorted(shapes) == [(1, 8), (2, 8), (2, 8), (5, 8)]
     assert budget.halvings == 1
+    shapes.clear()
+    learner.budget = TokenBudget(4)  # less than a sequence, which gets a pass of its own
+    hook = policy.model.get_decoder().register_forward_hook(
+        lambda module, arguments, options, output: shapes.append(options["input_ids"].shape),
+        with_kwargs=True,
+    )
+    rehearse(learner)
+    hook.remove()
+    assert shapes == [(1, 1 + LONGEST)]
     for name, parameter in policy.parameters.items():
         assert torch.equal(parameter, before[name])
         assert parameter.grad is None

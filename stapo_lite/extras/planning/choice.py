@@ -333,7 +333,7 @@ def remedies(config: Config, model: Any, cards: Hardware) -> Iterator[str]:
         del without[section][name]
     if given and find(load_config(without), model, cards) is not None:
         yield f"these keys left open: {', '.join(given)}"
-    more = cards._replace(host_memory=None)
+    more = cards._replace(host_memory=None, pinned_memory=None)
     if cards.host_memory is not None and find(config, model, more) is not None:
         yield "more host memory"
     four_bits = ["quantization=nf4", "rollout.quantization=bitsandbytes"]

@@ -49,7 +49,7 @@ def levers(config: Config, model: Any, cards: Hardware) -> list[str]:
             continue
         if before and after and after / before < WORTH_IT:
             shares.append((after / before, f"{' '.join(overrides)} ({price})"))
-    return [f"{share:.0%} of the time: {change}" for share, change in sorted(shares)]
+    return [f"to {share:.0%}: {change}" for share, change in sorted(shares)]
 
 
 def seconds(config: Config, model: Any, cards: Hardware) -> float | None:

@@ -28,8 +28,8 @@ from stapo_lite.rollout.vllm_options import batched_tokens, served_rank
 GIB = 2**30
 CUDA_CONTEXT = int(0.5 * GIB)
 CUDA_GRAPH = 28 * 2**20
-"""Bytes of vLLM's CUDA graphs for each size of a batch, with LoRA: 2.38 GiB were measured for the
-86 graphs of 256 sequences (vllm#25914). They stay on the card while it sleeps."""
+"""Bytes of vLLM's CUDA graphs for each size of a batch, with an adapter and without: 2.38 GiB were
+measured for the 86 sizes of 256 sequences (vllm#25914). They stay on the card while it sleeps."""
 MOST_IN_A_GRAPH = 512
 HOST_PROCESS = 6 * GIB
 """Bytes of Python, torch, CUDA and vLLM in host memory."""

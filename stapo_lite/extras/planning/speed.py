@@ -1,5 +1,4 @@
-"""How long a step may take on a card: arithmetic from data sheets, which is off by a factor of two
-at times."""
+"""How long a step may take on a card: arithmetic from data sheets."""
 
 from typing import Any, NamedTuple
 
