@@ -108,10 +108,9 @@ def plan(
 ) -> None:
     """Predict a run's memory and time; the exit status is not 0 if it does not fit."""
     from stapo_lite.config import load_config
-    from stapo_lite.extras.planning.choice import apply_all, choose, describe, nearest_card
+    from stapo_lite.extras.planning.choice import apply_all, choose, describe, guess_seconds
     from stapo_lite.extras.planning.levers import levers
     from stapo_lite.extras.planning.plan import GIB, Hardware, make_plan, report
-    from stapo_lite.extras.planning.speed import step_seconds
     from stapo_lite.model.loading import load_model_config
 
     config = load_config(config_file, overrides)
@@ -127,7 +126,7 @@ def plan(
     if config.rollout.engine != "server" and (lines := levers(given, model, cards)):
         print("what would shorten a step, each change alone:", *lines, sep="\n  ")
     if hours is not None:
-        step = step_seconds(config, model, plan, nearest_card(cards)[1], processes)
+        step = guess_seconds(config, model, cards)
         print(f"{hours:g} hours: train.max_steps={int(hours * 3600 / step)}")
     print("It fits.")
 

@@ -47,7 +47,7 @@ def base_on(weights: BaseWeights, model: str, dtype: str, device: torch.device) 
     for path, module in list(base.named_modules()):
         weight = weights.get(f"{path}.weight")
         if isinstance(module, nn.Linear) and isinstance(weight, NF4Weight):
-            base.set_submodule(path, empty_4bit(module))
+            base.set_submodule(path, linear_4bit(module, weight))
             base.is_loaded_in_4bit = True  # as transformers says it to PEFT
         elif isinstance(module, nn.Linear) and isinstance(weight, FP8Weight):
             base.set_submodule(path, FP8Linear(module, weight))
@@ -70,55 +70,44 @@ def take_weights(path: str, module: Any, weights: BaseWeights) -> None:
     for kind, empty in list(module.named_parameters(recurse=False)):
         name = f"{path}.{kind}"
         weight = weights.get(name)
-        if isinstance(weight, FP8Weight) and isinstance(module, FP8Linear):
-            continue  # it has its weight already
-        if isinstance(weight, NF4Weight):
-            parameter = parameter_4bit(module, weight)
-        elif isinstance(weight, Tensor) and (weight.shape, weight.dtype) == (
-            empty.shape,
-            empty.dtype,
-        ):
-            parameter = nn.Parameter(weight, requires_grad=False)
-        else:
-            there = "no such weight"
-            if isinstance(weight, Tensor):
-                there = f"one of {list(weight.shape)} in {weight.dtype}"
-            raise InputError(
-                f"{name} is {list(empty.shape)} in {empty.dtype}, and the engine has {there}"
-            )
-        module.register_parameter(kind, parameter)
+        if not empty.is_meta:  # a quantised layer was made with its weight
+            continue
+        there = "no such weight"
+        if isinstance(weight, Tensor):
+            there = f"one of {list(weight.shape)} in {weight.dtype}"
+            if (weight.shape, weight.dtype) == (empty.shape, empty.dtype):
+                module.register_parameter(kind, nn.Parameter(weight, requires_grad=False))
+                continue
+        raise InputError(
+            f"{name} is {list(empty.shape)} in {empty.dtype}, and the engine has {there}"
+        )
 
 
-def empty_4bit(linear: nn.Linear) -> Any:
-    """bitsandbytes' layer in place of a linear one, without weights."""
-    from bitsandbytes.nn import Linear4bit
+def linear_4bit(linear: nn.Linear, weight: NF4Weight) -> Any:
+    """bitsandbytes' layer in place of a linear one, whose bias it takes over."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
 
+    state = weight.state
     layer = Linear4bit(
         linear.in_features,
         linear.out_features,
         bias=False,
         compute_dtype=linear.weight.dtype,
-        quant_type="nf4",
+        quant_type=state.quant_type,
         device="meta",
     )
     layer.bias = linear.bias
-    return layer
-
-
-def parameter_4bit(layer: Any, weight: NF4Weight) -> Any:
-    """The parameter that bitsandbytes' layer wants."""
-    from bitsandbytes.nn import Params4bit
-
-    layer.quant_state = weight.state
-    return Params4bit(
+    layer.quant_state = state
+    layer.weight = Params4bit(
         weight.packed,
         requires_grad=False,
-        quant_state=weight.state,
-        blocksize=weight.state.blocksize,
-        quant_type=weight.state.quant_type,
+        quant_state=state,
+        blocksize=state.blocksize,
+        quant_type=state.quant_type,
         bnb_quantized=True,
         module=layer,
     )
+    return layer
 
 
 @torch.no_grad()

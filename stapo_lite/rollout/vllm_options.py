@@ -172,8 +172,8 @@ def check_vllm(options: Engine) -> None:
     """Check that the installed vLLM can serve as asked.
 
     Raises:
-        InputError: it needs a plugin; `options.vllm` has a name that it does not
-            know, or that is not the user's to set.
+        InputError: it needs a plugin; `options.vllm` has a name that it does not know, or that is
+            not the user's to set.
     """
     installed = vllm_version()
     if installed < OLDEST:

@@ -269,8 +269,7 @@ def choose_sequences(choice: Choice, config: Config, model: Any, cards: Hardware
 
     def seconds(count: int) -> float:
         with_count = apply(config, choice | {"rollout.max_num_seqs": count})
-        planned, card = make_plan(with_count, model, cards), nearest_card(cards)[1]
-        return step_seconds(with_count, model, planned, card, cards.processes)
+        return guess_seconds(with_count, model, cards)
 
     return choice | {"rollout.max_num_seqs": min(options, key=seconds)}
 
@@ -355,6 +354,12 @@ def remedies(config: Config, model: Any, cards: Hardware) -> Iterator[str]:
 def nearest_card(cards: Hardware) -> tuple[str, Card]:
     """The known card whose memory is nearest, by its name."""
     return min(KNOWN_CARDS.items(), key=lambda item: abs(item[1].memory - cards.gpu_memory))
+
+
+def guess_seconds(config: Config, model: Any, cards: Hardware) -> float:
+    """Seconds of a step on the nearest known card."""
+    planned, (_, card) = make_plan(config, model, cards), nearest_card(cards)
+    return step_seconds(config, model, planned, card, cards.processes)
 
 
 def describe(config: Config, plan: Plan, model: Any, cards: Hardware) -> str:

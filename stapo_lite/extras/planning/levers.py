@@ -5,9 +5,8 @@ from typing import Any
 
 from stapo_lite.config import Config, load_config
 from stapo_lite.errors import InputError
-from stapo_lite.extras.planning.choice import apply, find, nearest_card
-from stapo_lite.extras.planning.plan import Hardware, make_plan
-from stapo_lite.extras.planning.speed import step_seconds
+from stapo_lite.extras.planning.choice import apply, find, guess_seconds
+from stapo_lite.extras.planning.plan import Hardware
 
 WORTH_IT = 0.95
 """Share of a step's time above which a change is not named."""
@@ -55,8 +54,4 @@ def levers(config: Config, model: Any, cards: Hardware) -> list[str]:
 def seconds(config: Config, model: Any, cards: Hardware) -> float | None:
     """Seconds of a step with the best choice; None if nothing fits."""
     choice = find(config, model, cards)
-    if choice is None:
-        return None
-    chosen = apply(config, choice)
-    _, card = nearest_card(cards)
-    return step_seconds(chosen, model, make_plan(chosen, model, cards), card, cards.processes)
+    return None if choice is None else guess_seconds(apply(config, choice), model, cards)
