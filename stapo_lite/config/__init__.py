@@ -7,7 +7,6 @@ from stapo_lite.config.schema import (
     IN_PYTHON,
     PROJECTIONS,
     S2T,
-    VLLMS_NAMES,
     Config,
     Data,
     Engine,

@@ -44,14 +44,12 @@ Share = Annotated[float, Field(gt=0, le=1)]
 IN_PYTHON = "train_dataset"
 """`data.source` of a run whose rows exist only in Python."""
 BENCHMARK_NAMES = ["aime24", "aime25", "amc23", "math500", "minerva", "olympiadbench"]
-_OFF = BeforeValidator(lambda value: "off" if value is False else value)  # as YAML reads it
-_ON_OFF = BeforeValidator(lambda value: {True: "on", False: "off"}.get(value, value))
+# YAML reads on and off as true and false.
+_ON_OFF = BeforeValidator(lambda value: ("off", "on")[value] if isinstance(value, bool) else value)
 _ALL_LINEAR = BeforeValidator(lambda value: [value] if value == "all-linear" else value)
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 PLANNED = ("kv_cache_memory_bytes", "max_num_batched_tokens", "tensor_parallel_size")
 """vLLM's arguments that `stapo plan` computes with."""
-VLLMS_NAMES: dict[str | None, str] = {"nf4": "bitsandbytes"}
-"""vLLM's name of a quantisation, if it is another one."""
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -327,7 +325,7 @@ class Objective(Section):
     """Denominator of the ratio: the trainer's log-probabilities before the step's first update, or
     the engine's, which need no pass over the later mini-batches (the keep-mask may need one of its
     own)."""
-    sampler_correction: Annotated[Literal["token-truncate", "sequence-mask", "off"], _OFF] = (
+    sampler_correction: Annotated[Literal["token-truncate", "sequence-mask", "off"], _ON_OFF] = (
         "token-truncate"
     )
     """Correction of the difference between trainer and engine, with `old_logprobs=trainer`.
@@ -468,7 +466,7 @@ class Config(Preset):
     quantization: Literal["nf4", "fp8"] | None = None
     """`nf4` trains on a 4-bit base (QLoRA, bitsandbytes). `fp8`, not tried on a card yet, trains on
     the weights that vLLM has rounded to 8 bits (`rollout.quantization=fp8`, `share_base`)."""
-    memory: Annotated[Literal["auto", "off"], _OFF] = "auto"
+    memory: Annotated[Literal["auto", "off"], _ON_OFF] = "auto"
     """`auto`: on a GPU `rollout.gpu_memory_utilization`, `max_num_seqs` and `sleep_level`,
     `train.park_trainer`, `max_tokens_per_microbatch`, `gradient_checkpointing` and
     `offload_activations` are chosen by what card and host hold, unless you give them; `stapo plan`
@@ -495,6 +493,11 @@ class Config(Preset):
         return self.data.max_prompt_length + self.rollout.max_completion_length
 
     @property
+    def quantization_in_vllm(self) -> str | None:
+        """vLLM's name of the trainer's quantisation."""
+        return "bitsandbytes" if self.quantization == "nf4" else self.quantization
+
+    @property
     def may_share_base(self) -> bool:
         """Whether vLLM in the trainer's process would have the trainer's weights."""
         rollout = self.rollout
@@ -503,7 +506,7 @@ class Config(Preset):
             and rollout.engine in ("auto", "vllm")
             and rollout.model is None
             and not self.train.park_trainer
-            and rollout.quantization == VLLMS_NAMES.get(self.quantization, self.quantization)
+            and rollout.quantization == self.quantization_in_vllm
         )
 
     @property
@@ -542,7 +545,7 @@ class Config(Preset):
             yield f"{keys} need evaluation.steps: set it, such as to 20"
         if (rollout.share_base == "on" or self.quantization == "fp8") and not self.may_share_base:
             key = "quantization=fp8" if self.quantization == "fp8" else "rollout.share_base=on"
-            name = VLLMS_NAMES.get(self.quantization, self.quantization) or "null"
+            name = self.quantization_in_vllm or "null"
             fix = f"set rollout.engine=vllm and rollout.quantization={name}, and leave out"
             others = "rollout.model, rollout.share_base=off and train.park_trainer"
             yield f"{key} needs vLLM in the process with the trainer's weights: {fix} {others}"

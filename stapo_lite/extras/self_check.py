@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from stapo_lite.algorithm.microbatches import pack
-from stapo_lite.config import VLLMS_NAMES
 from stapo_lite.errors import RunError
 from stapo_lite.rollout import Decoding, RolloutEngine
 from stapo_lite.training.run import lent_device
@@ -103,7 +102,7 @@ def measure_gap(learner: Learner, completions: Sequence[Completion], moment: str
     to_base = (sampled - base).abs().mean().item()
     effect = (adapted - base).abs().mean().item()
     config, limit = learner.config, LARGEST_GAP * effect
-    its = VLLMS_NAMES.get(config.quantization, config.quantization)
+    its = config.quantization_in_vllm
     # Rounded in another way; in fp8 the layers' inputs. The difference is logged and corrected.
     if config.rollout.model or config.rollout.quantization != its or its == "fp8":
         limit = to_base

@@ -199,6 +199,8 @@ BAD = [
         "rollout.max_num_seqs=7 is less than one group, rollout.num_generations=8",
     ),
     (["rollout.sleep_level=2", "rollout.quantization=bitsandbytes"], "set rollout.sleep_level=1"),
+    (["rollout.share_base=[1]"], "input should be 'auto', 'on' or 'off', got [1]"),
+    (["rollout.share_base=1"], "input should be 'auto', 'on' or 'off', got 1"),
     *(
         (
             ["rollout.share_base=on", change],
