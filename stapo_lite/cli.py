@@ -104,12 +104,12 @@ def plan(
     gpu_memory: Annotated[float, "memory of each card, in GiB"],
     host_memory: Annotated[float | None, "host memory for each card, in GiB"] = None,
     processes: Annotated[int, "how many processes train; by default 1"] = 1,
-    hours: Annotated[float | None, "say how many steps end in so many hours"] = None,
+    hours: Annotated[float | None, "say which steps and batch end in so many hours"] = None,
 ) -> None:
     """Predict a run's memory and time; the exit status is not 0 if it does not fit."""
     from stapo_lite.config import load_config
-    from stapo_lite.extras.planning.choice import apply_all, choose, describe, guess_seconds
-    from stapo_lite.extras.planning.levers import levers
+    from stapo_lite.extras.planning.choice import apply_all, choose, describe
+    from stapo_lite.extras.planning.levers import levers, within
     from stapo_lite.extras.planning.plan import GIB, Hardware, make_plan, report
     from stapo_lite.model.loading import load_model_config
 
@@ -126,8 +126,7 @@ def plan(
     if config.rollout.engine != "server" and (lines := levers(given, model, cards)):
         print("what would shorten a step, each change alone:", *lines, sep="\n  ")
     if hours is not None:
-        step = guess_seconds(config, model, cards)
-        print(f"{hours:g} hours: train.max_steps={int(hours * 3600 / step)}")
+        print(within(hours, given, model, cards))
     print("It fits.")
 
 

@@ -120,17 +120,16 @@ def engine_arguments(
         # Every request has the adapter: no graphs without one (vLLM's first model runner has two
         # sets otherwise; its second one keeps both).
         arguments["compilation_config"] = {"cudagraph_specialize_lora": False} | compilation
-        if options.quantization == "bitsandbytes" and before_ampere():
-            # Its layers cast to bfloat16, which a compiled graph cannot do there.
+        if not has_graphs(options, dtype):
             arguments["enforce_eager"] = True
     return arguments
 
 
-def before_ampere() -> bool:
-    """Whether there is a card, and one without bfloat16 (T4, RTX 20)."""
-    import torch
-
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
+def has_graphs(options: Engine, dtype: str) -> bool:
+    """Whether vLLM may capture CUDA graphs: its 4-bit layers cast to bfloat16, which a compiled
+    graph cannot do on cards before Ampere (T4, RTX 20), whose dtype is another."""
+    cannot = options.quantization == "bitsandbytes" and dtype not in ("auto", "bfloat16")
+    return not cannot and not options.vllm.get("enforce_eager", False)
 
 
 def fp32_head(model: str, options: Engine) -> dict[str, str]:

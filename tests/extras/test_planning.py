@@ -23,7 +23,7 @@ from memory import peak_bytes
 from random_model import QWEN3, build, qwen3
 from transformers import PhiConfig
 
-from stapo_lite.config import PROJECTIONS, Train, load_config
+from stapo_lite.config import PROJECTIONS, Rollout, Train, load_config
 from stapo_lite.errors import InputError
 from stapo_lite.extras.planning import plan
 from stapo_lite.extras.planning.choice import apply, choose
@@ -250,9 +250,15 @@ def allocated(run, trace):
 
 def test_graphs_are_counted_as_vllm_captures_them():
     """2, 4, 8 and 16 tokens of 8 sequences layer by layer, and up to 8 as whole steps."""
-    assert count_graphs(config(rollout__max_num_seqs=8).rollout) == 5 + 4
-    assert count_graphs(config(rollout__max_num_seqs=256).rollout) == 51 + 35
-    assert count_graphs(config(rollout__vllm={"enforce_eager": True}).rollout) == 0
+
+    def count(dtype="auto", **rollout):
+        return count_graphs(Rollout(**rollout), dtype)
+
+    assert count(max_num_seqs=8) == 5 + 4
+    assert count(max_num_seqs=256) == 51 + 35
+    assert count(vllm={"enforce_eager": True}) == 0
+    assert count("float16", quantization="bitsandbytes") == 0  # a T4
+    assert count("float16") == count("bfloat16", quantization="bitsandbytes") > 0
 
 
 def test_a_cache_in_8_bits_holds_twice_the_tokens():
@@ -371,6 +377,11 @@ def test_the_command_names_what_shortens_a_step(planned):
     low, high = re.search(r"(\d+) to (\d+) min a step", output.out).groups()
     steps = int(re.search(r"^12 hours: train.max_steps=(\d+)$", output.out, re.MULTILINE)[1])
     assert 12 * 60 / float(high) < steps < 12 * 60 / float(low)
+    both = planned("8B", "23.5", "--hours", "12", f"train.max_steps={2 * steps}")[1].out
+    line = rf"^12 hours: train.max_steps={steps}, or {2 * steps} with (.+)$"
+    smaller = re.search(line, both, re.MULTILINE)[1].split()
+    alone = planned("8B", "23.5", "--hours", "12", f"train.max_steps={2 * steps}", *smaller)[1].out
+    assert int(re.search(r"^12 hours: train.max_steps=(\d+)$", alone, re.MULTILINE)[1]) >= 2 * steps
     already = planned("8B", "23.5", "quantization=nf4", "rollout.quantization=bitsandbytes")[1].out
     assert "quantization=" not in already.partition("what would shorten")[2]
 

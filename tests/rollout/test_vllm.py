@@ -240,19 +240,16 @@ def test_a_card_that_is_full_when_vllm_wakes_is_one_line(start, tiny_model):
     ]
 
 
-def test_4_bit_layers_are_not_compiled_before_ampere(tiny_model, monkeypatch):
-    def arguments(quantization, **given):
+def test_4_bit_layers_are_not_compiled_before_ampere(tiny_model):
+    def arguments(quantization, dtype="float16", **given):
         options = Engine(quantization=quantization, vllm=given)
         return engine_arguments(
-            str(tiny_model), "float16", 64, options, None, max_loras=1, on_cpu=False
+            str(tiny_model), dtype, 64, options, None, max_loras=1, on_cpu=False
         )
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
-    assert arguments("bitsandbytes")["enforce_eager"]
+    assert arguments("bitsandbytes")["enforce_eager"]  # a card before Ampere has no bfloat16
     assert "enforce_eager" not in arguments(None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    given = arguments("bitsandbytes", compilation_config={"mode": 0})
+    given = arguments("bitsandbytes", "bfloat16", compilation_config={"mode": 0})
     assert "enforce_eager" not in given
     both = {"cudagraph_specialize_lora": False, "mode": 0}
     assert given["compilation_config"] == both

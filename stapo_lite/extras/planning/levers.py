@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from stapo_lite.config import Config, load_config
+from stapo_lite.config import Config, Train, load_config
 from stapo_lite.errors import InputError
 from stapo_lite.extras.planning.choice import apply, find, guess_seconds
 from stapo_lite.extras.planning.plan import Hardware
@@ -17,11 +17,7 @@ def changes(config: Config) -> Iterator[tuple[list[str], str]]:
     train, rollout = config.train, config.rollout
     half = rollout.max_completion_length // 2
     yield [f"rollout.max_completion_length={half}"], "cuts longer answers off"
-    batch = [
-        f"train.batch_size={train.batch_size // 2}",
-        f"train.mini_batch_size={max(1, train.mini_batch_size // 2)}",
-    ]
-    yield batch, "noisier gradients"
+    yield smaller_batch(train, 2), "noisier gradients"
     if config.quantization is None and rollout.quantization is None:
         four_bits = ["quantization=nf4", "rollout.quantization=bitsandbytes"]
         yield four_bits, "rounds the base's weights"
@@ -30,6 +26,16 @@ def changes(config: Config) -> Iterator[tuple[list[str], str]]:
     yield ["train.compile=true"], "compiles the layers, which takes minutes at the start"
     cache = ["rollout.vllm.kv_cache_dtype=fp8", "rollout.vllm.attention_backend=TRITON_ATTN"]
     yield cache, "rounds keys and values; from RTX 40 on, not tried on a card yet"
+
+
+def smaller_batch(train: Train, divisor: int) -> list[str]:
+    """Overrides for a part of the batch, with as many updates a step."""
+    mini_batch = max(1, train.mini_batch_size // divisor)
+    updates = train.batch_size // train.mini_batch_size
+    return [
+        f"train.batch_size={mini_batch * updates}",
+        f"train.mini_batch_size={mini_batch}",
+    ]
 
 
 def levers(config: Config, model: Any, cards: Hardware) -> list[str]:
@@ -49,6 +55,30 @@ def levers(config: Config, model: Any, cards: Hardware) -> list[str]:
         if before and after and after / before < WORTH_IT:
             shares.append((after / before, f"{' '.join(overrides)} ({price})"))
     return [f"to {share:.0%}: {change}" for share, change in sorted(shares)]
+
+
+def within(hours: float, config: Config, model: Any, cards: Hardware) -> str:
+    """What ends in so many hours, as a line: how many steps; and the largest part of the batch with
+    which all steps of the config do.
+
+    Args:
+        config: as it was given, without what was chosen for the card.
+        model: the transformers config of the decoder.
+    """
+    tree, train = config.model_dump(exclude_unset=True), config.train
+
+    def steps(overrides: list[str]) -> int:
+        step = seconds(load_config(tree, overrides), model, cards)
+        return 0 if step is None else int(hours * 3600 / step)
+
+    line = f"{hours:g} hours: train.max_steps={steps([])}"
+    if steps([]) >= train.max_steps:
+        return line
+    for halvings in range(1, train.mini_batch_size.bit_length()):
+        batch = smaller_batch(train, 2**halvings)
+        if steps(batch) >= train.max_steps:
+            return f"{line}, or {train.max_steps} with {' '.join(batch)}"
+    return line
 
 
 def seconds(config: Config, model: Any, cards: Hardware) -> float | None:

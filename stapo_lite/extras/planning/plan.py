@@ -23,7 +23,7 @@ from stapo_lite.model.loading import (
     load_model_config,
     without_weights,
 )
-from stapo_lite.rollout.vllm_options import batched_tokens, served_rank
+from stapo_lite.rollout.vllm_options import batched_tokens, has_graphs, served_rank
 
 GIB = 2**30
 CUDA_CONTEXT = int(0.5 * GIB)
@@ -245,7 +245,7 @@ def plan_engine(
         "vLLM: weights": sum(weights.served) // shards,
         "vLLM: adapter slots": weights.slots,  # at most: tensor parallelism splits half of it
         "vLLM: activations": layer + logits,
-        "vLLM: CUDA graphs": CUDA_GRAPH * count_graphs(rollout),
+        "vLLM: CUDA graphs": CUDA_GRAPH * count_graphs(rollout, config.dtype),
     }
     left = max(0, int(rollout.gpu_memory_utilization * cards.gpu_memory) - sum(engine.values()))
     cache = given.get("kv_cache_memory_bytes", left)
@@ -253,10 +253,10 @@ def plan_engine(
     return engine | {"vLLM: KV cache": cache}, cache * shards // per_token
 
 
-def count_graphs(rollout: Rollout) -> int:
+def count_graphs(rollout: Rollout, dtype: str) -> int:
     """How many sizes of a batch vLLM captures: whole steps of decoding up to `max_num_seqs`, and
     layer by layer up to twice as many tokens (vllm/config/vllm.py, `_set_cudagraph_sizes`)."""
-    if rollout.vllm.get("enforce_eager"):
+    if not has_graphs(rollout, dtype):
         return 0
     largest = min(2 * rollout.max_num_seqs, MOST_IN_A_GRAPH)
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, MOST_IN_A_GRAPH + 1, 16)]
