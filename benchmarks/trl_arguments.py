@@ -7,16 +7,28 @@ import torch
 from peft import LoraConfig
 from trl import GRPOConfig
 
-from stapo_lite.config import Config
+from stapo_lite.config import Config, Objective
 from stapo_lite.model.processes import resolve_dtype
+
+
+def loss_arguments(objective: Objective) -> dict[str, Any]:
+    """The fields of GRPOConfig that name the token loss and its mean."""
+    means = {"token-mean": "dapo", "sequence-mean": "grpo", "constant": "dr_grpo"}
+    kind, named = objective.token_loss, objective.token_loss in ("cispo", "sapo")
+    return {
+        "loss_type": kind if named else means[objective.aggregation],
+        "importance_sampling_level": "sequence" if kind == "gspo" else "token",
+        "epsilon": objective.epsilon,
+        "epsilon_high": objective.epsilon_high + (kind == "cispo"),
+    }
 
 
 def trl_arguments(config: Config, **others: Any) -> dict[str, Any]:
     """Return the keyword arguments for GRPOTrainer that set model, adapter and GRPOConfig.
 
-    The loss is `loss_type="dapo"`, our `justrl`; nothing is saved or reported. In TRL every
-    row is as wide as the longest. A micro-batch gets as many rows as our token budget has room for,
-    rounded down to a number that divides the mini-batch.
+    Nothing is saved or reported. In TRL every row is as wide as the longest. A micro-batch gets as
+    many rows as our token budget has room for, rounded down to a number that divides the
+    mini-batch.
 
     Args:
         others: more fields of GRPOConfig.
@@ -39,9 +51,7 @@ def trl_arguments(config: Config, **others: Any) -> dict[str, Any]:
         num_generations=rollout.num_generations,
         max_completion_length=rollout.max_completion_length,
         temperature=rollout.temperature,
-        loss_type="dapo",
-        epsilon=objective.epsilon,
-        epsilon_high=objective.epsilon_high,
+        **loss_arguments(objective),
         beta=objective.beta,
         scale_rewards=objective.scale_rewards,
         optim="adamw_torch_fused",

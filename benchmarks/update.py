@@ -8,13 +8,14 @@ On a GPU:
 
     python benchmarks/update.py --prompts 16 --prompt-length 256 --longest 4096 --max-tokens 32768
 
-Both sides have the same rollouts, model and adapter, and make one update of `dapo` (token mean,
-clip 0.2 and 0.28, no KL, no mask) over all rollouts, with truncated sampler correction, fused AdamW
-and gradient checkpointing. The learning rate is 0 and the gradient is never clipped, so that every
-update does the same work and the gradients can be compared with each other and with float32.
-Lengths of completions are log-normal, clipped. `--zero` is the share of groups without advantage.
-Each pair runs both sides, in alternating order. Ratios are TRL's seconds divided by ours within a
-pair; medians are over the pairs.
+Both sides have the same rollouts, model and adapter, and make one update over all rollouts, with
+truncated sampler correction, fused AdamW and gradient checkpointing. By default it is of `dapo`
+(token mean, clip 0.2 and 0.28, no KL, no mask). `--algorithm` takes each method that TRL has, but
+`gspo`: TRL applies the correction of tokens to whole sequences there. The learning rate is 0 and
+the gradient is never clipped, so that every update does the same work and the gradients can be
+compared with each other and with float32. Lengths of completions are log-normal, clipped. `--zero`
+is the share of groups without advantage. Each pair runs both sides, in alternating order. Ratios
+are TRL's seconds divided by ours within a pair; medians are over the pairs.
 
 TRL runs `train()` for one step, with its adapter from `peft_config` and bf16 by its autocast.
 `_generate` returns the rollouts and starts the clock, `on_step_end` stops it. In between are
@@ -47,11 +48,12 @@ from trl import GRPOTrainer
 from trl_arguments import trl_arguments
 
 from stapo_lite.algorithm.advantages import group_advantages
-from stapo_lite.algorithm.microbatches import TokenBudget, pack, sequence_length, split_by_tokens
+from stapo_lite.algorithm.microbatches import pack, sequence_length, split_by_tokens
 from stapo_lite.config import Config
 from stapo_lite.extras.quickstart.model import fetch_model
 from stapo_lite.model.loading import load_weights
 from stapo_lite.model.policy import Policy, make_optimizer, make_policy
+from stapo_lite.training.budget import TokenBudget
 from stapo_lite.training.checkpoint import Progress
 from stapo_lite.training.update import Learner, measure, update, with_gradient
 from stapo_lite.types import Completion, Prompt
@@ -215,7 +217,7 @@ def flat(gradient: list[Tensor]) -> Tensor:
 def make_config(given: argparse.Namespace) -> Config:
     """The config of a run with the sizes of the command line."""
     return Config(
-        algorithm="dapo",
+        algorithm=given.algorithm,
         model=given.model,
         output_dir=tempfile.gettempdir(),
         dtype=given.dtype,
@@ -323,6 +325,7 @@ def main() -> None:
     parser.add_argument(
         "--model", help="folder with weights and tokenizer; default: SmolLM2-135M-Instruct"
     )
+    parser.add_argument("--algorithm", default="dapo")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--generations", type=int, default=8, help="per prompt")
     parser.add_argument("--prompt-length", type=int, default=16, help="tokens of every prompt")

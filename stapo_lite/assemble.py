@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from accelerate import Accelerator
 
-from stapo_lite.algorithm.microbatches import TokenBudget
 from stapo_lite.config import Config, batch_arithmetic, check_processes, to_yaml
 from stapo_lite.data.prompts import Prompts, check_rows, load_rows, stop_token_ids
 from stapo_lite.errors import InputError, RunError, explained, one_line
@@ -51,6 +50,7 @@ from stapo_lite.rollout import (
     rollout_settings,
 )
 from stapo_lite.training import checkpoint, lifecycle
+from stapo_lite.training.budget import TokenBudget
 from stapo_lite.training.callbacks import Callback
 from stapo_lite.training.checkpoint import Progress
 from stapo_lite.training.folder import ENVIRONMENT_FILE, drop_later_lines, read_metrics

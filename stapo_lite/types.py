@@ -117,6 +117,8 @@ class Masks(NamedTuple):
     """[N] bool: the token stays in the loss and its denominator."""
     silenced: Tensor
     """[N] bool: S2T takes it out."""
+    amplification: Tensor
+    """[N] fp32: STARE multiplies the token's policy loss by it."""
     statistics: TokenStatistics
     """[N], of the tokens that the masks depend on."""
     tau_h: float | None
@@ -131,7 +133,7 @@ class Gradient(NamedTuple):
     """Of the policy that the gradient is of."""
     weight: Tensor
     """fp32: minus the derivative of the token's policy loss by its log-probability. It includes the
-    sampler's correction, and is 0 if the token is clipped."""
+    sampler's correction and STARE's weight, and is 0 if the token is clipped."""
     ref_logprobs: Tensor
     """fp32; 0 without a KL term."""
     clipped_low: Tensor
@@ -139,7 +141,7 @@ class Gradient(NamedTuple):
     clipped_high: Tensor
     """bool"""
     capped: Tensor
-    """bool: the sampler's correction met its cap."""
+    """bool: the sampler's correction met a bound of its own."""
     loss: Tensor
     """[] float64, this process's part."""
 

@@ -22,8 +22,12 @@ class Settings:
     aggregation: str = "token-mean"
     renormalize: bool = True
     max_length: int = 1
+    token_loss: str = "clip"
     epsilon: float = 0.2
     epsilon_high: float = 0.28
+    stare: tuple = (1.0, 1.0)  # omega of surprising tokens with A > 0 and with A < 0
+    surprising: float = 0.1
+    target_entropy: float = 0.3
     beta: float = 0.0
     entropy_coef: float = 0.0
     old_is_rollout: bool = False
@@ -99,6 +103,49 @@ def masks(completions, numbers, s):
     )
 
 
+def ratios(log_p, old, tokens, level):
+    """rho of each token: its own, or the geometric mean over the sequence (GSPO, eq. 7)."""
+    logs = {t: log_p[t] - old[t] for t in tokens}
+    if level == "gspo":
+        mean = sum(logs.values()) / len(logs)
+        logs = dict.fromkeys(tokens, mean)
+    return {t: torch.exp(value) for t, value in logs.items()}
+
+
+def policy_term(rho, log_p, old, advantage, s):
+    """(what a token adds to the objective, whether the lower and the upper bound took effect)."""
+    r, low, high = rho.item(), 1 - s.epsilon, 1 + s.epsilon_high
+    if s.token_loss == "sapo":
+        tau = 1.0 if advantage > 0 else 1.05
+        return 4 / tau / (1 + torch.exp(-tau * (rho - 1))) * advantage, False, False
+    if s.token_loss == "cispo":
+        return min(max(r, low), high) * advantage * log_p, r < low, r > high
+    if s.token_loss == "dppo":  # the divergence of the two-valued distributions, eq. 13
+        far = abs(math.exp(log_p.item()) - math.exp(old))
+        falls = advantage < 0 and r < 1 and far > s.epsilon
+        rises = advantage > 0 and r > 1 and far > s.epsilon_high
+        return 0.0 if falls or rises else rho * advantage, falls, rises
+    clipped = min(max(r, low), high) * advantage
+    term = rho * advantage if r * advantage <= clipped else clipped
+    return term, advantage < 0 and r < low, advantage > 0 and r > high
+
+
+def stare_weights(completions, numbers, s):
+    """(completion, t) -> omega."""
+    tokens = [(c, t) for c in completions for t in written(c)]
+    omega = dict.fromkeys(tokens, 1.0)
+    if not tokens or sum(numbers[c][1][t] for c, t in tokens) / len(tokens) >= s.target_entropy:
+        return omega
+    for sign, weight in zip((1, -1), s.stare, strict=True):
+        ordered = sorted(
+            ((c, t) for c, t in tokens if sign * c.advantage > 0),
+            key=lambda key: numbers[key[0]][0][key[1]],
+        )
+        for key in ordered[: math.ceil(s.surprising * len(ordered))]:
+            omega[key] = weight
+    return omega
+
+
 def weight_of_token(completion, completions, kept, s):
     counted = kept if s.renormalize else {(c, t) for c in completions for t in written(c)}
     if s.aggregation == "token-mean":
@@ -117,6 +164,7 @@ def loss_and_metrics(
     model = double(model)
     now = statistics(model, completions, temperature)
     kept, silenced, tau_h = masks(completions, mask_from or now, s)
+    omega = stare_weights(completions, mask_from or now, s)
     if s.silence is None:
         tau_h = masks([c for c in completions if c.advantage != 0], now, s)[2]
     total, count, mass = 0.0, Counter(), Counter()
@@ -142,25 +190,25 @@ def loss_and_metrics(
         old_logprobs = c.rollout_logprobs if s.old_is_rollout else (old or now)[c][0]
         gaps = [(old or now)[c][0][t] - c.rollout_logprobs[t] for t in range(len(c.token_ids))]
         policy_terms = []
+        all_log_p = torch.log_softmax(logits, -1)
+        chosen = {t: all_log_p[t, c.token_ids[t]] for t in written(c)}
+        rho = ratios(chosen, old_logprobs, written(c), s.token_loss)
         for t in written(c):
-            token = c.token_ids[t]
-            log_p = torch.log_softmax(logits[t], -1)
+            token, log_p = c.token_ids[t], all_log_p[t]
             p = log_p.exp()
             entropy = -(p * log_p).sum()
-            ratio = torch.exp(log_p[token] - old_logprobs[t])
-            clipped = min(max(ratio.item(), 1 - s.epsilon), 1 + s.epsilon_high)
-            term = (
-                ratio * c.advantage
-                if ratio.item() * c.advantage <= clipped * c.advantage
-                else clipped * c.advantage
+            term, too_low, too_high = policy_term(
+                rho[t], log_p[token], old_logprobs[t], c.advantage, s
             )
+            term = omega[c, t] * term
             product = math.exp(sum(gaps[i] for i in written(c)))
             importance = {
                 "token-truncate": math.exp(gaps[t]),
+                "icepop": math.exp(gaps[t]),
                 "sequence-mask": product,
                 "off": 1.0,
             }[s.correction]
-            capped = importance > s.cap
+            capped = importance > s.cap or (s.correction == "icepop" and importance < 1 / s.cap)
             if capped:
                 importance = s.cap if s.correction == "token-truncate" else 0.0
             policy_terms.append(importance * term)
@@ -182,8 +230,8 @@ def loss_and_metrics(
                 sums["gap_k3"] += math.exp(gaps[t]) - gaps[t] - 1
                 sums["gap_max"] = max(sums["gap_max"], abs(gaps[t]))
                 if (c, t) in kept:
-                    sums["clipped_low"] += c.advantage < 0 and ratio.item() < 1 - s.epsilon
-                    sums["clipped_high"] += c.advantage > 0 and ratio.item() > 1 + s.epsilon_high
+                    sums["clipped_low"] += too_low
+                    sums["clipped_high"] += too_high
         if c.advantage == 0:
             continue
         surrogate = sum(policy_terms)
@@ -211,6 +259,7 @@ def loss_and_metrics(
         "loss": total.item(),
         "kept": len(kept),
         "silenced": len(silenced),
+        "amplified": sum(weight != 1 for weight in omega.values()),
         "capped": count["capped"],
     }
     metrics |= {"gradient_mass": mass["active"], "tau_h": None if tau_h == -math.inf else tau_h}

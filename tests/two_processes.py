@@ -14,7 +14,8 @@ from accelerate import Accelerator
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-from helpers import INVARIANT, adapted_policy, later_update, objective, run_update
+from helpers import adapted_policy, later_update, objective, run_update
+from objectives import INVARIANT
 
 model, out = Path(sys.argv[1]), Path(sys.argv[2])
 accelerator = Accelerator(cpu=True)

@@ -4,27 +4,37 @@ import torch
 from torch import Tensor
 
 
-def group_advantages(rewards: Tensor, scale: bool = True, eps: float = 1e-6) -> Tensor:
+def group_advantages(rewards: Tensor, scale: str = "group", eps: float = 1e-6) -> Tensor:
     """A_i = (R_i - mean(R)) / (std(R) + eps) within each group (STAPO sec. 2; verl's GRPO
     estimator).
 
     Args:
         rewards: [groups, G] float; NaN marks a completion without a verdict, which gets advantage 0
-            and does not count in its group's mean and deviation.
-        scale: divide by the standard deviation; without it this is Dr. GRPO's advantage (arXiv
+            and does not count in means and deviations.
+        scale: what the difference is divided by. `group`: the group's standard deviation; `batch`:
+            that of all rewards (arXiv 2508.08221, and TRL); `mean`: the group's mean, for rewards
+            that are not negative (MaxRL, arXiv 2602.02710); `none`: nothing (Dr. GRPO, arXiv
             2503.20783).
         eps: keeps rewards that differ only by rounding from being blown up, as in verl.
 
     Returns:
-        [groups, G], the same dtype. The standard deviation is the sample one (G - 1), as in verl
-        and TRL. Exactly 0 for every member of a group whose rewards are all equal.
+        [groups, G], the same dtype. Standard deviations are sample ones (n - 1), as in verl and
+        TRL. Exactly 0 for every member of a group whose rewards are all equal.
     """
     lowest = rewards.nan_to_num(torch.inf).amin(-1, keepdim=True)
     above = rewards - lowest  # if all are equal, exactly 0, as their mean may not be
     deviation = above - above.nanmean(-1, keepdim=True)
-    if scale:
-        count = (~rewards.isnan()).sum(-1, keepdim=True)
-        squares = deviation.square().nansum(-1, keepdim=True)
-        std = (squares / (count - 1)).sqrt()
-        deviation = deviation / (std + eps)
+    if scale == "group":
+        deviation = deviation / (_std(deviation, -1) + eps)
+    elif scale == "batch":
+        deviation = deviation / (_std(rewards.flatten() - rewards.nanmean(), 0) + eps)
+    elif scale == "mean":
+        deviation = deviation / (rewards.nanmean(-1, keepdim=True) + eps)
     return deviation.nan_to_num(0.0)
+
+
+def _std(deviation: Tensor, dim: int) -> Tensor:
+    """The sample standard deviation from differences to the mean, NaN left out; the dimension is
+    kept."""
+    count = (~deviation.isnan()).sum(dim, keepdim=True)
+    return (deviation.square().nansum(dim, keepdim=True) / (count - 1)).sqrt()

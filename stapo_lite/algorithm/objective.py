@@ -10,38 +10,91 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+SAPO_TEMPERATURES = (1.0, 1.05)
+"""Of SAPO's gate, for A > 0 and for the rest (arXiv 2511.20347, and TRL)."""
+
 
 class TokenLoss(NamedTuple):
-    """The clipped loss of each token and what clipping did, each [n]."""
+    """The loss of each token and what its bounds did, each [n]."""
 
     loss: Tensor
-    """-min(rho A, clip(rho) A), with gradient"""
+    """with gradient"""
     gradient: Tensor
-    """w = rho A, 0 if clipped: minus the derivative of `loss` by the log-probability"""
+    """w: minus the derivative of `loss` by the log-probability"""
     clipped_low: Tensor
-    """bool: A < 0 and rho < 1 - epsilon, so no gradient"""
+    """bool: the lower bound took effect"""
     clipped_high: Tensor
-    """bool: A > 0 and rho > 1 + epsilon_high, so no gradient"""
+    """bool: the upper bound took effect"""
 
 
-def clipped_token_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, epsilon: float, epsilon_high: float
+def token_loss(
+    kind: str,
+    logprobs: Tensor,
+    log_ratio: Tensor,
+    advantages: Tensor,
+    epsilon: float,
+    epsilon_high: float,
 ) -> TokenLoss:
-    """-min(rho A, clip(rho, 1 - epsilon, 1 + epsilon_high) A) for each token (PPO with DAPO's
-    clip-higher).
+    """The policy loss of each token. With the ratio rho = pi / pi_old and the bounds
+    low = 1 - epsilon and high = 1 + epsilon_high it is minus
+
+        clip   min(rho A, clip(rho, low, high) A)       PPO with DAPO's clip-higher
+        gspo   the same; rho is the sequence's          arXiv 2507.18071, `sequence_log_ratio`
+        cispo  clip(rho, low, high) A log pi            arXiv 2506.13585, eq. 4; only log pi has a
+                                                        gradient
+        dppo   rho A, or 0 beyond the bounds            arXiv 2602.04879, by total variation: they
+                                                        are -epsilon and epsilon_high, for
+                                                        pi - pi_old
+        sapo   4 / tau sigmoid(tau (rho - 1)) A         arXiv 2511.20347; no bounds
+
+    Apart from `cispo`, a bound takes effect only where the token has moved as A wants it: below for
+    A < 0, above for A > 0. It then has no gradient.
 
     Args:
-        logprobs: [n] fp32 with gradient.
-        old_logprobs: [n] fp32. For the first update after a rollout pass `logprobs.detach()`.
+        logprobs: log pi, [n] fp32 with gradient.
+        log_ratio: log rho, [n] fp32 with gradient. For the first update after a rollout it is 0.
         advantages: [n] fp32.
     """
-    ratio = torch.exp(logprobs - old_logprobs)
-    clipped = ratio.clamp(1 - epsilon, 1 + epsilon_high)
-    loss = -torch.minimum(ratio * advantages, clipped * advantages)
-    clipped_low = (advantages < 0) & (ratio < 1 - epsilon)
-    clipped_high = (advantages > 0) & (ratio > 1 + epsilon_high)
+    ratio, low, high = log_ratio.exp(), 1 - epsilon, 1 + epsilon_high
+    bounded = ratio.clamp(low, high)
+    below, above = ratio < low, ratio > high
+    if kind == "cispo":
+        weight = bounded.detach() * advantages
+        return TokenLoss(-weight * logprobs, weight, below, above)
+    if kind == "sapo":
+        tau = torch.where(advantages > 0, *SAPO_TEMPERATURES)
+        gate = torch.sigmoid(tau * (ratio - 1))
+        gradient = 4 * gate * (1 - gate) * ratio * advantages
+        never = torch.zeros_like(below)
+        return TokenLoss(-4 / tau * gate * advantages, gradient.detach(), never, never)
+    if kind == "dppo":
+        moved = logprobs.exp() - (logprobs - log_ratio).exp()
+        below, above = moved < -epsilon, moved > epsilon_high
+        bounded = torch.zeros_like(ratio)
+    clipped_low, clipped_high = (advantages < 0) & below, (advantages > 0) & above
+    value = torch.where(clipped_low | clipped_high, bounded.detach(), ratio) * advantages
     gradient = (ratio.detach() * advantages).masked_fill(clipped_low | clipped_high, 0.0)
-    return TokenLoss(loss, gradient, clipped_low, clipped_high)
+    return TokenLoss(-value, gradient, clipped_low, clipped_high)
+
+
+def sequence_log_ratio(log_ratio: Tensor, written: Tensor, rows: Tensor, sequences: int) -> Tensor:
+    """The log-ratio of a whole sequence at each of its tokens: the mean over the tokens that the
+    model wrote (arXiv 2507.18071, eq. 7). Its gradient is that of the token's own log-ratio
+    (GSPO-token, eq. 14), so that a token which a mask takes out has none; without a mask the sum
+    over the sequence has the gradient of GSPO.
+
+    Args:
+        log_ratio: [n] fp32 with gradient.
+        written: [n] bool.
+        rows: [n] int64 below `sequences`: the sequence of each token.
+
+    Returns:
+        [n] fp32.
+    """
+    value = log_ratio.detach()
+    sums = segment_sum(value.where(written, 0.0), rows, sequences)
+    means = sums / segment_sum(written, rows, sequences).clamp(min=1)
+    return means[rows].float() + (log_ratio - value)
 
 
 def k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
@@ -72,12 +125,14 @@ def sampler_correction(
         old_logprobs, rollout_logprobs: [n] fp32.
         rows: [n] int64 below `sequences`: the sequence of each token.
         mode: `token-truncate`: min(pi_old / pi_rollout, cap) of each token (truncated importance
-            sampling, TRL's `token_truncate`); `sequence-mask`: the product of the ratios of a
-            sequence, 0 if it is above the cap (TRL's `sequence_mask`); `off`: 1.
+            sampling, TRL's `token_truncate`); `icepop`: the ratio, or 0 if it is not between 1 /
+            cap and cap (Ring-1T, arXiv 2510.18855; TRL's `token_mask`); `sequence-mask`: the
+            product of the ratios of a sequence, 0 if it is above the cap (TRL's `sequence_mask`);
+            `off`: 1.
         cap: the largest weight.
 
     Returns:
-        weights [n] fp32, and whether the cap took effect, [n] bool.
+        weights [n] fp32, and whether a bound took effect, [n] bool.
     """
     log_ratio = old_logprobs - rollout_logprobs
     if mode == "off":
@@ -88,6 +143,8 @@ def sampler_correction(
     capped = ratio > cap
     if mode == "token-truncate":
         return ratio.clamp(max=cap), capped
+    if mode == "icepop":
+        capped |= ratio < 1 / cap
     return ratio.masked_fill(capped, 0.0), capped
 
 

@@ -17,6 +17,7 @@ from stapo_lite.config.schema import (
     Prompting,
     Reward,
     Rollout,
+    Stare,
     Symptom,
     Train,
 )

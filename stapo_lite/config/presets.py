@@ -28,6 +28,27 @@ _ALGORITHMS: dict[str, dict[str, Any]] = {
         "objective.epsilon_high": 0.2,
         "objective.scale_rewards": "none",
     },
+    "cispo": _NO_S2T
+    | {"objective.token_loss": "cispo", "objective.epsilon": 1.0, "objective.epsilon_high": 4.0},
+    "gspo": _NO_S2T
+    | {
+        "objective.token_loss": "gspo",
+        "objective.aggregation": "sequence-mean",
+        "objective.epsilon": 3e-4,
+        "objective.epsilon_high": 4e-4,
+    },
+    "dppo": _NO_S2T
+    | {
+        "objective.token_loss": "dppo",
+        "objective.aggregation": "constant",
+        "objective.epsilon": 0.15,
+        "objective.epsilon_high": 0.15,
+        "objective.scale_rewards": "none",
+        "objective.old_logprobs": "rollout",
+    },
+    "sapo": _NO_S2T | {"objective.token_loss": "sapo", "objective.aggregation": "sequence-mean"},
+    "maxrl": _NO_S2T | {"objective.scale_rewards": "mean", "reward.incorrect": 0.0},
+    "stare": _NO_S2T | {"objective.stare.weight": 1.1},
 }
 _S2T_PRESETS: dict[str, dict[str, Any]] = {
     "paper": {},  # the defaults

@@ -297,18 +297,46 @@ class S2T(Section):
     times it, so that silenced tokens stay near this share of all completion tokens."""
 
 
+class Stare(Section):
+    """Amplification of surprising tokens (arXiv 2606.19236, STARE): those of lowest probability."""
+
+    weight: PositiveFloat = 1.0
+    """Multiplies the loss of surprising tokens of positive advantage; the paper has 1.1."""
+    negative_weight: NonNegativeFloat = 1.0
+    """The same for those of negative advantage; the paper's second variant has 0.9."""
+    share: Share = 0.1
+    """Share of the tokens of positive, and of those of negative advantage that is surprising."""
+    target_entropy: NonNegativeFloat = 0.3
+    """Weights apply to a mini-batch only while its mean entropy is below this, in nats."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether any token gets another weight."""
+        return (self.weight, self.negative_weight) != (1, 1)
+
+
 class Objective(Section):
     """Advantages, token loss and which tokens it is summed over."""
 
-    scale_rewards: Literal["group", "none"] = "group"
-    """Divide advantages by the group's standard deviation, or not (Dr. GRPO)."""
+    scale_rewards: Literal["group", "batch", "mean", "none"] = "group"
+    """Divide advantages by the standard deviation of the group's rewards, or of the whole step's;
+    by the group's mean reward (MaxRL, for rewards of 0 and 1); or not (Dr. GRPO)."""
+    mask_truncated_completions: bool = False
+    """Leave completions that were cut off at `max_completion_length` out of loss and denominator.
+    Their rewards count in their groups."""
+    token_loss: Literal["clip", "cispo", "gspo", "dppo", "sapo"] = "clip"
+    """How a token's ratio to the old policy bounds its loss ([methods.md](methods.md)): PPO's clip;
+    the clipped ratio as a constant weight; the clip of the whole sequence's ratio; no gradient
+    where the probability has moved too far; a soft gate in place of a bound."""
     aggregation: Literal["token-mean", "sequence-mean", "constant"] = "token-mean"
     """Mean over the tokens of the mini-batch (DAPO); mean over each sequence, then over sequences
     (GRPO); sum over completions x `max_completion_length` (Dr. GRPO)."""
-    epsilon: float = Field(0.2, ge=0, lt=1)
-    """Lower clip: the ratio is not rewarded for falling below 1 - epsilon."""
+    epsilon: float = Field(0.2, ge=0, le=1)
+    """Lower clip: the ratio is not rewarded for falling below 1 - epsilon. With `dppo` the
+    probability may fall by epsilon."""
     epsilon_high: NonNegativeFloat = 0.28
-    """Upper clip: the ratio is not rewarded for rising above 1 + epsilon_high."""
+    """Upper clip: the ratio is not rewarded for rising above 1 + epsilon_high. With `dppo` the
+    probability may rise by epsilon_high."""
     beta: NonNegativeFloat = 0.0
     """Coefficient of the KL divergence (k3 estimator) from the reference: `lora.adapter`'s adapter,
     else the base."""
@@ -325,16 +353,18 @@ class Objective(Section):
     """Denominator of the ratio: the trainer's log-probabilities before the step's first update, or
     the engine's, which need no pass over the later mini-batches (the keep-mask may need one of its
     own)."""
-    sampler_correction: Annotated[Literal["token-truncate", "sequence-mask", "off"], _ON_OFF] = (
-        "token-truncate"
-    )
+    sampler_correction: Annotated[
+        Literal["token-truncate", "icepop", "sequence-mask", "off"], _ON_OFF
+    ] = "token-truncate"
     """Correction of the difference between trainer and engine, with `old_logprobs=trainer`.
-    `token-truncate`: weight each token by min(old / rollout, `sampler_cap`). `sequence-mask`:
-    weight each sequence by the product of its old / rollout, or by 0 if that is above the cap.
-    `off`: no weights."""
+    `token-truncate`: weight each token by min(old / rollout, `sampler_cap`). `icepop`: weight it by
+    old / rollout, or by 0 if that is above the cap or below 1 / cap. `sequence-mask`: weight each
+    sequence by the product of its old / rollout, or by 0 if that is above the cap. `off`: no
+    weights."""
     sampler_cap: PositiveFloat = 2.0
     """Largest weight of `sampler_correction`."""
     s2t: S2T = S2T()
+    stare: Stare = Stare()
 
 
 class Train(Section):
@@ -454,8 +484,12 @@ class Preset(Section):
 class Config(Preset):
     """A whole run."""
 
-    algorithm: Literal["stapo", "grpo", "dr-grpo", "dapo", "justrl", "20-entropy"] = "stapo"
-    """Sets fields of `objective`, `rollout` and `reward`; a field that you give stays as given."""
+    algorithm: Literal[
+        "stapo", "grpo", "dr-grpo", "dapo", "justrl", "20-entropy",
+        "cispo", "gspo", "dppo", "sapo", "maxrl", "stare",
+    ] = "stapo"  # fmt: skip
+    """Sets fields of `objective`, `rollout` and `reward` ([methods.md](methods.md)); a field that
+    you give stays as given."""
     model: UserPath
     """Base model: a folder, or a name on the Hub."""
     output_dir: UserPath
@@ -526,6 +560,10 @@ class Config(Preset):
         if objective.s2t.target_share is not None and not objective.s2t.enabled:
             fix = "set that, or leave target_share out"
             yield f"objective.s2t.target_share needs objective.s2t.enabled=true: {fix}"
+        negative = min(self.reward.correct, self.reward.incorrect) < 0
+        if objective.scale_rewards == "mean" and "math" in self.reward.functions and negative:
+            fix = "set reward.incorrect=0"
+            yield f"objective.scale_rewards=mean divides by the mean reward: {fix}"
         if train.batch_size % train.mini_batch_size:
             sizes = f"train.batch_size={train.batch_size} is not divisible by train.mini_batch_size"
             yield f"{sizes}={train.mini_batch_size}: choose a divisor"

@@ -16,9 +16,6 @@ TRL_NAMES = {
     "metric_for_best_model": "evaluation.best",
     "reward_funcs": "reward.functions; in Python Trainer(reward_funcs=...)",
     "reward_weights": "reward.weights",
-    "mask_truncated_completions": (
-        "none; with the reward `math`, reward.truncated_is_incorrect counts them as wrong"
-    ),
     "load_in_4bit": "quantization: nf4",
     "bf16": "dtype: bfloat16",
     "fp16": "dtype: float16",
@@ -40,8 +37,8 @@ TRL_NAMES = {
     "vllm_importance_sampling_cap": "objective.sampler_cap",
     "vllm_importance_sampling_clip_max": "objective.sampler_cap",
     "loss_type": (
-        "objective.aggregation: sequence-mean for grpo, token-mean for dapo, constant for "
-        "dr_grpo; algorithm sets all that a method differs in"
+        "algorithm, which sets objective.token_loss (cispo, sapo) and objective.aggregation: "
+        "sequence-mean for grpo, token-mean for dapo, constant for dr_grpo"
     ),
     "per_device_train_batch_size": (
         f"train.mini_batch_size, in prompts: {_PROMPTS}; train.max_tokens_per_microbatch "
@@ -63,8 +60,10 @@ TRL_NAMES = {
     "repetition_penalty": _WHOLE,
     "generation_kwargs": _WHOLE,
     "delta": "none: the objective has no second clip",
-    "importance_sampling_level": "none: ratios are of tokens",
-    "vllm_importance_sampling_clip_min": "none: the correction is capped from above only",
+    "importance_sampling_level": "algorithm: gspo for sequence",
+    "vllm_importance_sampling_clip_min": (
+        "objective.sampler_correction: icepop, which takes 1 / objective.sampler_cap"
+    ),
     "multi_objective_aggregation": "none: rewards are added up by reward.weights",
     "sync_ref_model": "none: the reference stays",
     "use_dora": "none: lora.use_rslora is the only variant",

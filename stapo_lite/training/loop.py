@@ -9,6 +9,7 @@ what differs from the paper; first of all, a LoRA adapter trains instead of the 
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -57,6 +58,8 @@ def take_step(run: Run, step: int) -> dict[str, Any]:
         run.call("on_step_begin", step)
         rollouts = sample_groups(run, step)
     assign_advantages(rollouts.batch, run.config)
+    if run.config.objective.mask_truncated_completions:
+        rollouts.batch = without_truncated(rollouts.batch)
     batches = make_mini_batches(rollouts.batch, run.learner)
     measure_old(batches[1:], run.learner)
     updates = update_on_each(run, batches)
@@ -126,18 +129,32 @@ def assign_advantages(groups: Sequence[Sequence[Completion]], config: Config) ->
     """Give each completion its group advantage, of the rewards less the soft overlong
     punishment."""
     reward, longest = config.reward, config.rollout.max_completion_length
+    scores = []
+    for completion in itertools.chain(*groups):
+        share = overlong_share(len(completion.token_ids), longest, reward.overlong_buffer)
+        completion.overlong_penalty = reward.overlong_penalty * share
+        judged = math.nan if completion.reward is None else completion.reward
+        scores.append(judged - completion.overlong_penalty)
+    rewards = torch.tensor(scores, dtype=torch.float64)
+    rewards = rewards.view(len(groups), config.rollout.num_generations)
+    advantages = group_advantages(rewards, config.objective.scale_rewards).flatten().tolist()
+    for completion, advantage in zip(itertools.chain(*groups), advantages, strict=True):
+        completion.advantage = advantage
+
+
+def without_truncated(groups: Sequence[Sequence[Completion]]) -> list[list[Completion]]:
+    """The groups with copies of their truncated completions of which no token counts as written:
+    they are neither in the loss nor in its denominator."""
+    result = []
     for group in groups:
-        scores = []
-        for completion in group:
-            share = overlong_share(len(completion.token_ids), longest, reward.overlong_buffer)
-            completion.overlong_penalty = reward.overlong_penalty * share
-            judged = math.nan if completion.reward is None else completion.reward
-            scores.append(judged - completion.overlong_penalty)
-        advantages = group_advantages(
-            torch.tensor(scores, dtype=torch.float64), config.objective.scale_rewards == "group"
-        )
-        for completion, advantage in zip(group, advantages.tolist(), strict=True):
-            completion.advantage = advantage
+        result.append([leave_out(c) if c.truncated else c for c in group])
+    return result
+
+
+def leave_out(completion: Completion) -> Completion:
+    """A copy that trains nothing."""
+    nothing = [False] * len(completion.token_ids)
+    return replace(completion, advantage=0.0, loss_mask=nothing)
 
 
 def make_mini_batches(groups: Sequence[Sequence[Completion]], learner: Learner) -> list[MiniBatch]:

@@ -80,6 +80,7 @@ def count_tokens(batch: MiniBatch, masks: Masks) -> dict[str, Tensor]:
         "batch_tokens": batch.loss_mask.sum(),
         "kept": masks.keep.sum(),
         "silenced": masks.silenced.sum(),
+        "amplified": (masks.amplification != 1).sum(),
     }
 
 
@@ -232,7 +233,7 @@ def step_metrics(
         "tau_h": ratio(sum(thresholds), len(thresholds)),
         **{
             f"{name}_share": ratio(t[name], t["batch_tokens"])
-            for name in ("kept", "silenced", "candidate", *KINDS)
+            for name in ("kept", "silenced", "amplified", "candidate", *KINDS)
         },
         **{
             f"{kind}_gradient_share": ratio(t[f"{kind}_mass"], t["gradient_mass"]) for kind in KINDS

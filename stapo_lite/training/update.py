@@ -21,16 +21,17 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from stapo_lite.algorithm.microbatches import MiniBatch, TokenBudget, pack
+from stapo_lite.algorithm.microbatches import MiniBatch, pack
 from stapo_lite.algorithm.objective import (
     Totals,
-    clipped_token_loss,
     k3,
     logit_gradient_norm,
     loss_scale,
     sampler_correction,
     segment_sum,
+    sequence_log_ratio,
     sequence_weights,
+    token_loss,
 )
 from stapo_lite.algorithm.s2t import (
     candidate_mask,
@@ -38,10 +39,12 @@ from stapo_lite.algorithm.s2t import (
     spurious_mask,
     top_entropy_mask,
 )
-from stapo_lite.config import S2T, Config, Objective
+from stapo_lite.algorithm.stare import highest_of_lowest
+from stapo_lite.config import S2T, Config, Objective, Stare
 from stapo_lite.errors import RunError
 from stapo_lite.model.loading import default_stream
 from stapo_lite.model.policy import Policy, sum_gradients
+from stapo_lite.training.budget import TokenBudget
 from stapo_lite.training.checkpoint import Progress
 from stapo_lite.training.metrics import count_gradient, count_tokens, gather_values, masked_sum
 from stapo_lite.types import (
@@ -172,7 +175,8 @@ def find_masks(
 ) -> Masks:
     """Find the keep-mask of this process's share, with the thresholds of the whole mini-batch.
 
-    I = 0 for S2T's spurious tokens, and for those below 20-Entropy's quantile.
+    I = 0 for S2T's spurious tokens, and for those below 20-Entropy's quantile; STARE's weights
+    belong to the same thresholds.
     """
     s2t, entropy = objective.s2t, statistics.entropy
     silenced, tau_h = torch.zeros_like(batch.loss_mask), None
@@ -194,7 +198,24 @@ def find_masks(
     if objective.top_entropy_quantile < 1:
         lowest = threshold(entropy, batch.loss_mask, 1 - objective.top_entropy_quantile, gather)
         keep &= top_entropy_mask(entropy, lowest)
-    return Masks(keep, silenced, statistics, tau_h)
+    amplification = torch.ones_like(batch.advantages)
+    if objective.stare.enabled:
+        amplification = amplify(statistics, batch, objective.stare, gather)
+    return Masks(keep, silenced, amplification, statistics, tau_h)
+
+
+def amplify(
+    statistics: TokenStatistics, batch: MiniBatch, stare: Stare, gather: Collective
+) -> Tensor:
+    """STARE's omega, [N] fp32."""
+    amplification, logprobs = torch.ones_like(batch.advantages), statistics.logprobs
+    entropies = gather(statistics.entropy[batch.loss_mask]).double()
+    if entropies.mean() < stare.target_entropy:
+        for sign, weight in ((1, stare.weight), (-1, stare.negative_weight)):
+            population = batch.loss_mask & (sign * batch.advantages > 0)
+            most = highest_of_lowest(gather(logprobs[population]), stare.share)
+            amplification.masked_fill_(population & (logprobs <= most), weight)
+    return amplification
 
 
 def ablation_score(entropy: Tensor, batch: MiniBatch, s2t: S2T) -> Tensor:
@@ -278,7 +299,8 @@ def rehearse(learner: Learner) -> None:
     length = row - len(prompt.token_ids)
     completion = Completion(prompt, [0] * length, [0.0] * length, True, 0, advantage=1.0)
     batch = pack([completion] * rows, policy.device)
-    masks = Masks(batch.loss_mask, ~batch.loss_mask, blank_statistics(batch), tau_h=None)
+    every, ones = batch.loss_mask, torch.ones_like(batch.advantages)
+    masks = Masks(every, ~every, ones, blank_statistics(batch), tau_h=None)
     weights = weigh_tokens(masks, batch, learner.objective, length, learner.reduce)
     assert weights is not None
     states = []  # room for the optimiser's, which come with its first step
@@ -309,10 +331,10 @@ def add_micro_batch(
 ) -> Tensor:
     """Run a micro-batch through the forward pass and note it in `done`. Its part of the loss is
 
-    sum over kept tokens of  factor * (correction * clipped loss + beta * k3 - entropy_coef * H)
+    sum over kept tokens of  factor * (correction * token loss + beta * k3 - entropy_coef * H)
 
     Returns:
-        [] float64, a sum that has the gradient of that loss: in place of the clipped loss it has
+        [] float64, a sum that has the gradient of that loss: in place of the token loss it has
         -w log pi, whose derivative is the same, and 0 for a masked token even if its ratio w is
         infinite.
     """
@@ -323,9 +345,13 @@ def add_micro_batch(
     now = policy.score(completions, hidden, differentiable_entropy=objective.entropy_coef > 0)
     logprobs = now.logprobs.detach()
     old_logprobs, correction, capped = ratio_denominator(batch, tokens, logprobs, objective)
-    token = clipped_token_loss(
-        logprobs, old_logprobs, batch.advantages[tokens], objective.epsilon, objective.epsilon_high
-    )
+    correction = correction * masks.amplification[tokens]
+    log_ratio = logprobs - old_logprobs
+    if objective.token_loss == "gspo":
+        written, places = batch.loss_mask[tokens], batch.rows[tokens]
+        log_ratio = sequence_log_ratio(log_ratio, written, places, len(batch.completions))
+    kind, bounds = objective.token_loss, (objective.epsilon, objective.epsilon_high)
+    token = token_loss(kind, logprobs, log_ratio, batch.advantages[tokens], *bounds)
     weight = correction * token.gradient
     others = -objective.entropy_coef * now.entropy
     if ref_logprobs is not None:
@@ -486,6 +512,7 @@ def old_inputs(completions: Sequence[Completion], objective: Objective) -> list[
 def mask_inputs(completions: Sequence[Completion], objective: Objective) -> list[int]:
     """Rows whose statistics the masks depend on."""
     s2t, rows = objective.s2t, range(len(completions))
-    if objective.top_entropy_quantile < 1 or (s2t.enabled and s2t.population == "all"):
+    every = objective.top_entropy_quantile < 1 or objective.stare.enabled
+    if every or (s2t.enabled and s2t.population == "all"):
         return list(rows)
     return [row for row in rows if s2t.enabled and completions[row].advantage > 0]

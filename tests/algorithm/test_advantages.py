@@ -12,14 +12,27 @@ NAN, HALF = math.nan, math.sqrt(0.5)
     ("scale", "rewards", "expected"),
     [
         # mean 1/4, sample standard deviation sqrt((0.75^2 + 3 * 0.25^2) / 3) = 1/2
-        (True, [[1.0, 0.0, 0.0, 0.0]], [[1.5, -0.5, -0.5, -0.5]]),
+        ("group", [[1.0, 0.0, 0.0, 0.0]], [[1.5, -0.5, -0.5, -0.5]]),
         # groups do not see each other
-        (True, [[1.0, -1.0], [5.0, 9.0]], [[HALF, -HALF], [-HALF, HALF]]),
+        ("group", [[1.0, -1.0], [5.0, 9.0]], [[HALF, -HALF], [-HALF, HALF]]),
         # a completion without a verdict counts for nobody
-        (True, [[1.0, NAN, 0.0, 0.0, 0.0]], [[1.5, 0.0, -0.5, -0.5, -0.5]]),
-        (True, [[NAN, NAN], [2.0, NAN]], [[0.0, 0.0], [0.0, 0.0]]),
+        ("group", [[1.0, NAN, 0.0, 0.0, 0.0]], [[1.5, 0.0, -0.5, -0.5, -0.5]]),
+        ("group", [[NAN, NAN], [2.0, NAN]], [[0.0, 0.0], [0.0, 0.0]]),
         # without scaling only the mean is taken off
-        (False, [[1.0, 0.0, 0.0, NAN], [2.0] * 4], [[2 / 3, -1 / 3, -1 / 3, 0.0], [0.0] * 4]),
+        ("none", [[1.0, 0.0, 0.0, NAN], [2.0] * 4], [[2 / 3, -1 / 3, -1 / 3, 0.0], [0.0] * 4]),
+        # of all five rewards: mean 2, standard deviation sqrt((4 + 0 + 1 + 1 + 4) / 4)
+        (
+            "batch",
+            [[4.0, 2.0, NAN], [3.0, 1.0, 0.0]],
+            [
+                [1 / math.sqrt(2.5), -1 / math.sqrt(2.5), 0.0],
+                [difference / 3 / math.sqrt(2.5) for difference in (5, -1, -4)],
+            ],
+        ),
+        ("batch", [[1.0, 1.0], [1.0, 1.0]], [[0.0, 0.0], [0.0, 0.0]]),
+        # a right one of four is worth 1 / mean - 1; a group without any is worth nothing
+        ("mean", [[1.0, 0.0, 0.0, 0.0], [0.0] * 4], [[3.0, -1.0, -1.0, -1.0], [0.0] * 4]),
+        ("mean", [[1.0, 1.0, NAN, 0.0]], [[0.5, 0.5, 0.0, -1.0]]),
     ],
 )
 def test_groups_by_hand(scale, rewards, expected):

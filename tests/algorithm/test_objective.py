@@ -1,38 +1,76 @@
+import math
+
 import pytest
 import torch
 
 from stapo_lite.algorithm.objective import (
     Totals,
-    clipped_token_loss,
     k3,
     sampler_correction,
+    sequence_log_ratio,
     sequence_weights,
+    token_loss,
 )
 
-# ratio, advantage -> loss, gradient with respect to log pi; epsilon 0.2, epsilon_high 0.28
-CASES = [
-    (1.0, 2.0, -2.0, -2.0),
-    (1.2, 2.0, -2.4, -2.4),
-    (1.5, 2.0, -2.56, 0.0),  # clipped high: 1.28 * 2
-    (0.5, 2.0, -1.0, -1.0),  # the pessimistic side is never clipped
-    (1.0, -1.0, 1.0, 1.0),
-    (0.5, -1.0, 0.8, 0.0),  # clipped low
-    (1.5, -1.0, 1.5, 1.5),
-    (1.7, 0.0, 0.0, 0.0),
-]
+# ratio, advantage -> objective, its derivative by log pi, the bound that took effect. The bounds
+# are 0.8 and 1.28, for dppo -0.2 and 0.28 from a probability of 0.5.
+SIGMOID = 1 / (1 + math.exp(-0.5))
+CASES = {
+    "clip": [
+        (1.0, 2.0, 2.0, 2.0, ""),
+        (1.2, 2.0, 2.4, 2.4, ""),
+        (1.5, 2.0, 2.56, 0.0, "high"),
+        (0.5, 2.0, 1.0, 1.0, ""),  # the pessimistic side is never clipped
+        (1.0, -1.0, -1.0, -1.0, ""),
+        (0.5, -1.0, -0.8, 0.0, "low"),
+        (1.5, -1.0, -1.5, -1.5, ""),
+        (1.7, 0.0, 0.0, 0.0, ""),
+    ],
+    "cispo": [  # times log pi, whose derivative is 1
+        (1.0, 2.0, 2 * math.log(0.5), 2.0, ""),
+        (1.5, 2.0, 2.56 * math.log(0.75), 2.56, "high"),
+        (0.5, 2.0, 1.6 * math.log(0.25), 1.6, "low"),
+        (1.5, -1.0, -1.28 * math.log(0.75), -1.28, "high"),
+    ],
+    "dppo": [
+        (1.5, 2.0, 3.0, 3.0, ""),  # 0.5 to 0.75
+        (1.6, 2.0, 0.0, 0.0, "high"),  # to 0.8
+        (0.5, 2.0, 1.0, 1.0, ""),
+        (0.7, -1.0, -0.7, -0.7, ""),  # to 0.35
+        (0.5, -1.0, 0.0, 0.0, "low"),  # to 0.25
+        (1.6, -1.0, -1.6, -1.6, ""),
+    ],
+    "sapo": [
+        (1.0, 2.0, 4.0, 2.0, ""),  # on policy the gradient is A
+        (1.0, -1.0, -2 / 1.05, -1.0, ""),
+        (1.5, 2.0, 8 * SIGMOID, 8 * SIGMOID * (1 - SIGMOID) * 1.5, ""),
+    ],
+}
 
 
-def test_clipped_loss_by_hand():
-    ratios, advantages, losses, gradients = torch.tensor(CASES).unbind(1)
-    old = torch.full_like(ratios, -3.0)
+@pytest.mark.parametrize("kind", CASES)
+def test_token_losses_by_hand(kind):
+    ratios, advantages, values, derivatives = torch.tensor([c[:4] for c in CASES[kind]]).unbind(1)
+    old = torch.full_like(ratios, 0.5).log()
     logprobs = (old + ratios.log()).requires_grad_()
-    token = clipped_token_loss(logprobs, old, advantages, epsilon=0.2, epsilon_high=0.28)
+    token = token_loss(kind, logprobs, logprobs - old, advantages, epsilon=0.2, epsilon_high=0.28)
     token.loss.sum().backward()
-    torch.testing.assert_close(token.loss, losses, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(logprobs.grad, gradients, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(token.gradient, -gradients, rtol=1e-6, atol=1e-6)
-    assert token.clipped_low.tolist() == [case[:2] == (0.5, -1.0) for case in CASES]
-    assert token.clipped_high.tolist() == [case[:2] == (1.5, 2.0) for case in CASES]
+    torch.testing.assert_close(token.loss, -values, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(logprobs.grad, -derivatives, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(token.gradient, derivatives, rtol=1e-6, atol=1e-6)
+    assert token.clipped_low.tolist() == [case[4] == "low" for case in CASES[kind]]
+    assert token.clipped_high.tolist() == [case[4] == "high" for case in CASES[kind]]
+
+
+def test_the_ratio_of_a_sequence_by_hand():
+    """Of 0.5 and 8 and a token that the model did not write, and of 1.5 alone: their geometric
+    means, with the gradient of the own token."""
+    ratios = torch.tensor([0.5, 8.0, 100.0, 1.5]).log().requires_grad_()
+    written = torch.tensor([True, True, False, True])
+    log_ratio = sequence_log_ratio(ratios, written, torch.tensor([1, 1, 1, 0]), 3)
+    assert log_ratio.exp().tolist() == pytest.approx([2.0, 2.0, 2.0, 1.5])
+    (weights := torch.tensor([1.0, 2.0, 0.0, 3.0])).mul(log_ratio).sum().backward()
+    assert ratios.grad.tolist() == weights.tolist()
 
 
 def test_k3_by_hand_and_its_gradient():
@@ -58,6 +96,7 @@ def test_k3_by_hand_and_its_gradient():
     ("correction", "expected", "capped"),
     [
         ("token-truncate", [1.5, 0.5, 2.0, 1.5, 1.2], [False, False, True, False, False]),
+        ("icepop", [1.5, 0.5, 0.0, 1.5, 1.2], [False, False, True, False, False]),
         (
             "sequence-mask",
             [0.0, 0.0, 0.0, 1.8, 1.8],
@@ -75,6 +114,16 @@ def test_sampler_correction_by_hand(correction, expected, capped):
     )
     torch.testing.assert_close(weights, torch.tensor(expected))
     assert above.tolist() == capped
+
+
+def test_icepop_drops_on_both_sides():
+    ratios = torch.tensor([0.24, 0.26, 3.9, 4.1])
+    rollout, rows = torch.full((4,), -2.0), torch.zeros(4, dtype=torch.int64)
+    weights, outside = sampler_correction(
+        rollout + ratios.log(), rollout, rows, 1, "icepop", cap=4.0
+    )
+    assert weights.tolist() == pytest.approx([0.0, 0.26, 3.9, 0.0])
+    assert outside.tolist() == [True, False, False, True]
 
 
 def test_weights_make_the_three_means():

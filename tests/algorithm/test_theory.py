@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stapo_lite.algorithm.lm_head import token_statistics
-from stapo_lite.algorithm.objective import clipped_token_loss, logit_gradient_norm
+from stapo_lite.algorithm.objective import logit_gradient_norm, token_loss
 
 VOCABULARY = 50
 C_V = (VOCABULARY - 1) / (VOCABULARY * math.log(VOCABULARY) ** 2)
@@ -33,16 +33,17 @@ ADVERSARIAL = {
 }
 
 
-def check(logits, target, shift, advantage):
-    """One token in float64, by autograd through softmax, ratio and clip; and as training does it:
-    fp32, from the LM head."""
+def check(logits, target, shift, advantage, kind="clip"):
+    """One token in float64, by autograd through softmax, ratio and its bounds; and as training does
+    it: fp32, from the LM head."""
     a = logits.double().requires_grad_()
     logprob = torch.log_softmax(a, -1)[target].view(1)
     old, advantages = logprob.detach() + shift, torch.full_like(logprob, advantage)
-    loss = clipped_token_loss(logprob, old, advantages, 0.2, 0.28).loss
+    loss = token_loss(kind, logprob, logprob - old, advantages, 0.2, 0.28).loss
     exact = torch.autograd.grad(loss.sum(), a)[0].norm().item()
     s = token_statistics(logits.float()[None], torch.eye(VOCABULARY), torch.tensor([target]))
-    gradient = clipped_token_loss(s.logprobs, old.float(), advantages.float(), 0.2, 0.28).gradient
+    log_ratio = s.logprobs - old.float()
+    gradient = token_loss(kind, s.logprobs, log_ratio, advantages.float(), 0.2, 0.28).gradient
     norm, w = logit_gradient_norm(gradient, s.logprobs, s.collision).item(), gradient.item()
     assert norm == pytest.approx(exact, rel=2e-5, abs=2e-5 * abs(w))
     pi, entropy = s.logprobs.exp().item(), s.entropy.item()
@@ -67,10 +68,11 @@ def test_identity_and_bounds_on_extreme_distributions(name, target, shift, advan
     target=st.integers(0, VOCABULARY - 1),
     shift=st.floats(-0.4, 0.4),
     advantage=st.floats(-3, 3).filter(lambda a: abs(a) > 1e-3),
+    kind=st.sampled_from(["clip", "cispo", "dppo", "sapo"]),
 )
-def test_identity_and_bounds_on_random_distributions(seed, scale, target, shift, advantage):
+def test_identity_and_bounds_on_random_distributions(seed, scale, target, shift, advantage, kind):
     logits = scale * torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(seed))
-    check(logits, target, shift, advantage)
+    check(logits, target, shift, advantage, kind)
 
 
 def test_the_bounds_are_met_with_equality_where_the_paper_says():

@@ -1,4 +1,5 @@
 import copy
+import re
 
 import pytest
 import yaml
@@ -13,6 +14,7 @@ from stapo_lite.config import (
     load_eval_config,
     to_yaml,
 )
+from stapo_lite.config.presets import PRESETS
 from stapo_lite.errors import InputError
 
 REQUIRED = {"eval", "quickstart", "qwen1.7b_lora", "qwen8b_lora", "qwen8b_qlora", "qwen14b_qlora"}
@@ -39,7 +41,14 @@ PAPERS = {
     "dapo": (False, "token-mean", 0.2, 0.28, 0.0, 1.0, "group", True, 1.0),
     "justrl": (False, "token-mean", 0.2, 0.28, 0.0, 1.0, "group", False, 0.0),
     "20-entropy": (False, "token-mean", 0.2, 0.28, 0.0, 0.2, "group", False, 0.0),
+    "cispo": (False, "token-mean", 1.0, 4.0, 0.0, 1.0, "group", False, 0.0),
+    "gspo": (False, "sequence-mean", 3e-4, 4e-4, 0.0, 1.0, "group", False, 0.0),
+    "dppo": (False, "constant", 0.15, 0.15, 0.0, 1.0, "none", False, 0.0),
+    "sapo": (False, "sequence-mean", 0.2, 0.28, 0.0, 1.0, "group", False, 0.0),
+    "maxrl": (False, "token-mean", 0.2, 0.28, 0.0, 1.0, "mean", False, 0.0),
+    "stare": (False, "token-mean", 0.2, 0.28, 0.0, 1.0, "group", False, 0.0),
 }
+TOKEN_LOSSES = ("cispo", "gspo", "dppo", "sapo")
 
 
 @pytest.mark.parametrize("algorithm", PAPERS)
@@ -57,8 +66,12 @@ def test_algorithms_are_the_papers_and_read_back_field_by_field(algorithm, tmp_p
     )
     assert (*values, rollout.dynamic_sampling, config.reward.overlong_penalty) == PAPERS[algorithm]
     assert o.renormalize == (algorithm != "20-entropy")
-    others = (o.entropy_coef, o.old_logprobs, o.sampler_correction, o.sampler_cap)
-    assert others == (0.0, "trainer", "token-truncate", 2.0)
+    assert o.token_loss == (algorithm if algorithm in TOKEN_LOSSES else "clip")
+    assert (o.stare.weight, o.stare.negative_weight) == (1.1 if algorithm == "stare" else 1.0, 1.0)
+    assert config.reward.incorrect == (0.0 if algorithm == "maxrl" else -1.0)
+    assert o.old_logprobs == ("rollout" if algorithm == "dppo" else "trainer")
+    others = (o.entropy_coef, o.sampler_correction, o.sampler_cap, o.mask_truncated_completions)
+    assert others == (0.0, "token-truncate", 2.0, False)
     assert (rollout.num_generations, rollout.temperature) == (8, 1.0)
     changes = [
         f"algorithm={algorithm}",
@@ -98,6 +111,24 @@ def test_s2t_presets_are_the_papers(preset):
         o.entropy_coef,
     ) == S2T_PAPERS[preset]
     assert o.s2t.enabled
+
+
+def test_the_page_of_the_methods_has_a_row_for_each_with_the_keys_that_it_sets():
+    page = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `([\w-]+)` (\(\[.*)$", page, re.MULTILINE))
+    algorithms = PRESETS["algorithm"]
+    assert rows.keys() == algorithms.keys()
+    for algorithm, keys in algorithms.items():
+        for key in keys.keys() - {"objective.s2t.enabled", "objective.entropy_coef"}:
+            assert f"`{key.removeprefix('objective.')}`" in rows[algorithm], key
+    for command in re.findall(r"^\| `([\w.]+=[^`]+)` \|", page, re.MULTILINE):
+        load_config(MINIMAL, command.split())
+
+
+def test_the_mean_reward_divides_rewards_that_are_not_negative():
+    with pytest.raises(InputError, match="scale_rewards=mean divides .* set reward.incorrect=0"):
+        load_config(MINIMAL | {"reward": {"incorrect": -1.0}}, ["algorithm=maxrl"])
+    assert load_config(MINIMAL, ["algorithm=maxrl"]).objective.scale_rewards == "mean"
 
 
 def test_a_given_field_wins_over_the_preset_wherever_it_stands():

@@ -34,9 +34,9 @@ from helpers import (
 from safetensors.torch import load_file
 
 from stapo_lite import assemble
-from stapo_lite.algorithm.microbatches import TokenBudget
 from stapo_lite.errors import RunError
 from stapo_lite.training import checkpoint
+from stapo_lite.training.budget import TokenBudget
 from stapo_lite.training.checkpoint import find_damage, list_checkpoints, read_state
 from stapo_lite.training.folder import read_metrics
 from stapo_lite.training.log import step_line

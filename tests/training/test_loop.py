@@ -5,6 +5,7 @@ import itertools
 import math
 from collections import Counter
 from types import SimpleNamespace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -13,12 +14,13 @@ from helpers import MINIMAL, RARELY_RIGHT, in_groups, run, steps
 
 from stapo_lite import assemble
 from stapo_lite.algorithm.microbatches import cut_evenly
-from stapo_lite.config import Train, load_config
+from stapo_lite.config import Config, Train, load_config
 from stapo_lite.rollout.transformers_engine import TransformersEngine
 from stapo_lite.training.run import Run, learning_rate, prompt_order
 from stapo_lite.types import Completion, Prompt, derived_seed
 
 loop = importlib.import_module("stapo_lite.training.loop")
+ALGORITHMS = get_args(Config.model_fields["algorithm"].annotation)
 
 
 def test_a_step_gives_the_memory_back_before_it_updates(write_config, monkeypatch):
@@ -74,7 +76,7 @@ def test_servers_are_told_of_no_prompt_past_the_end(write_config, monkeypatch):
     assert told == [12, 12, 8, 4]
 
 
-@pytest.mark.parametrize("algorithm", ["stapo", "grpo", "dr-grpo", "dapo", "justrl", "20-entropy"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_algorithm_trains(write_config, user_reward, trained, algorithm):
     user_reward(
         "def even(completion_ids, **columns): return [float(ids[0] % 2 == 0) for ids in "
@@ -95,10 +97,41 @@ def test_every_algorithm_trains(write_config, user_reward, trained, algorithm):
         assert m["sampler_capped_share"] == 0
     for group in in_groups(trained):
         rewards = [c.reward for c in group]
-        deviation = 1.0 if algorithm == "dr-grpo" else np.std(rewards, ddof=1) + 1e-6
+        deviation = np.std(rewards, ddof=1) + 1e-6
+        if algorithm in ("dr-grpo", "dppo"):
+            deviation = 1.0
+        elif algorithm == "maxrl":
+            deviation = np.mean(rewards) + 1e-6
         assert [c.advantage for c in group] == pytest.approx(
             [(r - np.mean(rewards)) / deviation for r in rewards]
         )
+
+
+def test_truncated_completions_leave_loss_and_denominator(
+    write_config, user_reward, trained, tmp_path
+):
+    """Their rewards count in their groups. The records of what was sampled stay as they are."""
+    user_reward(
+        "def even(completion_ids, **columns): return [float(ids[0] % 2 == 0) for ids in "
+        "completion_ids]"
+    )
+    sampled, metrics = [], []
+    for mask in (False, True):
+        trained.clear()
+        changes = {
+            "train__max_steps": 1,
+            "output_dir": str(tmp_path / str(mask)),
+            "objective": {"mask_truncated_completions": mask},
+            "rollout__max_completion_length": 60,
+        }
+        metrics += run(write_config(**changes))
+        sampled.append(trained.copy())
+    assert 0 < sum(c.truncated for c in sampled[0]) < len(sampled[0]), "the case tests nothing"
+    for before, after in zip(*sampled, strict=True):
+        assert after.token_ids == before.token_ids
+        assert after.advantage == (0.0 if before.truncated else before.advantage)
+        assert after.written == (0 if before.truncated else before.written)
+    assert metrics[0]["sampled_nll"] == metrics[1]["sampled_nll"]
 
 
 def test_dynamic_sampling_fills_the_batch_with_groups_that_vary(write_config, user_reward, trained):

@@ -8,7 +8,6 @@ import sys
 import pytest
 import torch
 from helpers import (
-    INVARIANT,
     RARELY_RIGHT,
     ROOT,
     accelerate_launch,
@@ -21,8 +20,8 @@ from helpers import (
     run,
     run_update,
     same_metrics,
-    tolerance,
 )
+from objectives import INVARIANT, tolerance
 from safetensors.torch import load_file
 
 from stapo_lite.files import read_lines, write_lines
@@ -48,8 +47,8 @@ def test_two_processes_make_the_same_update_as_one(tiny_model, tmp_path, cases):
         policy.model.double()
         completions, old = later_update(policy)
         expected = run_update(policy, completions, objective(**INVARIANT[case]), old=old)
-        assert expected[1]["clipped_low"] + expected[1]["clipped_high"] > 0
-        assert expected[1]["capped"] > 0
+        assert expected[1]["clipped_low"] + expected[1]["clipped_high"] > 0 or case == "sapo"
+        assert expected[1]["capped"] > 0 or case in ("gspo", "dppo")  # which have no weights
         for rank in (0, 1):
             results = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
             assert results["world_size"] == 2

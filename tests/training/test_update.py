@@ -8,8 +8,6 @@ import pytest
 import torch
 from helpers import (
     ADVANTAGES,
-    CASES,
-    INVARIANT,
     LONGEST,
     SAMPLING,
     TAU_P,
@@ -26,14 +24,15 @@ from helpers import (
     relative,
     run_update,
     sampled_by_an_engine,
-    tolerance,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from objectives import CASES, INVARIANT, tolerance
 from transformers import AutoModelForCausalLM
 
 from stapo_lite.algorithm.objective import Totals
 from stapo_lite.algorithm.s2t import random_scores
+from stapo_lite.training.loop import leave_out
 from stapo_lite.training.update import gradient_scale, old_inputs, update
 
 
@@ -141,6 +140,7 @@ def compare(
 
 
 TOOLS = ["stapo", "paper-v1", "20-entropy", "grpo", "dr-grpo", "random", "rollout", "sequence-mask"]
+TOOLS += ["gspo", "dppo", "stare, both"]
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ TOOLS = ["stapo", "paper-v1", "20-entropy", "grpo", "dr-grpo", "random", "rollou
         *((case, later, "old", False) for case in CASES for later in (False, True)),
         *(
             (case, True, "current", False)
-            for case in ("stapo", "paper-v1", "random", "20-entropy", "dapo")
+            for case in ("stapo", "paper-v1", "random", "20-entropy", "dapo", "stare")
         ),
         *((case, True, "old", True) for case in TOOLS),
         *((case, False, "old", True) for case in TOOLS[:2]),
@@ -173,9 +173,9 @@ def test_every_objective_matches_the_oracle(
     constants = oracle.Settings(**{"correction": "token-truncate"} | CASES[case][1])
     assert expected["candidate"] > 0, "the case tests nothing"
     assert expected["silenced"] > 0 or constants.silence is None
-    assert expected["clipped_low"] + expected["clipped_high"] > 0 or not (
-        later or constants.old_is_rollout
-    )
+    bounded = (later or constants.old_is_rollout) and constants.token_loss != "sapo"
+    assert expected["clipped_low"] + expected["clipped_high"] > 0 or not bounded
+    assert expected["amplified"] > 0 or constants.stare == (1.0, 1.0)
     assert expected["capped"] > 0 or constants.correction == "off"
 
 
@@ -308,6 +308,15 @@ def test_later_updates_need_old_statistics_of_all_that_the_masks_read():
     for kind in (objective(s2t={"preset": "paper-v1"}), objective("20-entropy")):
         assert old_inputs(pair, kind) == [0, 1]
     assert old_inputs(pair, objective()) == [0]
+
+
+def test_a_completion_that_is_left_out_is_not_in_the_mini_batch(make_policy):
+    found, completions = [], fake_completions(3, ADVANTAGES)
+    left_out = [leave_out(c) if row % 3 == 0 else c for row, c in enumerate(completions)]
+    rest = [c for row, c in enumerate(completions) if row % 3]
+    for some in (left_out, rest):
+        found.append(run_update(make_policy(), some, objective(), max_tokens=1))
+    assert_same(*found)
 
 
 def test_a_later_update_measures_no_gap_that_it_has_no_statistics_for(make_policy):

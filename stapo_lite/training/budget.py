@@ -1,0 +1,73 @@
+"""The token budget of micro-batches, which memory decides."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from accelerate.utils.memory import clear_device_cache
+
+from stapo_lite.algorithm.microbatches import MiniBatch, sequence_length, split_by_tokens
+from stapo_lite.errors import RunError, out_of_memory
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class TokenBudget:
+    """The most tokens of a micro-batch, padding included; halved each time that memory runs out.
+
+    Args:
+        save_memory: called if memory runs out on a single sequence; returns what it changed so that
+            a pass needs less, None if there is nothing left to change.
+
+    Attributes:
+        halvings: how often the budget was halved; it is never raised again.
+    """
+
+    def __init__(
+        self, tokens: int, halvings: int = 0, save_memory: Callable[[], str | None] = lambda: None
+    ):
+        self._tokens, self.halvings, self._save_memory = tokens, halvings, save_memory
+
+    @property
+    def tokens(self) -> int:
+        return max(1, self._tokens >> self.halvings)
+
+    def fit(self, batch: MiniBatch, rows: Sequence[int], work: Callable[[list[list[int]]], T]) -> T:
+        """Do `work` on completions in micro-batches. If memory runs out, do all of it again in
+        smaller ones, or with what saves memory otherwise.
+
+        Args:
+            rows: of the completions in the mini-batch.
+            work: called with the rows of each micro-batch; returns the result.
+
+        Raises:
+            RunError: a single sequence is too much.
+        """
+        lengths = [sequence_length(completion) for completion in batch.select(rows)]
+        while True:
+            micro_batches = []
+            for part in split_by_tokens(lengths, self.tokens):
+                micro_batches.append([rows[i] for i in part])
+            try:
+                return work(micro_batches)
+            except RuntimeError as error:
+                if not out_of_memory(error):
+                    raise
+                change = self._shrink(single=len(micro_batches) == len(rows))
+                if change is None:
+                    raise RunError(
+                        "memory ran out on a single sequence: lower rollout.max_completion_length "
+                        "or train.lm_head_memory_gb (see `stapo plan`), and continue with --resume "
+                        "--force"
+                    ) from error
+            # Only out here are the error and the tensors in its traceback gone.
+            clear_device_cache(garbage_collection=True)
+            logger.warning("memory ran out: from now on %s", change)
+
+    def _shrink(self, single: bool) -> str | None:
+        """Let the passes to come need less memory; says how, or None if that cannot be."""
+        if single:
+            return self._save_memory()
+        self.halvings += 1
+        return f"micro-batches have at most {self.tokens} tokens"
