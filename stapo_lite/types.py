@@ -123,6 +123,9 @@ class Masks(NamedTuple):
     """[N], of the tokens that the masks depend on."""
     tau_h: float | None
     """None if its population is empty, or without S2T."""
+    population: Tensor
+    """[M] fp32: the entropies of this mini-batch, on all processes, that tau_h is the quantile of;
+    none without S2T."""
 
 
 class Gradient(NamedTuple):

@@ -285,6 +285,10 @@ class S2T(Section):
     population: Literal["candidates", "all"] = "candidates"
     """Tokens whose entropies the quantile is taken of: the candidates (revised paper) or all
     completion tokens of the mini-batch (first version)."""
+    window: NonNegativeInt = 0
+    """Take tau_h over the candidates of this mini-batch and of so many before it. A mini-batch with
+    few candidates silences less than `quantile` of them: of one none, of two one. 0 is the paper's
+    text."""
     silence: Literal["low-entropy", "high-entropy", "random", "all"] = "low-entropy"
     """Candidates to silence: those below tau_h; the same share from the top of the entropies; the
     same share at random; all."""
@@ -560,6 +564,10 @@ class Config(Preset):
         if objective.s2t.target_share is not None and not objective.s2t.enabled:
             fix = "set that, or leave target_share out"
             yield f"objective.s2t.target_share needs objective.s2t.enabled=true: {fix}"
+        s2t, remembered = objective.s2t, ("candidates", "low-entropy")
+        if s2t.window and (s2t.population, s2t.silence) != remembered:
+            fix = "set population=candidates and silence=low-entropy, or leave it out"
+            yield f"objective.s2t.window={s2t.window} remembers entropies of candidates: {fix}"
         negative = min(self.reward.correct, self.reward.incorrect) < 0
         if objective.scale_rewards == "mean" and "math" in self.reward.functions and negative:
             fix = "set reward.incorrect=0"

@@ -19,7 +19,7 @@ import json
 import logging
 import re
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import asdict, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,6 +75,8 @@ class Progress:
     backoff: NonNegativeFloat = 0.0
     """Powers of two taken off float16's loss scale: four more for each skipped update, 1/64 less
     for any other."""
+    recent: list[list[float]] = field(default_factory=list)
+    """Entropies of the candidates of the last mini-batches, the newest first (S2T's `window`)."""
 
 
 class Snapshot(NamedTuple):

@@ -9,6 +9,7 @@ depends on either cut. Nothing here waits for the device within a micro-batch (t
 once, before the first layer); an update waits for thresholds, counts and its gradient's norm.
 """
 
+import itertools
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -97,6 +98,12 @@ class Learner:
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = learning_rate
 
+    def remember(self, entropies: Tensor) -> None:
+        """Note the entropies of a mini-batch's candidates for S2T's `window`."""
+        if window := self.config.objective.s2t.window:
+            recent = [entropies.tolist(), *self.progress.recent]
+            self.progress.recent = recent[:window]
+
     def step(self) -> None:
         """Take the optimiser's step."""
         self.progress.skipped_in_a_row = 0
@@ -140,7 +147,9 @@ def update(learner: Learner, batch: MiniBatch) -> Update:
     Collective: every rank must call it, even with an empty share.
     """
     objective, config = learner.objective, learner.config
-    masks = find_masks(mask_statistics(learner, batch), batch, objective, learner.gather)
+    statistics, recent = mask_statistics(learner, batch), learner.progress.recent
+    masks = find_masks(statistics, batch, objective, learner.gather, recent)
+    learner.remember(masks.population)
     sums = count_tokens(batch, masks)
     longest = config.rollout.max_completion_length
     weights = weigh_tokens(masks, batch, objective, longest, learner.reduce)
@@ -171,21 +180,31 @@ def mask_statistics(learner: Learner, batch: MiniBatch) -> TokenStatistics:
 
 
 def find_masks(
-    statistics: TokenStatistics, batch: MiniBatch, objective: Objective, gather: Collective
+    statistics: TokenStatistics,
+    batch: MiniBatch,
+    objective: Objective,
+    gather: Collective,
+    recent: Sequence[Sequence[float]] = (),
 ) -> Masks:
     """Find the keep-mask of this process's share, with the thresholds of the whole mini-batch.
 
     I = 0 for S2T's spurious tokens, and for those below 20-Entropy's quantile; STARE's weights
     belong to the same thresholds.
+
+    Args:
+        recent: entropies of the candidates of mini-batches before this one, which count for tau_h,
+            too.
     """
     s2t, entropy = objective.s2t, statistics.entropy
-    silenced, tau_h = torch.zeros_like(batch.loss_mask), None
+    silenced, tau_h, entropies = torch.zeros_like(batch.loss_mask), None, entropy[:0]
     if s2t.enabled:
         candidates = batch.loss_mask & candidate_mask(
             statistics.logprobs, batch.advantages, s2t.tau_p
         )
         population = candidates if s2t.population == "candidates" else batch.loss_mask
-        tau_h = threshold(entropy, population, s2t.quantile, gather)
+        entropies = gather(entropy[population])
+        earlier = entropies.new_tensor(list(itertools.chain(*recent)))
+        tau_h = linear_quantile(torch.cat([entropies, earlier]), s2t.quantile)
         if s2t.silence == "low-entropy":
             silenced = spurious_mask(candidates, entropy, tau_h)
         elif s2t.silence == "all":
@@ -201,7 +220,7 @@ def find_masks(
     amplification = torch.ones_like(batch.advantages)
     if objective.stare.enabled:
         amplification = amplify(statistics, batch, objective.stare, gather)
-    return Masks(keep, silenced, amplification, statistics, tau_h)
+    return Masks(keep, silenced, amplification, statistics, tau_h, entropies)
 
 
 def amplify(
@@ -300,7 +319,7 @@ def rehearse(learner: Learner) -> None:
     completion = Completion(prompt, [0] * length, [0.0] * length, True, 0, advantage=1.0)
     batch = pack([completion] * rows, policy.device)
     every, ones = batch.loss_mask, torch.ones_like(batch.advantages)
-    masks = Masks(every, ~every, ones, blank_statistics(batch), tau_h=None)
+    masks = Masks(every, ~every, ones, blank_statistics(batch), tau_h=None, population=ones[:0])
     weights = weigh_tokens(masks, batch, learner.objective, length, learner.reduce)
     assert weights is not None
     states = []  # room for the optimiser's, which come with its first step

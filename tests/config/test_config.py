@@ -131,6 +131,13 @@ def test_the_mean_reward_divides_rewards_that_are_not_negative():
     assert load_config(MINIMAL, ["algorithm=maxrl"]).objective.scale_rewards == "mean"
 
 
+def test_the_window_is_of_the_papers_mask():
+    window = "objective.s2t.window=8"
+    with pytest.raises(InputError, match="window=8 remembers entropies of candidates"):
+        load_config(MINIMAL, [window, "objective.s2t.preset=paper-v1"])
+    assert load_config(MINIMAL, [window]).objective.s2t.window == 8
+
+
 def test_a_given_field_wins_over_the_preset_wherever_it_stands():
     tree = MINIMAL | {"objective": {"beta": 0.1}, "algorithm": "grpo", "train": {"batch_size": 32}}
     given = copy.deepcopy(tree)

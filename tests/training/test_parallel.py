@@ -70,6 +70,7 @@ def one(write_config, user_reward, tmp_path):
         "rollout__dynamic_sampling": True,
     }
     changes["evaluation"] = held_out_rows(tmp_path, steps=2)
+    changes["objective"] = {"s2t": {"tau_p": 0.02, "window": 2}}
     changes["log"] = {"audit_tokens": 5, "save_steps": 1, "save_total_limit": 9}
 
     def write(name, after=None):

@@ -33,7 +33,7 @@ loop = importlib.import_module("stapo_lite.training.loop")
 @pytest.fixture
 def arguments(write_config, tmp_path):
     """A function that gives the command's, for a run of five steps in a folder of that name."""
-    objective = {"s2t": {"tau_p": 0.02, "target_share": 1e-4}}
+    objective = {"s2t": {"tau_p": 0.02, "target_share": 1e-4, "window": 3}}
     log = {"audit_tokens": 3, "save_steps": 2, "log_completions_steps": 0}
     config = write_config(train__max_steps=5, objective=objective, log=log)
     return lambda name: [str(config), f"output_dir={tmp_path / name}"]
