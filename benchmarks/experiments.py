@@ -2,7 +2,7 @@
 
     python benchmarks/experiments.py [STUDY] [--only stapo justrl ...] [--seeds 0 1 2] [--at-once 2]
 
-A study is a task, its methods, and overrides of `experiments.yaml`. Each run has a process of its
+A study is a task, its methods, a config and overrides of it. Each run has a process of its
 own with one thread, a few at a time, the methods of one seed before those of the next. Runs that
 are in `results/STUDY-runs.csv` already are skipped, and an interrupted one continues from its
 checkpoint in `runs/STUDY/METHOD-SEED`. A finished run is added to `results/STUDY.csv` and
@@ -13,6 +13,7 @@ the first run and which later.
 import argparse
 import itertools
 import os
+import random
 import shlex
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import alliteration
+import countdown
 import torch
 import writing
 from common import commit
@@ -41,7 +43,6 @@ from stapo_lite.training.run import Run
 from stapo_lite.types import Completion, Prompt, derived_seed
 
 HERE = Path(__file__).parent
-CONFIG = HERE / "experiments.yaml"
 METHODS = {
     "stapo": ["algorithm=stapo"],
     "justrl": ["algorithm=justrl"],
@@ -51,6 +52,11 @@ METHODS = {
     "full": ["algorithm=stapo", "objective.s2t.preset=full"],
     "high-entropy": ["algorithm=stapo", "objective.s2t.preset=high-entropy"],
     "random": ["algorithm=stapo", "objective.s2t.preset=random"],
+    "window": ["algorithm=stapo", "objective.s2t.window=16"],
+    # What STAPO silences, amplified while entropy is below that of the untrained policy.
+    "stare": ["algorithm=stare", "objective.stare.target_entropy=0.5"],
+    "cispo": ["algorithm=cispo"],
+    "dppo": ["algorithm=dppo"],
     # With the paper's q = 0.75, the masks of low and of high entropy share two thirds of their
     # tokens. These two masks share none.
     "lower-half": ["algorithm=stapo", "objective.s2t.quantile=0.5"],
@@ -64,7 +70,7 @@ METHODS = {
     "tau_p=0.008": ["algorithm=stapo", "objective.s2t.tau_p=0.008"],
     "q=0.9": ["algorithm=stapo", "objective.s2t.quantile=0.9"],
 }
-"""Overrides of `experiments.yaml` for each method."""
+"""Overrides of a study's config for each method."""
 
 
 class Study(NamedTuple):
@@ -73,9 +79,23 @@ class Study(NamedTuple):
     methods: Sequence[str]
     overrides: Sequence[str] = ()
     task: ModuleType = writing
+    config: str = "experiments.yaml"
+    held_out_steps: int = 10
+    """Steps between two evaluations on the held-out prompts."""
 
 
+COUNTDOWN = Study(
+    ("justrl", "stapo", "window", "full", "random", "stare", "grpo", "20-entropy", "cispo", "dppo"),
+    task=countdown,
+    config="countdown.yaml",
+    held_out_steps=200,
+)
+RATE = COUNTDOWN._replace(methods=("justrl",), overrides=["train.max_steps=400"])
 STUDIES = {
+    "countdown": COUNTDOWN,
+    # The main study's learning rate was chosen by these, without a look at any mask.
+    "countdown-1.5e-3": RATE,
+    "countdown-2e-3": RATE._replace(overrides=[*RATE.overrides, "train.learning_rate=2.0e-3"]),
     "writing": Study(
         (
             "stapo",
@@ -94,10 +114,8 @@ STUDIES = {
     "alliteration": Study(("stapo", "justrl", "random"), task=alliteration),
     "sensitivity": Study(("tau_p=0.0005", "tau_p=0.008", "q=0.9"), ["train.max_steps=30"]),
 }
-"""The main study comes first. `sensitivity` is compared with the first steps of its `stapo` and
-`lower-half`."""
-HELD_OUT_STEPS = 10
-"""Steps between two evaluations on the held-out prompts."""
+"""`countdown` is set down in docs/results.md, and has not been run yet. `sensitivity` is compared
+with the first steps of `stapo` and `lower-half` of `writing`."""
 
 
 def prepare(
@@ -110,14 +128,15 @@ def prepare(
     write_lines(folder / "prompts.jsonl", rows)
     own = [f"seed={seed}", f"output_dir={folder}", f"data.source={folder / 'prompts.jsonl'}"]
     own.append(f"reward.functions=[{study.task.__name__}:reward]")
-    return load_config(CONFIG, [*METHODS[method], *study.overrides, *own, *overrides]), held_out
+    keys = [*METHODS[method], *study.overrides, *own, *overrides]
+    return load_config(HERE / study.config, keys), held_out
 
 
 def run_one(study: Study, method: str, seed: int, folder: Path, overrides: Sequence[str]) -> None:
     """Train one method with one seed, or continue, and keep the result in the run folder."""
     version = commit()  # of the code that is loaded now; the checkout may move on
     config, held_out = prepare(study, method, seed, folder, overrides)
-    inputs = PythonInputs(callbacks=[HeldOut(held_out)])
+    inputs = PythonInputs(callbacks=[HeldOut(study, held_out)])
     with open_run(config, resume=True, python=inputs) as run:
         for _ in train(run):
             pass
@@ -127,7 +146,7 @@ def run_one(study: Study, method: str, seed: int, folder: Path, overrides: Seque
 
 
 class HeldOut(Callback):
-    """Judges the adapter on held-out prompts every HELD_OUT_STEPS steps and at the end.
+    """Judges the adapter on held-out prompts every `held_out_steps` steps and at the end.
 
     Leaves `held_out.jsonl` in the run folder, with one line for each of these steps.
 
@@ -135,8 +154,8 @@ class HeldOut(Callback):
         rows: the held-out ones.
     """
 
-    def __init__(self, rows: Sequence[dict[str, Any]]):
-        self._rows = rows
+    def __init__(self, study: Study, rows: Sequence[dict[str, Any]]):
+        self._study, self._rows = study, rows
 
     def on_train_begin(self, run: Run) -> None:
         data = run.config.data.model_copy(
@@ -147,7 +166,7 @@ class HeldOut(Callback):
         self._judged = {line["step"]: line for line in lines}
 
     def on_step_begin(self, run: Run, step: int) -> None:
-        if (step - 1) % HELD_OUT_STEPS == 0:
+        if (step - 1) % self._study.held_out_steps == 0:
             self._judge(run)
 
     def on_train_end(self, run: Run) -> None:
@@ -159,6 +178,8 @@ class HeldOut(Callback):
         step = run.progress.step
         if step not in self._judged:
             self._judged[step] = {"step": step} | judge(run, self._prompts)
+            if self._study.task is countdown:
+                self._judged[step]["wrong_sums"] = wrong_sums(run, self._rows)
             write_lines(run.folder / "held_out.jsonl", self._judged.values())
 
 
@@ -205,6 +226,21 @@ def judge(run: Run, prompts: Sequence[Prompt]) -> dict[str, Any]:
     }
 
 
+@torch.no_grad()
+def wrong_sums(run: Run, rows: Sequence[dict[str, Any]]) -> float:
+    """The probability that the policy gives to all but the right result of a sum, its mean over the
+    sums of fixed answers."""
+    generator, completions, places = random.Random(2), [], []
+    for row in rows:
+        words = countdown.trace(row, generator, noise=0.0)
+        ids = run.tokenizer.convert_tokens_to_ids(words)
+        prompt = Prompt("", run.tokenizer(row["prompt"])["input_ids"], answer=None)
+        completions.append(Completion(prompt, ids, [0.0] * len(ids), False, 0))
+        places += [False, *(word == "=" for word in words[:-1])]
+    right = run.policy.statistics(completions).logprobs[torch.tensor(places)]
+    return -torch.expm1(right).mean().item()
+
+
 def start(name: str, work: Path, given: argparse.Namespace) -> int:
     """Make one run in a process of its own; return its exit status."""
     method, _, seed = name.rpartition("-")
@@ -247,7 +283,7 @@ def parse_arguments() -> argparse.Namespace:
         "--work", type=Path, help="run folders, with checkpoints; default: runs/STUDY"
     )
     parser.add_argument(
-        "--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of experiments.yaml"
+        "--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of the config"
     )
     parser.add_argument(
         "--here",

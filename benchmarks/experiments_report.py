@@ -189,10 +189,12 @@ def difference(ours: np.ndarray, theirs: np.ndarray) -> tuple[str, str]:
     return f"{test.statistic:+.2f} ± {stdev(ours - theirs):.2f}", f"{test.pvalue:.2f}"
 
 
-def draw(found: dict[str, dict[int, Steps]], path: Path) -> None:
-    """Draw reward and entropy over the steps, a row of panels for each row of FIGURE: the mean
+def draw(
+    found: dict[str, dict[int, Steps]], path: Path, lines: Sequence[Sequence[str]] = FIGURE
+) -> None:
+    """Draw reward and entropy over the steps, a row of panels for each line of methods: the mean
     over seeds in a band of one standard deviation, named at its end."""
-    rows = [[method for method in row if method in found] for row in FIGURE]
+    rows = [[method for method in line if method in found] for line in lines]
     rows = [row for row in rows if row]
     size = (10, 0.5 + 3.5 * len(rows))
     figure, panels = plt.subplots(

@@ -34,8 +34,8 @@ METRICS = (
     "seconds_step",
 )
 """Metrics of a training step that are reported (docs/metrics.md)."""
-HELD_OUT = ("reward", "greedy_reward", "right_share", "nll", "base_nll", "entropy")
-"""Results on the held-out prompts that are reported (`experiments.judge`)."""
+HELD_OUT = ("reward", "greedy_reward", "right_share", "nll", "base_nll", "entropy", "wrong_sums")
+"""Results on the held-out prompts that are reported (`experiments.judge`, `wrong_sums`)."""
 STEP_COLUMNS = ("method", "seed", "step", *METRICS, *(f"held_out_{name}" for name in HELD_OUT))
 RUN_COLUMNS = (
     "method",

@@ -216,10 +216,11 @@ def test_finished_runs_are_collected(tmp_path):
 def experiment(tiny_model, tmp_path):
     """A function that runs one of the scripts at toy size and returns what it prints."""
 
-    def run(script, *arguments):
-        toy = ["train.max_steps=2", "data.max_prompt_length=440", "rollout.max_completion_length=8"]
+    def run(script, *arguments, model=tiny_model, prompt=440, completion=8):
+        toy = ["train.max_steps=2", f"data.max_prompt_length={prompt}"]
         toy += [
-            f"model={tiny_model}",
+            f"rollout.max_completion_length={completion}",
+            f"model={model}",
             "dtype=float32",
             "rollout.engine=transformers",
             "log.log_completions_steps=0",

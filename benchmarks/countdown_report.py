@@ -1,0 +1,138 @@
+"""Report what the main study found (docs/results.md): when rewards break, and entropy by then.
+
+    python benchmarks/countdown_report.py [STUDY] [--figure docs/countdown.png]
+
+Rewards and entropies are means over five steps; entropy is the sampled negative log-probability in
+nats. A run breaks at the first step whose reward is below half of the highest before it. A run that
+does not is censored: it counts as one step more than the study has, so that p is exact but the mean
+difference is a lower bound.
+
+The two primary outcomes compare each method with `justrl`, seed by seed: the step of the break; and
+the entropy at the earlier break of the two, or at the end if neither breaks. Both have the exact
+paired permutation test, and Holm's correction for the two.
+"""
+
+import argparse
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, median
+
+import numpy as np
+from experiments_report import Steps, difference, draw, load, mean, smooth, trained
+from study_csv import add_results_option, steps_path
+
+from stapo_lite.training.log import markdown
+
+BASE = "justrl"
+FIRST, LAST, EVERY = slice(50), slice(-50, None), slice(None)
+FIGURE = (
+    ("justrl", "stapo", "window", "full", "random", "stare"),
+    ("justrl", "grpo", "20-entropy", "cispo", "dppo"),
+)
+
+
+def break_step(reward: Sequence[float]) -> int:
+    """The first step whose smoothed reward is below half of the highest up to it; one more than
+    there are steps if none is."""
+    highest = list(itertools.accumulate(reward, max))
+    for step, (value, peak) in enumerate(zip(reward, highest, strict=True), start=1):
+        if value < peak / 2:
+            return step
+    return len(reward) + 1
+
+
+def entropy_at(steps: Steps, step: int) -> float:
+    """The smoothed entropy at a step, or at the last one if there are fewer."""
+    entropy = smooth(trained(steps), "sampled_nll")
+    return entropy[min(step, len(entropy)) - 1]
+
+
+def describe(seeds: dict[int, Steps]) -> dict[str, str]:
+    """What a method's runs did, in cells of a table."""
+    runs = [trained(steps) for steps in seeds.values()]
+    rewards = [smooth(run, "reward") for run in runs]
+    broken = [step for step in map(break_step, rewards) if step <= len(runs[0])]
+    sums = [values(steps, "held_out_wrong_sums") for steps in seeds.values()]
+
+    def average(name: str, steps: slice) -> float:
+        return fmean(mean(run[steps], name) for run in runs)
+
+    return {
+        "seeds": str(len(runs)),
+        "breaks": str(len(broken)),
+        "at step (median)": f"{median(broken):g}" if broken else "none",
+        "peak reward": f"{fmean(map(max, rewards)):.2f}",
+        "reward, last 50": f"{average('reward', LAST):.2f}",
+        "entropy, first 50": f"{average('sampled_nll', FIRST):.2f}",
+        "last 50": f"{average('sampled_nll', LAST):.2f}",
+        "candidates, %": f"{100 * average('candidate_share', EVERY):.3f}",
+        "silenced, %": f"{100 * average('silenced_share', EVERY):.3f}",
+        "wrong sums at first, %": f"{100 * fmean(run[0] for run in sums):.1f}",
+        "at the end": f"{100 * fmean(run[-1] for run in sums):.1f}",
+    }
+
+
+def values(steps: Steps, name: str) -> list[float]:
+    """A column, where it has a value."""
+    return [row[name] for row in steps if name in row]
+
+
+def table(found: dict[str, dict[int, Steps]]) -> str:
+    """What each method's runs did."""
+    cells = {method: describe(seeds) for method, seeds in found.items()}
+    rows = [["method", *next(iter(cells.values()))]]
+    for method, of_method in cells.items():
+        rows.append([method, *of_method.values()])
+    return markdown(rows)
+
+
+def primary(found: dict[str, dict[int, Steps]]) -> str:
+    """The primary outcomes of each method less those of BASE."""
+    rows = [
+        [
+            f"less {BASE}",
+            "pairs",
+            "step of the break",
+            "p",
+            "entropy by then",
+            "p",
+            "p of both by Holm",
+        ]
+    ]
+    for method, seeds in found.items():
+        common = sorted(seeds.keys() & found[BASE].keys())
+        if method == BASE or len(common) < 2:
+            continue
+        breaks, entropies = [], []
+        for seed in common:
+            pair = (seeds[seed], found[BASE][seed])
+            at = [break_step(smooth(trained(steps), "reward")) for steps in pair]
+            breaks.append(at)
+            entropies.append([entropy_at(steps, min(at)) for steps in pair])
+        step = difference(*np.array(breaks, dtype=float).T)
+        entropy = difference(*np.array(entropies).T)
+        low, high = sorted((float(step[1]), float(entropy[1])))
+        holm = f"{min(1.0, 2 * low):.2f}, {min(1.0, max(2 * low, high)):.2f}"
+        rows.append([method, str(len(common)), *step, *entropy, holm])
+    return markdown(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("study", nargs="?", default="countdown")
+    add_results_option(parser)
+    parser.add_argument("--figure", type=Path)
+    given = parser.parse_args()
+    found = load([steps_path(given.results, given.study)])
+    if BASE not in found:
+        raise SystemExit(f"{given.study}: no finished run of {BASE}")
+    print(f"{table(found)}\n\n{primary(found)}")
+    if given.figure:
+        draw(found, given.figure, FIGURE)
+
+
+if __name__ == "__main__":
+    main()

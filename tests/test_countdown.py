@@ -1,0 +1,107 @@
+"""The main study's task, its model and its report by hand, and one of its runs at toy size."""
+
+import random
+
+import countdown
+import countdown_report
+import pytest
+import study_csv
+from countdown_model import FOLDER
+from test_experiments import experiment  # noqa: F401
+
+RIGHT = "try 4 * 9 = 36 then - 6 = 30 yes"
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        (RIGHT, True),
+        (f"try 4 + 9 = 14 then + 6 = 2 no , {RIGHT}", True),  # a slip before does no harm
+        (f"{RIGHT} yes", False),
+        (RIGHT.replace("yes", "done"), True),
+        (RIGHT.replace("yes", "no"), False),
+        (RIGHT.replace("36", "35"), False),
+        (RIGHT.replace("30", "31"), False),
+        (RIGHT.replace("try ", ""), False),
+        (RIGHT.replace("- 6", "- then"), False),
+        ("try 5 * 7 = 35 then - 5 = 30 yes", False),  # other numbers
+        ("try 9 - 4 = 5 then * 6 = 30 yes", True),
+        ("", False),
+    ],
+)
+def test_rewards_by_hand(text, right):
+    assert countdown.reward([text], [[4, 9, 6]], [30], prompts=[]) == [float(right)]
+
+
+def test_traces_are_right_but_for_the_noise():
+    train, held_out = countdown.prompts()
+    assert (len(train), len(held_out)) == (1455, 300)
+    puzzles = [(tuple(sorted(row["numbers"])), row["target"]) for row in train + held_out]
+    assert len(set(puzzles)) == len(puzzles)
+    generator, right, words = random.Random(0), {0.0: 0, 0.05: 0}, []
+    for noise in right:
+        for row in held_out:
+            words = countdown.trace(row, generator, noise)
+            right[noise] += countdown.is_right(" ".join(words), row["numbers"], row["target"])
+            assert set(words) <= set(countdown.VOCABULARY)
+            assert len(words) <= 65  # with <eos> the longest completion of the config
+    assert right[0.0] == 300 > right[0.05] > 100
+
+
+def test_the_model_is_small_and_knows_the_words():
+    from transformers import AutoConfig, AutoTokenizer
+
+    size = sum(path.stat().st_size for path in FOLDER.iterdir())
+    assert size < 1.1 * 2**20
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+    assert len(tokenizer) == AutoConfig.from_pretrained(FOLDER).vocab_size
+    assert tokenizer.convert_ids_to_tokens(tokenizer(RIGHT)["input_ids"]) == RIGHT.split()
+
+
+def write_runs(path, curves):
+    """The CSV of a study, from rewards and entropies by method and seed."""
+    rows = []
+    for (method, seed), steps in curves.items():
+        rows.append({"method": method, "seed": seed, "step": 0, "held_out_wrong_sums": 0.02})
+        for step, (reward, entropy) in enumerate(steps, start=1):
+            row = {"method": method, "seed": seed, "step": step, "reward": reward}
+            rows.append(row | {"sampled_nll": entropy, "silenced_share": 1e-4})
+        rows[-1]["held_out_wrong_sums"] = 0.05
+    study_csv.write_rows(path, study_csv.STEP_COLUMNS, rows)
+
+
+def test_the_report_by_hand(tmp_path, capsys, monkeypatch):
+    """20 steps: rewards of 0.5 that are lost from step 11 on, or not. Over five steps 2/5 of the
+    reward is left at step 13, below a half."""
+    stays = [(0.5, 0.6)] * 20
+    breaks = [(0.5, 0.6)] * 10 + [(0.0, 1.1)] * 10
+    curves = {
+        ("justrl", 0): breaks,
+        ("justrl", 1): breaks,
+        ("stapo", 0): stays,
+        ("stapo", 1): stays,
+    }
+    write_runs(tmp_path / "countdown.csv", curves)
+    assert countdown_report.break_step([0.1, 0.5, 0.3, 0.25, 0.24, 0.6]) == 5
+    assert countdown_report.break_step([0.1, 0.5, 0.25]) == 4
+    monkeypatch.setattr("sys.argv", ["countdown_report.py", "--results", str(tmp_path)])
+    countdown_report.main()
+    shown = capsys.readouterr().out
+    cells = {
+        (row := [cell.strip() for cell in line.strip("|").split("|")])[0]: row[1:]
+        for line in shown.splitlines()
+        if "|" in line
+    }
+    assert cells["justrl"][:5] == ["2", "2", "13", "0.50", "0.25"]
+    # The last row of `stapo` is that of the primary outcomes: 21 against 13, and 0.6 against 0.9.
+    assert cells["stapo"][:5] == ["2", "+8.00 ± 0.00", "0.50", "-0.30 ± 0.00", "0.50"]
+
+
+@pytest.mark.slow
+def test_a_run_of_the_study(experiment, tmp_path):  # noqa: F811
+    command = ["experiments.py", "countdown", "--only", "window", "--seeds", "3"]
+    experiment(*command, model=FOLDER, prompt=10, completion=66)
+    rows = study_csv.read_rows(tmp_path / "out/countdown.csv")
+    assert [row["step"] for row in rows] == ["0", "1", "2"]
+    assert 0 < float(rows[0]["held_out_wrong_sums"]) < 0.1
+    assert 0.2 < float(rows[0]["held_out_reward"]) < 0.8
