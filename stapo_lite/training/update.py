@@ -203,8 +203,11 @@ def find_masks(
         )
         population = candidates if s2t.population == "candidates" else batch.loss_mask
         entropies = gather(entropy[population])
-        earlier = entropies.new_tensor(list(itertools.chain(*recent)))
-        tau_h = linear_quantile(torch.cat([entropies, earlier]), s2t.quantile)
+        counted = entropies
+        if recent:
+            earlier = entropies.new_tensor(list(itertools.chain(*recent)))
+            counted = torch.cat([entropies, earlier])
+        tau_h = linear_quantile(counted, s2t.quantile)
         if s2t.silence == "low-entropy":
             silenced = spurious_mask(candidates, entropy, tau_h)
         elif s2t.silence == "all":

@@ -202,6 +202,7 @@ def test_a_checkpoint_says_where_it_was_made(finished, write_config, tmp_path, m
         "halvings": 0,
         "skipped_in_a_row": 0,
         "backoff": 0,
+        "recent": [],
     }
     assert state["progress"] == expected
     assert state["config"] == load_config(finished / "config.yaml").model_dump()
