@@ -1,4 +1,4 @@
-"""The task of the main study: countdown in miniature, where the model is sure and slips are rare.
+"""Countdown in miniature, a task in the paper's regime: the model is sure and slips are rare.
 
     use 4 9 6 to make 30 :  try 4 + 9 = 13 then + 6 = 19 no , try 4 * 9 = 36 then - 6 = 30 yes
 

@@ -1,5 +1,5 @@
-"""Pre-train the model of the main study from scratch on traces of `countdown.py`: a Qwen3 of half a
-million parameters, whose words are its tokens. Takes about a quarter of an hour on a core.
+"""Pre-train the model for `countdown.py` from scratch on its traces: a Qwen3 of half a million
+parameters, whose words are its tokens. Takes about a quarter of an hour on a core.
 
     OMP_NUM_THREADS=1 python benchmarks/countdown_model.py [FOLDER]
 
@@ -101,7 +101,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path, nargs="?", default=FOLDER)
-    parser.add_argument("--steps", type=int, default=8000)
+    parser.add_argument("--steps", type=int, default=3500)
     parser.add_argument("--width", type=int, default=96)
     given = parser.parse_args()
     torch.manual_seed(0)

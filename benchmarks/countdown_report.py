@@ -1,4 +1,5 @@
-"""Report what the main study found (docs/results.md): when rewards break, and entropy by then.
+"""Report what the study of countdown found (docs/results.md): when rewards break, and entropy by
+then.
 
     python benchmarks/countdown_report.py [STUDY] [--figure docs/countdown.png]
 
@@ -19,7 +20,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 import numpy as np
-from experiments_report import Steps, difference, draw, load, mean, smooth, trained
+from experiments_report import Steps, column, difference, draw, load, mean, smooth, trained
 from study_csv import add_results_option, steps_path
 
 from stapo_lite.training.log import markdown
@@ -53,7 +54,7 @@ def describe(seeds: dict[int, Steps]) -> dict[str, str]:
     runs = [trained(steps) for steps in seeds.values()]
     rewards = [smooth(run, "reward") for run in runs]
     broken = [step for step in map(break_step, rewards) if step <= len(runs[0])]
-    sums = [values(steps, "held_out_wrong_sums") for steps in seeds.values()]
+    sums = [column(steps, "held_out_wrong_sums") for steps in seeds.values()]
 
     def average(name: str, steps: slice) -> float:
         return fmean(mean(run[steps], name) for run in runs)
@@ -71,11 +72,6 @@ def describe(seeds: dict[int, Steps]) -> dict[str, str]:
         "wrong sums at first, %": f"{100 * fmean(run[0] for run in sums):.1f}",
         "at the end": f"{100 * fmean(run[-1] for run in sums):.1f}",
     }
-
-
-def values(steps: Steps, name: str) -> list[float]:
-    """A column, where it has a value."""
-    return [row[name] for row in steps if name in row]
 
 
 def table(found: dict[str, dict[int, Steps]]) -> str:

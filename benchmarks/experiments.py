@@ -93,7 +93,7 @@ COUNTDOWN = Study(
 RATE = COUNTDOWN._replace(methods=("justrl",), overrides=["train.max_steps=400"])
 STUDIES = {
     "countdown": COUNTDOWN,
-    # The main study's learning rate was chosen by these, without a look at any mask.
+    # The learning rate of `countdown` is chosen by these, without a look at any mask.
     "countdown-1.5e-3": RATE,
     "countdown-2e-3": RATE._replace(overrides=[*RATE.overrides, "train.learning_rate=2.0e-3"]),
     "writing": Study(

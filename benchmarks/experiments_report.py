@@ -87,10 +87,15 @@ def trained(steps: Steps) -> Steps:
     return [row for row in steps if row["step"] > 0]
 
 
+def column(rows: Steps, name: str) -> list[float]:
+    """A metric at the steps that have it."""
+    return [row[name] for row in rows if name in row]
+
+
 def mean(rows: Steps, name: str) -> float:
     """The mean of a metric over the steps that have it; NaN if none does."""
-    values = [row[name] for row in rows if name in row]
-    return fmean(values) if values else math.nan
+    found = column(rows, name)
+    return fmean(found) if found else math.nan
 
 
 def smooth(rows: Steps, name: str) -> list[float]:

@@ -3,6 +3,7 @@
 import importlib
 import multiprocessing
 import os
+import subprocess
 import sys
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before the Hub's client is imported: no test asks the network
@@ -11,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from helpers import adapted_policy, changed, tiny_qwen3, write_yaml
+from helpers import ROOT, adapted_policy, changed, tiny_qwen3, write_yaml
 from hub import Hub
 from huggingface_hub import constants
 from random_model import build
@@ -129,3 +130,27 @@ def hub(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_writer")
     yield server
     server.close()
+
+
+@pytest.fixture
+def experiment(tiny_model, tmp_path):
+    """A function that runs one of the scripts at toy size and returns what it prints."""
+
+    def run(script, *arguments, model=tiny_model, prompt=440, completion=8):
+        toy = ["train.max_steps=2", f"data.max_prompt_length={prompt}"]
+        toy += [
+            f"rollout.max_completion_length={completion}",
+            f"model={model}",
+            "dtype=float32",
+            "rollout.engine=transformers",
+            "log.log_completions_steps=0",
+        ]
+        folders = ["--results", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
+        command = [sys.executable, f"benchmarks/{script}", *arguments, *folders, "--set", *toy]
+        done = subprocess.run(
+            command, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run

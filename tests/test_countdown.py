@@ -1,4 +1,4 @@
-"""The main study's task, its model and its report by hand, and one of its runs at toy size."""
+"""Countdown: the task, its model and its report by hand, and one of its runs at toy size."""
 
 import random
 
@@ -7,7 +7,6 @@ import countdown_report
 import pytest
 import study_csv
 from countdown_model import FOLDER
-from test_experiments import experiment  # noqa: F401
 
 RIGHT = "try 4 * 9 = 36 then - 6 = 30 yes"
 
@@ -98,7 +97,7 @@ def test_the_report_by_hand(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_of_the_study(experiment, tmp_path):  # noqa: F811
+def test_a_run_of_the_study(experiment, tmp_path):
     command = ["experiments.py", "countdown", "--only", "window", "--seeds", "3"]
     experiment(*command, model=FOLDER, prompt=10, completion=66)
     rows = study_csv.read_rows(tmp_path / "out/countdown.csv")

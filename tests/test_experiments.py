@@ -3,9 +3,6 @@
 import itertools
 import json
 import math
-import os
-import subprocess
-import sys
 from statistics import fmean
 
 import alliteration
@@ -210,30 +207,6 @@ def test_finished_runs_are_collected(tmp_path):
     study_csv.collect_results(tmp_path, "study", tmp_path / "work")
     study_csv.collect_results(tmp_path, "study", tmp_path / "none")
     assert [path.read_text("utf-8") for path in files] == texts
-
-
-@pytest.fixture
-def experiment(tiny_model, tmp_path):
-    """A function that runs one of the scripts at toy size and returns what it prints."""
-
-    def run(script, *arguments, model=tiny_model, prompt=440, completion=8):
-        toy = ["train.max_steps=2", f"data.max_prompt_length={prompt}"]
-        toy += [
-            f"rollout.max_completion_length={completion}",
-            f"model={model}",
-            "dtype=float32",
-            "rollout.engine=transformers",
-            "log.log_completions_steps=0",
-        ]
-        folders = ["--results", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
-        command = [sys.executable, f"benchmarks/{script}", *arguments, *folders, "--set", *toy]
-        done = subprocess.run(
-            command, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    return run
 
 
 @pytest.mark.slow

@@ -564,8 +564,8 @@ class Config(Preset):
         if objective.s2t.target_share is not None and not objective.s2t.enabled:
             fix = "set that, or leave target_share out"
             yield f"objective.s2t.target_share needs objective.s2t.enabled=true: {fix}"
-        s2t, remembered = objective.s2t, ("candidates", "low-entropy")
-        if s2t.window and (s2t.population, s2t.silence) != remembered:
+        s2t = objective.s2t
+        if s2t.window and (s2t.population, s2t.silence) != ("candidates", "low-entropy"):
             fix = "set population=candidates and silence=low-entropy, or leave it out"
             yield f"objective.s2t.window={s2t.window} remembers entropies of candidates: {fix}"
         negative = min(self.reward.correct, self.reward.incorrect) < 0

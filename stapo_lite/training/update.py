@@ -24,6 +24,7 @@ from torch import Tensor
 
 from stapo_lite.algorithm.microbatches import MiniBatch, pack
 from stapo_lite.algorithm.objective import (
+    TokenLoss,
     Totals,
     k3,
     logit_gradient_norm,
@@ -202,7 +203,7 @@ def find_masks(
             statistics.logprobs, batch.advantages, s2t.tau_p
         )
         population = candidates if s2t.population == "candidates" else batch.loss_mask
-        entropies = gather(entropy[population])
+        entropies = collect(entropy, population, gather)
         counted = entropies
         if recent:
             earlier = entropies.new_tensor(list(itertools.chain(*recent)))
@@ -214,11 +215,12 @@ def find_masks(
             silenced = candidates
         else:
             score = ablation_score(entropy, batch, s2t)
-            below = threshold(score, population, s2t.quantile, gather)
+            below = linear_quantile(collect(score, population, gather), s2t.quantile)
             silenced = spurious_mask(candidates, score, below)
     keep = batch.loss_mask & ~silenced
     if objective.top_entropy_quantile < 1:
-        lowest = threshold(entropy, batch.loss_mask, 1 - objective.top_entropy_quantile, gather)
+        every = collect(entropy, batch.loss_mask, gather)
+        lowest = linear_quantile(every, 1 - objective.top_entropy_quantile)
         keep &= top_entropy_mask(entropy, lowest)
     amplification = torch.ones_like(batch.advantages)
     if objective.stare.enabled:
@@ -231,11 +233,11 @@ def amplify(
 ) -> Tensor:
     """STARE's omega, [N] fp32."""
     amplification, logprobs = torch.ones_like(batch.advantages), statistics.logprobs
-    entropies = gather(statistics.entropy[batch.loss_mask]).double()
+    entropies = collect(statistics.entropy, batch.loss_mask, gather).double()
     if entropies.mean() < stare.target_entropy:
         for sign, weight in ((1, stare.weight), (-1, stare.negative_weight)):
             population = batch.loss_mask & (sign * batch.advantages > 0)
-            most = highest_of_lowest(gather(logprobs[population]), stare.share)
+            most = highest_of_lowest(collect(logprobs, population, gather), stare.share)
             amplification.masked_fill_(population & (logprobs <= most), weight)
     return amplification
 
@@ -247,16 +249,13 @@ def ablation_score(entropy: Tensor, batch: MiniBatch, s2t: S2T) -> Tensor:
     return batch.random_scores([completion.adapter_version for completion in batch.completions])
 
 
-def threshold(
-    score: Tensor, population: Tensor, quantile: float, gather: Collective
-) -> float | None:
-    """The quantile of a score over a population of tokens on all processes; tau_h, if the score is
-    the entropy.
+def collect(score: Tensor, population: Tensor, gather: Collective) -> Tensor:
+    """The scores of a population of tokens on all processes, [M].
 
-    It is one number for the whole mini-batch, so the scores are gathered, not the quantiles: the
-    mean of the processes' own would depend on who got which completions.
+    A threshold is one number for the whole mini-batch, so the scores are gathered, not the
+    thresholds: the mean of the processes' own would depend on who got which completions.
     """
-    return linear_quantile(gather(score[population]), quantile)
+    return gather(score[population])
 
 
 def weigh_tokens(
@@ -368,12 +367,7 @@ def add_micro_batch(
     logprobs = now.logprobs.detach()
     old_logprobs, correction, capped = ratio_denominator(batch, tokens, logprobs, objective)
     correction = correction * masks.amplification[tokens]
-    log_ratio = logprobs - old_logprobs
-    if objective.token_loss == "gspo":
-        written, places = batch.loss_mask[tokens], batch.rows[tokens]
-        log_ratio = sequence_log_ratio(log_ratio, written, places, len(batch.completions))
-    kind, bounds = objective.token_loss, (objective.epsilon, objective.epsilon_high)
-    token = token_loss(kind, logprobs, log_ratio, batch.advantages[tokens], *bounds)
+    token = bounded_loss(batch, tokens, logprobs, old_logprobs, objective)
     weight = correction * token.gradient
     others = -objective.entropy_coef * now.entropy
     if ref_logprobs is not None:
@@ -387,6 +381,35 @@ def add_micro_batch(
     )
     done.loss.add_(masked_sum(factors * (correction * token.loss + others.detach()), keep))
     return masked_sum(factors * (others - weight.where(keep, 0.0) * now.logprobs), keep)
+
+
+def bounded_loss(
+    batch: MiniBatch,
+    tokens: Tensor,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    objective: Objective,
+) -> TokenLoss:
+    """The token loss of the config's method, from the ratio of each token or of its sequence.
+
+    Args:
+        tokens: places in [N].
+        logprobs: [n] of the policy now, without gradient.
+        old_logprobs: [n], of the ratio's denominator.
+    """
+    log_ratio = logprobs - old_logprobs
+    if objective.token_loss == "gspo":
+        log_ratio = sequence_log_ratio(
+            log_ratio, batch.loss_mask[tokens], batch.rows[tokens], len(batch.completions)
+        )
+    return token_loss(
+        objective.token_loss,
+        logprobs,
+        log_ratio,
+        batch.advantages[tokens],
+        objective.epsilon,
+        objective.epsilon_high,
+    )
 
 
 def clip_gradient(learner: Learner, gradient: Gradient) -> tuple[float, bool]:
@@ -422,7 +445,7 @@ def entropy_threshold(
     population = batch.loss_mask & (batch.advantages != 0)
     if s2t.population == "candidates":
         population &= candidate_mask(judged.logprobs, batch.advantages, s2t.tau_p)
-    return threshold(judged.entropy, population, s2t.quantile, gather)
+    return linear_quantile(collect(judged.entropy, population, gather), s2t.quantile)
 
 
 def describe_tokens(

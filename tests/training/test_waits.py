@@ -20,14 +20,7 @@ from torch.overrides import TorchFunctionMode
 from stapo_lite.training.update import update
 
 PACKAGE = str(ROOT / "stapo_lite")
-PLACES = {
-    "weigh_tokens",
-    "linear_quantiles",
-    "find_masks",
-    "threshold",
-    "clip_gradient",
-    "count_gradient",
-}
+PLACES = {"weigh_tokens", "linear_quantiles", "collect", "clip_gradient", "count_gradient"}
 """Functions that may wait: for counts, for thresholds, and for the gradient's norm."""
 ASKING = {
     getattr(torch.Tensor, name)

@@ -71,8 +71,9 @@ def within(hours: float, config: Config, model: Any, cards: Hardware) -> str:
         step = seconds(load_config(tree, overrides), model, cards)
         return 0 if step is None else int(hours * 3600 / step)
 
-    line = f"{hours:g} hours: train.max_steps={steps([])}"
-    if steps([]) >= train.max_steps:
+    as_given = steps([])
+    line = f"{hours:g} hours: train.max_steps={as_given}"
+    if as_given >= train.max_steps:
         return line
     for halvings in range(1, train.mini_batch_size.bit_length()):
         batch = smaller_batch(train, 2**halvings)
