@@ -12,9 +12,9 @@ pytestmark = pytest.mark.slow
 NOTEBOOKS = {
     "quickstart": ("steps, batch_size = 2, 4", 2, ["reward ", "index.html", "rather", "trained: "]),
     "spurious_tokens": (
-        "steps, batch_size = 2, 4",
-        3,
-        ["identity", "tau_h = ", "silenced", "of the gradient mass"],
+        "steps = 4",
+        4,
+        ["identity", "tau_h = ", "of the gradient mass", "are wrong sums"],
     ),
     "compare_algorithms": (
         "steps, batch_size, algorithms = 2, 2, ['grpo']",
