@@ -94,8 +94,8 @@ RATE = COUNTDOWN._replace(methods=("justrl",), overrides=["train.max_steps=400"]
 STUDIES = {
     "countdown": COUNTDOWN,
     # The learning rate of `countdown` is chosen by these, without a look at any mask.
-    "countdown-1.5e-3": RATE,
-    "countdown-2e-3": RATE._replace(overrides=[*RATE.overrides, "train.learning_rate=2.0e-3"]),
+    "countdown-1.5e-3": RATE._replace(overrides=[*RATE.overrides, "train.learning_rate=1.5e-3"]),
+    "countdown-2e-3": RATE,
     "writing": Study(
         (
             "stapo",
