@@ -83,11 +83,11 @@ CASES: dict[str, dict[str, Any]] = {
 KV_CACHE = {"rollout.vllm.kv_cache_memory_bytes": 10 << 20}
 CHILD = """
 import json, sys
-from stapo_lite import Trainer
+from stapo_lite import Trainer, load_config
 
 config, runs = json.loads(sys.argv[1])
 for overrides, resume in runs:
-    Trainer(config, overrides).train(resume)
+    Trainer(config=load_config(config, overrides)).train(resume)
 """
 
 

@@ -158,7 +158,7 @@ def run_config(
     with ballast(gpu_memory - used_by_others) if gpu_memory < total else nullcontext():
         free, total = torch.cuda.mem_get_info()
         watch.base = total - free - used_by_others  # the ballast is no part of the run
-        metrics = Trainer(config).train()
+        metrics = Trainer(config=config).train()
         watch.phase = None
     prediction = make_plan(planned, model, Hardware(gpu_memory))
     predicted = prediction.rollout | prediction.update

@@ -22,7 +22,7 @@ import psutil
 import torch
 from common import QUICKSTART, save
 
-from stapo_lite import Trainer
+from stapo_lite import Trainer, load_config
 from stapo_lite.extras.quickstart.model import fetch_model
 
 SETTINGS = [
@@ -42,7 +42,7 @@ def run(share_base: str, settings: list[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         changes = [f"rollout.share_base={share_base}", f"output_dir={folder}/run", *settings]
         rewards = []
-        for metrics in Trainer(QUICKSTART, changes):
+        for metrics in Trainer(config=load_config(QUICKSTART, changes)):
             first = first or time.perf_counter() - start
             seconds.append(metrics["seconds_step"])
             rewards.append([metrics["reward"], metrics["grad_norm"], metrics["sampler_gap_mean"]])

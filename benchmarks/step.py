@@ -46,7 +46,7 @@ def our_steps(config: Config) -> Iterator[dict[str, float]]:
 
     completions = config.train.batch_size * config.rollout.num_generations
     start = now()
-    for metrics in Trainer(config):
+    for metrics in Trainer(config=config):
         yield {
             "seconds": now() - start,
             "tokens": round(completions * metrics["completion_length"]),

@@ -3,7 +3,7 @@
 
     from stapo_lite import Trainer
 
-    trainer = Trainer("configs/quickstart.yaml")
+    trainer = Trainer(config="configs/quickstart.yaml")
     for metrics in trainer:
         print(metrics["reward"])
 

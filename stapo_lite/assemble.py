@@ -29,7 +29,8 @@ from stapo_lite.extras.self_check import check_engine
 from stapo_lite.extras.servers.engine import ServerEngine
 from stapo_lite.extras.symptoms import Symptoms
 from stapo_lite.extras.trackers import Trackers
-from stapo_lite.extras.turns import RolloutFunction, find_function, play
+from stapo_lite.extras.turns.episodes import RolloutFunction, find_function, play
+from stapo_lite.extras.turns.tools import Chat
 from stapo_lite.files import lock, write_text
 from stapo_lite.model.loading import (
     adapter_digest,
@@ -255,7 +256,8 @@ def build(
     generate: Callable[..., Any] = engine.generate
     if inputs.rollout_func is not None:
         settings = rollout_settings(config, inputs.stop_tokens)
-        generate = partial(play, engine, settings, inputs.tokenizer, inputs.rollout_func)
+        chat = Chat(inputs.tokenizer, config.data)
+        generate = partial(play, engine, settings, chat, inputs.rollout_func)
     return Run(
         config=config,
         accelerator=accelerator,

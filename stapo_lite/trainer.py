@@ -1,6 +1,5 @@
 """A training run in Python, with reward functions and data that exist only there."""
 
-import json
 import shutil
 import tempfile
 from collections import Counter
@@ -16,7 +15,8 @@ from stapo_lite.config import IN_PYTHON, Config, Prompting, load_config, load_ev
 from stapo_lite.errors import InputError
 from stapo_lite.extras.evaluation.evaluate import evaluate
 from stapo_lite.extras.publish.export import export
-from stapo_lite.extras.turns import RolloutFunction, check_argument
+from stapo_lite.extras.turns.episodes import RolloutFunction, chat_with, check_argument
+from stapo_lite.extras.turns.tools import Tool, schemas_of
 from stapo_lite.training.callbacks import Callback
 from stapo_lite.training.loop import train
 
@@ -26,19 +26,26 @@ RewardFunc = Callable[..., Any] | str
 class Trainer:
     """A run that Python drives.
 
-        trainer = Trainer("configs/quickstart.yaml", reward_funcs=brief, train_dataset=rows)
+        trainer = Trainer(
+            "Qwen/Qwen3-1.7B", reward_funcs=brief, train_dataset=rows, output_dir="runs/brief",
+            algorithm="stapo", max_steps=50, learning_rate=1e-5,
+        )
         trainer.train()                      # or: for metrics in trainer: ...
         trainer.push_to_hub("me/brief")
 
     Args:
-        config: a YAML file, what it would hold as nested dictionaries, or a Config.
-        overrides: `key.sub=value` texts.
+        model: folder, or name on the Hub; by default that of the config.
         reward_funcs: one or several, callables or names as in `reward.functions`; by default those
             of the config. A callable gets what TRL would give it, runs in this process, and may be
             a lambda, a closure or a coroutine function.
-        train_dataset: a `datasets.Dataset`, or dictionaries, in place of `data.source`.
+        config: a YAML file, what it would hold as nested dictionaries, or a Config.
+        train_dataset: a `datasets.Dataset`, dictionaries, or what `data.source` takes; by default
+            that of the config.
+        tools: functions that the model may call (docs/turns.md).
         rollout_func: a coroutine function that makes a completion of several turns (docs/turns.md).
         callbacks: called after the run's own (docs/python.md).
+        keys: of the config (docs/config.md). A key needs no section (`learning_rate=1e-5`), except
+            those of `evaluation={...}`.
 
     Attributes:
         config: the whole config, checked.
@@ -49,31 +56,42 @@ class Trainer:
 
     def __init__(
         self,
-        config: Config | dict[str, Any] | str | Path,
-        overrides: Sequence[str] = (),
-        *,
+        model: str | Path | None = None,
         reward_funcs: RewardFunc | Sequence[RewardFunc] | None = None,
-        train_dataset: Sequence[dict[str, Any]] | None = None,
+        config: Config | dict[str, Any] | str | Path | None = None,
+        train_dataset: Sequence[dict[str, Any]] | str | None = None,
+        *,
+        tools: Sequence[Tool] = (),
         rollout_func: RolloutFunction | None = None,
         callbacks: Sequence[Callback] = (),
+        **keys: Any,
     ):
-        if isinstance(overrides, str):
-            raise InputError(f"overrides={overrides!r}: must be a list, [{overrides!r}]")
-        changes, own = list(overrides), dict[str, Callable]()
+        own, rows = dict[str, Callable](), None
+        if model is not None:
+            if str(model).endswith(".yaml"):
+                raise InputError(f"model={model}: a YAML file is a config, Trainer(config=...)")
+            keys["model"] = str(model)
         if reward_funcs is not None:
             named = _named(reward_funcs)
-            changes.append(f"reward.functions={json.dumps([name for name, _ in named])}")
+            keys["reward.functions"] = [name for name, _ in named]
             own = {name: function for name, function in named if not isinstance(function, str)}
-        if train_dataset is not None:
-            changes.append(f"data.source={IN_PYTHON}")
+        if isinstance(train_dataset, str):
+            keys["data.source"] = train_dataset
+        elif train_dataset is not None:
+            keys["data.source"], rows = IN_PYTHON, train_dataset
+        if tools:
+            if rollout_func is not None:
+                raise InputError("tools: a rollout_func gives them to episode.chat() itself")
+            keys["data.chat_template_kwargs.tools"] = schemas_of(tools)  # each prompt has them
+            rollout_func = chat_with(tools)
         if rollout_func is not None:
             check_argument(rollout_func, "rollout_func")
-            changes.append(f"rollout.function={json.dumps(_name(rollout_func))}")
+            keys["rollout.function"] = _name(rollout_func)
         if isinstance(callbacks, Callback) or not all(isinstance(c, Callback) for c in callbacks):
             raise InputError("callbacks: must be a list of stapo_lite.Callback objects")
-        self._inputs = PythonInputs(own, train_dataset, rollout_func, callbacks)
+        self._inputs = PythonInputs(own, rows, rollout_func, callbacks)
         tree = config.model_dump(exclude_unset=True) if isinstance(config, Config) else config
-        self.config = load_config(tree, changes)
+        self.config = load_config(tree or {}, keys)
 
     def steps(self, resume: bool = False, force: bool = False) -> Iterator[dict[str, Any]]:
         """Train step by step; yields the metrics of each one. If the caller stops iterating, the

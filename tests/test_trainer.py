@@ -1,6 +1,5 @@
 """A run that Python drives, with functions and rows that exist only there."""
 
-import json
 import re
 import tempfile
 from functools import partial
@@ -41,7 +40,7 @@ def test_closures_and_rows_of_ones_own(tree, tmp_path):
         lambda completions, **_: [None] * len(completions),
     ]
     options = {"reward_funcs": [even, *lambdas], "train_dataset": datasets.Dataset.from_list(ROWS)}
-    trainer = Trainer(tree, ["seed=1"], **options)
+    trainer = Trainer(config=tree, seed=1, **options)
     assert trainer.config.reward.functions == ["even", "<lambda>", "<lambda>#2"]
     assert (trainer.config.seed, trainer.config.data.source) == (1, "train_dataset")
     metrics = next(iter(trainer))  # and no more: adapter and checkpoint are kept
@@ -49,7 +48,7 @@ def test_closures_and_rows_of_ones_own(tree, tmp_path):
     assert (metrics["reward/<lambda>"], metrics["reward_std/<lambda>"]) == (0.5, 0.0)
     assert metrics["reward/<lambda>#2"] is None
     assert [line["step"] for line in read_metrics(tmp_path / "run")] == [1]
-    again = Trainer(trainer.config, **options)
+    again = Trainer(config=trainer.config, **options)
     assert [m["step"] for m in again.train(resume=True)] == [2]
     words = ["four", "one", "three", "two"]
     assert calls == [(words, 0, 2), (words, 1, 2)]
@@ -58,9 +57,8 @@ def test_closures_and_rows_of_ones_own(tree, tmp_path):
 def test_trainer_takes_one_function_and_whole_configs(tree, tmp_path, capsys):
     write_lines(tmp_path / "mine.jsonl", [{"problem": "1 + 1?", "answer": "2"}])
     config = load_config(tree | {"data": {"source": "elsewhere", "max_prompt_length": 64}})
-    trainer = Trainer(
-        config, reward_funcs=lambda completions, **_: range(len(completions)), train_dataset=ROWS
-    )
+    reward = lambda completions, **_: range(len(completions))  # noqa: E731
+    trainer = Trainer(config=config, reward_funcs=reward, train_dataset=ROWS)
     assert isinstance(trainer.config, Config)
     assert trainer.config.model_fields_set == config.model_fields_set | {
         "reward"
@@ -79,7 +77,7 @@ def test_trainer_takes_one_function_and_whole_configs(tree, tmp_path, capsys):
 def test_an_evaluation_is_prompted_as_the_training(tree, tmp_path, monkeypatch):
     monkeypatch.setattr("stapo_lite.trainer.evaluate", lambda config: config)
     tree["data"] |= {"system_prompt": "Be brief.", "chat_template_kwargs": {"a": 1}}
-    trainer = Trainer(tree, train_dataset=ROWS)
+    trainer = Trainer(config=tree, train_dataset=ROWS)
     config = trainer.evaluate(benchmarks=["math500"], limit=3, data={"max_prompt_length": 99})
     assert config.data == EvalPrompting(
         system_prompt="Be brief.",
@@ -89,10 +87,8 @@ def test_an_evaluation_is_prompted_as_the_training(tree, tmp_path, monkeypatch):
     )
     assert (config.limit, config.rollout.max_completion_length, config.dtype) == (3, 8, "float32")
     assert config.adapter == str(tmp_path / "run" / "adapter")
-    served = {"rollout.quantization": "bitsandbytes", "rollout.vllm": {"block_size": 32}}
-    trainer = Trainer(
-        tree, [f"{key}={json.dumps(value)}" for key, value in served.items()], train_dataset=ROWS
-    )
+    served = {"quantization": "bitsandbytes", "vllm": {"block_size": 32}}
+    trainer = Trainer(config=tree, rollout=served, train_dataset=ROWS)
     rollout = trainer.evaluate().rollout
     assert (rollout.quantization, rollout.vllm) == ("bitsandbytes", {"block_size": 32})
     rollout = trainer.evaluate(rollout={"engine": "transformers"}).rollout
@@ -102,7 +98,7 @@ def test_an_evaluation_is_prompted_as_the_training(tree, tmp_path, monkeypatch):
         ("vllm", "vllm"),
         ("server", "auto"),
     ):
-        trainer = Trainer(tree, [f"rollout.engine={engine}"], train_dataset=ROWS)
+        trainer = Trainer(config=tree, engine=engine, train_dataset=ROWS)
         assert trainer.evaluate().rollout.engine == expected
     assert trainer.evaluate(rollout={"engine": "transformers"}).rollout.engine == "transformers"
 
@@ -111,14 +107,15 @@ def test_a_callable_never_takes_the_place_of_a_named_function(tree):
     def math(**_):
         return []
 
-    trainer = Trainer(tree, reward_funcs=[math, "math", len, "len", math], train_dataset=ROWS)
+    trainer = Trainer(
+        config=tree, reward_funcs=[math, "math", len, "len", math], train_dataset=ROWS
+    )
     assert trainer.config.reward.functions == ["math#2", "math", "len#2", "len", "math#3"]
 
 
 def test_pushing(hub, tree, tmp_path, monkeypatch):
-    trainer = Trainer(
-        tree, reward_funcs=lambda completions, **_: [1.0] * len(completions), train_dataset=ROWS
-    )
+    reward = lambda completions, **_: [1.0] * len(completions)  # noqa: E731
+    trainer = Trainer(config=tree, reward_funcs=reward, train_dataset=ROWS)
     trainer.train()
     trainer.push_to_hub("mine", merge=True)
     assert "model.safetensors" in hub.files["me/mine"]
@@ -155,7 +152,7 @@ def test_a_run_that_is_mirrored_on_the_hub(hub, write_config, tmp_path, caplog, 
 
     monkeypatch.setattr(push.HfApi, "upload_folder", note)
     log = {"save_steps": 2, "hub_model_id": "mine", "hub_private_repo": True}
-    Trainer(write_config(), [f"log={json.dumps(log)}"]).train()
+    Trainer(config=write_config(), log=log).train()
     assert "log.hub_model_id: not pushed this time" in caplog.text
     assert len(pushed) >= 2
     assert hub.created["me/mine"]["visibility"] == "private"
@@ -174,7 +171,7 @@ def test_a_run_that_is_mirrored_on_the_hub(hub, write_config, tmp_path, caplog, 
     with pytest.raises(
         InputError, match="log.hub_model_id=other: .*a token that can write comes from"
     ):
-        Trainer(write_config(output_dir=str(tmp_path / "b")), ["log.hub_model_id=other"]).train()
+        Trainer(config=write_config(output_dir=str(tmp_path / "b")), hub_model_id="other").train()
 
 
 def test_what_cannot_be_copied_for_the_hub_leaves_nothing(
@@ -190,7 +187,7 @@ def test_what_cannot_be_copied_for_the_hub_leaves_nothing(
         return write(path, content)
 
     monkeypatch.setattr(Path, "write_bytes", refuse)
-    Trainer(write_config(train__max_steps=1), ["log.hub_model_id=mine"]).train()
+    Trainer(config=write_config(train__max_steps=1), hub_model_id="mine").train()
     assert "log.hub_model_id: not pushed this time (No space left on device)" in caplog.text
     assert not list(temporary.iterdir())
 
@@ -213,11 +210,10 @@ def test_several_turns(tree, tmp_path, monkeypatch):
         return [sum(i % 2 == 0 for i in ids) for ids in completion_ids]
 
     changes = {"train_dataset": ROWS, "reward_funcs": even}
-    trainer = Trainer(tree, [f"output_dir={tmp_path / 'own'}"], rollout_func=spell, **changes)
+    trainer = Trainer(config=tree, output_dir=str(tmp_path / "own"), rollout_func=spell, **changes)
     assert trainer.config.rollout.function == "spell"
-    assert (
-        Trainer(tree, rollout_func=partial(spell), **changes).config.rollout.function == "partial"
-    )
+    other = Trainer(config=tree, rollout_func=partial(spell), **changes)
+    assert other.config.rollout.function == "partial"
     metrics = trainer.train()
     first = seen[:16]
     assert all(c.prompt.columns["wanted"] in c.text for c in seen)
@@ -233,14 +229,12 @@ def test_several_turns(tree, tmp_path, monkeypatch):
         "from test_trainer import spell\nplain = len\n", encoding="utf-8"
     )
     write_lines(tmp_path / "held.jsonl", ROWS[:3])
-    held = [
-        f"evaluation.source={tmp_path / 'held.jsonl'}",
-        "evaluation.steps=10",
-        "evaluation.temperature=0.5",
-    ]
+    held = {"source": str(tmp_path / "held.jsonl"), "steps": 10, "temperature": 0.5}
     by_path = Trainer(
-        tree,
-        ["rollout.function=my_tools:spell", f"output_dir={tmp_path / 'path'}", *held],
+        config=tree,
+        function="my_tools:spell",
+        output_dir=str(tmp_path / "path"),
+        evaluation=held,
         **changes,
     )
     seen.clear()
@@ -250,6 +244,11 @@ def test_several_turns(tree, tmp_path, monkeypatch):
     assert all(c.prompt.columns["wanted"] in c.text and not all(c.loss_mask) for c in evaluated)
     before, _ = read_lines(tmp_path / "path" / "evaluations.jsonl")
     assert before["reward"] == pytest.approx(sum(c.reward for c in evaluated) / 3)
+
+
+def run_with(tree, overrides):
+    config = load_config(tree, ["data.source=none", *overrides])
+    Trainer(config=config, train_dataset=ROWS, reward_funcs=len).train()
 
 
 @pytest.mark.parametrize(
@@ -277,14 +276,13 @@ def test_several_turns(tree, tmp_path, monkeypatch):
 )
 def test_turns_that_cannot_be(tree, overrides, message):
     with pytest.raises(InputError, match=message):
-        Trainer(tree, overrides, train_dataset=ROWS, reward_funcs=len).train()
+        run_with(tree, overrides)
 
 
 def test_the_page_about_turns(write_config, tmp_path, monkeypatch):
     pytest.importorskip("vllm", reason="vLLM is not installed")
-    (lines,) = re.findall(
-        r"```python\n(.*?)```", (ROOT / "docs" / "turns.md").read_text(encoding="utf-8"), re.DOTALL
-    )
+    page = (ROOT / "docs" / "turns.md").read_text(encoding="utf-8")
+    _, lines = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     monkeypatch.chdir(tmp_path)
     config = write_config(
         train__max_steps=1, rollout__engine="vllm", train__max_tokens_per_microbatch=1024
@@ -306,7 +304,7 @@ def test_a_batch_that_no_function_judges_is_noticed(tree, caplog):
     def unjudged(completions, **columns):
         return [None] * len(completions)
 
-    Trainer(tree, ["train.max_steps=1"], reward_funcs=unjudged, train_dataset=ROWS).train()
+    Trainer(config=tree, max_steps=1, reward_funcs=unjudged, train_dataset=ROWS).train()
     assert "no reward function judged a completion of step 1" in caplog.text
 
 
@@ -331,9 +329,15 @@ def of_trl(prompts, trainer):
             "reward_funcs: Linear is a model or a class",
         ),
         (
-            {"train_dataset": ROWS, "overrides": "seed=1"},
-            r"overrides='seed=1': must be a list, \['seed=1'\]",
+            {"train_dataset": ROWS, "per_device_train_batch_size": 8},
+            "unknown key 'per_device_train_batch_size': TRL's name; here train.mini_batch_size",
         ),
+        ({"model": "run.yaml"}, r"model=run.yaml: a YAML file is a config, Trainer\(config=...\)"),
+        (
+            {"train_dataset": ROWS, "rollout_func": spell, "tools": [len]},
+            "tools: a rollout_func gives them to",
+        ),
+        ({"train_dataset": ROWS, "tools": [len]}, "tools: each needs type hints"),
         (
             {"train_dataset": {"train": ROWS}},
             "must be a list of rows or a datasets.Dataset, got dict",
@@ -350,4 +354,4 @@ def of_trl(prompts, trainer):
 )
 def test_mistakes(tree, given, message):
     with pytest.raises(InputError, match=message):
-        Trainer(tree, **given).train()
+        Trainer(config=tree, **given).train()

@@ -35,7 +35,7 @@ tree = {
 tree["rollout"]["vllm"] = {"kv_cache_memory_bytes": 10 << 20}
 for name in ("one", "another"):
     trainer = Trainer(
-        tree | {"output_dir": str(out / name)}, reward_funcs=letters, train_dataset=rows
+        config=tree, output_dir=str(out / name), reward_funcs=letters, train_dataset=rows
     )
     trainer.train()
     exported = trainer.export(out / f"{name}-export")

@@ -6,7 +6,7 @@ Errors are one line each, with the key and the fix.
 import copy
 import difflib
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,12 +24,17 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 """Example configs of the repository, which come with the package."""
 
 
-def load_config(source: str | Path | dict[str, Any], overrides: Sequence[str] = ()) -> Config:
-    """Read a YAML config and apply `key.sub=value` overrides (values are YAML too).
+def load_config(
+    source: str | Path | dict[str, Any], overrides: Sequence[str] | Mapping[str, Any] = ()
+) -> Config:
+    """Read a YAML config and apply overrides.
 
     Args:
         source: the file, or what it would hold as nested dictionaries. If there is no
             `configs/NAME.yaml`, the package's example of that name is read.
+        overrides: `key.sub=value` texts, whose values are YAML, or keys with their values. A key
+            of a dictionary needs no section: `learning_rate` is `train.learning_rate`. A section's
+            dictionary is merged.
 
     Raises:
         InputError: the file is missing or not a mapping; a key is unknown (with the nearest match);
@@ -45,13 +50,22 @@ def load_eval_config(
     return _load(EvalConfig, source, overrides)
 
 
-def _load(schema: type[S], source: str | Path | dict, overrides: Sequence[str]) -> S:
+def _load(
+    schema: type[S],
+    source: str | Path | dict[str, Any],
+    overrides: Sequence[str] | Mapping[str, Any],
+) -> S:
     if isinstance(source, dict):
         path, tree = "config", copy.deepcopy(source)
     else:
         path, tree = str(source), _read_yaml(Path(source))
-    for override in overrides:
-        _apply_override(tree, override)
+    if isinstance(overrides, Mapping):
+        named = {_full_key(schema, key): value for key, value in overrides.items()}
+        values = flatten(named)
+    else:
+        values = dict(map(_read_override, overrides))
+    for key, value in values.items():
+        _set(tree, key, value)
     try:
         return schema.model_validate(tree)
     except ValidationError as error:
@@ -91,12 +105,23 @@ def to_yaml(config: Section, given: bool = False) -> str:
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
 
-def _apply_override(tree: dict, override: str) -> None:
+def _read_override(override: str) -> tuple[str, Any]:
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise InputError(f"override {override!r}: write it as key.sub=value")
     with explained(f"override {override[:80]!r}: the value is not YAML", *NOT_YAML):
-        value = yaml.load(text, _Loader)
+        return key, yaml.load(text, _Loader)
+
+
+def _full_key(schema: type[Section], name: str) -> str:
+    """The key that a name without its section means. Those of an evaluation during training have no
+    short names, since the run's own are often the same."""
+    keys = [key for key in _keys(schema) if not key.startswith("evaluation.")]
+    full = {key.rpartition(".")[2]: key for key in keys}
+    return name if name in schema.model_fields else full.get(name, name)
+
+
+def _set(tree: dict[str, Any], key: str, value: Any) -> None:
     *parents, last = key.split(".")
     node = tree
     for parent in parents:
@@ -104,7 +129,7 @@ def _apply_override(tree: dict, override: str) -> None:
             node[parent] = {}
         node = node[parent]
         if not isinstance(node, dict):
-            raise InputError(f"override {override!r}: {parent} is a value, not a section")
+            raise InputError(f"override {key}={value}: {parent} is a value, not a section")
     node[last] = value
 
 
@@ -134,10 +159,14 @@ def _hint(schema: type[Section], path: tuple[Any, ...]) -> str:
     for part in parents:
         section = section.model_fields[part].annotation
     allowed = list(section.model_fields)
-    meant = [key for key in _keys(schema) if key.rpartition(".")[2] == last]
+    keys = _keys(schema)
+    meant = [key for key in keys if key.rpartition(".")[2] == last]
     if not meant:
         near = difflib.get_close_matches(last, allowed, n=1)
         meant = [".".join([*parents, name]) for name in near]
+    if not meant:
+        near = difflib.get_close_matches(last, [key.rpartition(".")[2] for key in keys], n=1)
+        meant = [key for key in keys if [key.rpartition(".")[2]] == near]
     if meant:
         return f"did you mean {' or '.join(map(repr, meant))}?"
     return f"allowed are {', '.join(allowed)}"

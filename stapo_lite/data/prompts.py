@@ -209,6 +209,15 @@ def _render(prompt: Any, tokenizer: Any, prompting: Prompting, where: str) -> st
     templated = prompting.apply_chat_template
     if fault := _fault(prompt, templated):
         raise InputError(f"{where}: {fault}")
+    messages = conversation(prompt, prompting)
+    if not templated:
+        return messages[-1]["content"]
+    with explained(f"{where}: the model's chat template refuses the prompt"):
+        return apply_template(messages, tokenizer, prompting.chat_template_kwargs)
+
+
+def conversation(prompt: str | list[dict[str, Any]], prompting: Prompting) -> list[dict[str, Any]]:
+    """The messages of a prompt, with system prompt and suffix."""
     if isinstance(prompt, str):
         messages = [{"role": "user", "content": prompt}]
     else:
@@ -218,17 +227,25 @@ def _render(prompt: Any, tokenizer: Any, prompting: Prompting, where: str) -> st
     of_user = [message for message in messages if message["role"] == "user"]
     if of_user:
         of_user[-1]["content"] += prompting.prompt_suffix
-    if not templated:
-        return messages[-1]["content"]
+    return messages
+
+
+def apply_template(
+    messages: list[dict[str, Any]], tokenizer: Any, arguments: Mapping[str, Any]
+) -> str:
+    """The text that the model goes on with. A last message of the assistant's is left open.
+
+    Args:
+        arguments: of the chat template, such as `enable_thinking` or `tools`.
+    """
     continues = messages[-1]["role"] == "assistant"
-    with explained(f"{where}: the model's chat template refuses the prompt"):
-        return tokenizer.apply_chat_template(
-            messages,
-            tokenize=False,
-            add_generation_prompt=not continues,
-            continue_final_message=continues,
-            **prompting.chat_template_kwargs,
-        )
+    return tokenizer.apply_chat_template(
+        messages,
+        tokenize=False,
+        add_generation_prompt=not continues,
+        continue_final_message=continues,
+        **arguments,
+    )
 
 
 def stop_token_ids(

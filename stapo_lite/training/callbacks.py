@@ -10,7 +10,7 @@
             if (metrics["reward"] or 0.0) >= self.enough:
                 run.stop_reason = f"reward {metrics['reward']:.2f}"
 
-    Trainer("configs/quickstart.yaml", callbacks=[StopAtReward(0.95)]).train()
+    Trainer(config="configs/quickstart.yaml", callbacks=[StopAtReward(0.95)]).train()
 
 The loop calls them in the order of `assemble.make_callbacks`, the user's own last, in every
 process. A callback that raises ends the run with an error that names it. The seconds of a step

@@ -14,6 +14,7 @@ from stapo_lite.config import (
     load_eval_config,
     to_yaml,
 )
+from stapo_lite.config.loading import _keys
 from stapo_lite.config.presets import PRESETS
 from stapo_lite.errors import InputError
 
@@ -167,6 +168,31 @@ def test_presets_fill_no_section_of_another_config():
     grpo = Config(**MINIMAL, algorithm="grpo", objective=shared)
     assert (grpo.objective.beta, shared.beta) == (0.04, 0.0)
     assert Config(**MINIMAL).objective == Objective()
+
+
+def test_a_key_in_python_needs_no_section():
+    keys = [key for key in _keys(Config) if "." in key and not key.startswith("evaluation.")]
+    own = [key.rpartition(".")[2] for key in keys]
+    assert len(set(own)) == len(own)  # no name means two keys
+    tree = {"lora": {"r": 8, "use_rslora": True}, **MINIMAL}
+    short = {
+        "learning_rate": 1e-5,
+        "tau_p": 0.01,
+        "quantization": "nf4",  # the config's own, not the engine's
+        "lora": {"r": 4},
+        "chat_template_kwargs": {"enable_thinking": False},
+        "data.chat_template_kwargs.tools": [{"name": "f"}],
+        "evaluation": {"steps": 5, "temperature": 0.5},
+    }
+    config = load_config(tree, short)
+    assert (config.train.learning_rate, config.objective.s2t.tau_p) == (1e-5, 0.01)
+    assert (config.quantization, config.rollout.quantization) == ("nf4", None)
+    assert (config.lora.r, config.lora.use_rslora) == (4, True)
+    kwargs = {"enable_thinking": False, "tools": [{"name": "f"}]}
+    assert config.data.chat_template_kwargs == kwargs
+    assert (config.evaluation.temperature, config.rollout.temperature) == (0.5, 1.0)
+    with pytest.raises(InputError, match="unknown key 'max_step': did you mean 'train.max_steps'"):
+        load_config(MINIMAL, {"max_step": 3})
 
 
 def test_a_config_is_kept_as_it_was_given():

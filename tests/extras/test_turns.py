@@ -6,25 +6,23 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
-from helpers import (
-    PROMPTS,
-    SAMPLING,
-    adapted_policy,
-)
+from helpers import PROMPTS, SAMPLING
 from transformers import AutoTokenizer
 
+from stapo_lite.config import Prompting
 from stapo_lite.errors import InputError, RunError
-from stapo_lite.extras.turns import play, until_stop
+from stapo_lite.extras.turns.episodes import play, until_stop
+from stapo_lite.extras.turns.tools import Chat
 from stapo_lite.rollout.transformers_engine import TransformersEngine
 from stapo_lite.types import Completion
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tiny_model):
-    return AutoTokenizer.from_pretrained(tiny_model)
+def chat(tiny_model):
+    return Chat(AutoTokenizer.from_pretrained(tiny_model), Prompting())
 
 
-def test_tools_run_side_by_side_and_what_one_raises_ends_all(make_policy, tokenizer):
+def test_tools_run_side_by_side_and_what_one_raises_ends_all(make_policy, chat):
     engine = TransformersEngine(SAMPLING, max_num_seqs=64)
     engine.publish(make_policy(), 1)
     meeting: list[asyncio.Barrier] = []
@@ -86,12 +84,12 @@ def test_tools_run_side_by_side_and_what_one_raises_ends_all(make_policy, tokeni
             await episode.generate(1)
 
     forgotten: list[asyncio.Task] = []
-    groups = play(engine, SAMPLING, tokenizer, more_forgetful, PROMPTS, [1, 2, 3])
+    groups = play(engine, SAMPLING, chat, more_forgetful, PROMPTS, [1, 2, 3])
     assert {len(c.token_ids) for c in groups[0]} == {1}
     assert {type(task.exception()) for task in forgotten} == {RunError}
-    groups = play(engine, SAMPLING, tokenizer, meet, PROMPTS, [1, 2, 3])
+    groups = play(engine, SAMPLING, chat, meet, PROMPTS, [1, 2, 3])
     assert {len(c.token_ids) for group in groups for c in group} == {2}
-    groups = play(engine, SAMPLING, tokenizer, cut_off, PROMPTS, [1, 2, 3])
+    groups = play(engine, SAMPLING, chat, cut_off, PROMPTS, [1, 2, 3])
     assert all(c.truncated and len(c.token_ids) == 12 for group in groups for c in group)
     for function, error, message in (
         (fail, LookupError, "no such tool"),
@@ -101,20 +99,20 @@ def test_tools_run_side_by_side_and_what_one_raises_ends_all(make_policy, tokeni
         (forgetful, RunError, "ended before it had its turn"),
     ):
         with pytest.raises(error, match=message):
-            play(engine, SAMPLING, tokenizer, function, PROMPTS, [1, 2, 3])
+            play(engine, SAMPLING, chat, function, PROMPTS, [1, 2, 3])
     refused = "rollout.engine=transformers knows no stop: set rollout.engine=vllm"
     with pytest.raises(InputError, match=refused):
-        play(engine, SAMPLING, tokenizer, stopping, PROMPTS, [1, 2, 3])
+        play(engine, SAMPLING, chat, stopping, PROMPTS, [1, 2, 3])
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("episodes")]
 
 
 @pytest.mark.parametrize("limit", [asyncio.Lock, lambda: asyncio.Semaphore(5)])
-def test_coroutines_may_wait_for_each_other(make_policy, tokenizer, limit, monkeypatch):
+def test_coroutines_may_wait_for_each_other(make_policy, chat, limit, monkeypatch):
     """A lock or a semaphore around a turn: those behind it never ask, and those before it must not
     wait for them."""
     engine = TransformersEngine(SAMPLING, max_num_seqs=64)
     engine.publish(make_policy(), 1)
-    monkeypatch.setattr("stapo_lite.extras.turns.QUIET", 0.05)
+    monkeypatch.setattr("stapo_lite.extras.turns.episodes.QUIET", 0.05)
     made: list = []
 
     async def one_by_one(episode):
@@ -123,14 +121,14 @@ def test_coroutines_may_wait_for_each_other(make_policy, tokenizer, limit, monke
             await episode.generate(max_tokens=1)
         await episode.generate(max_tokens=1)
 
-    groups = play(engine, SAMPLING, tokenizer, one_by_one, PROMPTS, [1, 2, 3])
+    groups = play(engine, SAMPLING, chat, one_by_one, PROMPTS, [1, 2, 3])
     assert {len(c.token_ids) for group in groups for c in group} == {2}
 
 
-def test_a_turn_that_is_withdrawn_as_a_round_would_begin(tokenizer, monkeypatch):
+def test_a_turn_that_is_withdrawn_as_a_round_would_begin(chat, monkeypatch):
     """Its timeout ends with the pause after which a round begins: there is nothing to sample, but
     the episodes go on."""
-    monkeypatch.setattr("stapo_lite.extras.turns.QUIET", 0.2)
+    monkeypatch.setattr("stapo_lite.extras.turns.episodes.QUIET", 0.2)
 
     class Answers(TransformersEngine):
         def stream(self, prompts, seeds, decodings):
@@ -151,11 +149,11 @@ def test_a_turn_that_is_withdrawn_as_a_round_would_begin(tokenizer, monkeypatch)
     for _ in range(4):
         first: list = []
         settings = replace(SAMPLING, num_generations=2)
-        groups = play(Answers(settings, 8), settings, tokenizer, impatient, PROMPTS[:1], [7])
+        groups = play(Answers(settings, 8), settings, chat, impatient, PROMPTS[:1], [7])
         assert [len(c.token_ids) >= 2 for c in groups[0]] == [True, True]
 
 
-def test_a_coroutine_may_stop_waiting_for_the_model(make_policy, tokenizer):
+def test_a_coroutine_may_stop_waiting_for_the_model(make_policy, chat):
     """Before its round begins, and while it is sampled."""
     others_may_ask: list[asyncio.Event] = []
     asking: list[asyncio.Task] = []
@@ -188,7 +186,7 @@ def test_a_coroutine_may_stop_waiting_for_the_model(make_policy, tokenizer):
 
     engine = Interrupted(SAMPLING, max_num_seqs=64)
     engine.publish(make_policy(), 1)
-    groups = play(engine, SAMPLING, tokenizer, impatient, PROMPTS, [1, 2, 3])
+    groups = play(engine, SAMPLING, chat, impatient, PROMPTS, [1, 2, 3])
     assert all(c.token_ids for group in groups for c in group)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("episodes")]
 
@@ -207,7 +205,7 @@ def test_a_turn_ends_with_its_stop_string(text, stop, expected):
     assert until_stop(text, stop) == expected
 
 
-def test_each_turn_of_each_completion_has_draws_of_its_own(tiny_model):
+def test_each_turn_of_each_completion_has_draws_of_its_own(make_policy, chat):
     asked = []
 
     class Noted(TransformersEngine):
@@ -220,6 +218,6 @@ def test_each_turn_of_each_completion_has_draws_of_its_own(tiny_model):
         await episode.generate(1)
 
     engine = Noted(SAMPLING, 64)
-    engine.publish(adapted_policy(tiny_model), 1)
-    play(engine, SAMPLING, AutoTokenizer.from_pretrained(tiny_model), two_turns, PROMPTS, [1, 2, 3])
+    engine.publish(make_policy(), 1)
+    play(engine, SAMPLING, chat, two_turns, PROMPTS, [1, 2, 3])
     assert len(set(asked)) == len(asked) == 2 * len(PROMPTS) * SAMPLING.num_generations

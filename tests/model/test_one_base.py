@@ -431,7 +431,7 @@ def test_several_turns_on_one_base(in_4_bits, tmp_path):
         config = load_config(
             in_4_bits(output_dir=str(tmp_path / share_base), rollout={"share_base": share_base})
         )
-        Trainer(config, ["train.max_steps=2"], rollout_func=in_two_turns).train()
+        Trainer(config=config, max_steps=2, rollout_func=in_two_turns).train()
     assert outcome(tmp_path / "on") == outcome(tmp_path / "off")
 
 

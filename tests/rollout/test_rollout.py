@@ -21,10 +21,11 @@ from helpers import (
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
-from stapo_lite.config import PROJECTIONS
+from stapo_lite.config import PROJECTIONS, Prompting
 from stapo_lite.errors import InputError, RunError
 from stapo_lite.extras.planning.plan import as_json, model_sizes
-from stapo_lite.extras.turns import play
+from stapo_lite.extras.turns.episodes import play
+from stapo_lite.extras.turns.tools import Chat
 from stapo_lite.rollout import Decoding
 from stapo_lite.rollout.transformers_engine import TransformersEngine
 from stapo_lite.rollout.vllm_options import (
@@ -77,7 +78,8 @@ def test_stop_strings(vllm_engine, make_policy, tokenizer):
     policy = make_policy(scale=0.0)
     vllm_engine.publish(policy, next(VERSIONS))
     prompts = [Prompt("", prompt.token_ids, "") for prompt in PROMPTS]
-    groups = play(vllm_engine, SAMPLING, tokenizer, until_a_letter, prompts, [7, 8, 9])
+    chat = Chat(tokenizer, Prompting())
+    groups = play(vllm_engine, SAMPLING, chat, until_a_letter, prompts, [7, 8, 9])
     assert gap(policy, groups).max() < 1e-4
     texts = [text for prompt in prompts for text in prompt.columns["texts"]]
     assert any(text.endswith(("a", "e", "i")) for text in texts)

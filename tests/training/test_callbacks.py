@@ -51,7 +51,7 @@ class Notes(Callback):
 def test_events_come_in_order_and_change_nothing(write_config, tmp_path):
     notes = Notes()
     config = write_config(train__max_steps=2, log__save_steps=1)
-    metrics = Trainer(config, callbacks=[notes]).train()
+    metrics = Trainer(config=config, callbacks=[notes]).train()
     steps = [
         [("step begins", n), ("update", 8), ("update", 8), ("step ends", n), ("saved", saved)]
         for n, saved in ((1, "checkpoint-1"), (2, "checkpoint-2"))
@@ -76,7 +76,7 @@ def test_a_callback_that_fails_is_named_and_the_run_can_be_resumed(write_config,
     setattr(Breaks, event, fail)
     config = write_config(train__max_steps=3, log__save_steps=0)
     with pytest.raises(RunError, match=rf"callback Breaks: {event} failed \(no such thing\)"):
-        Trainer(config, callbacks=[Breaks()]).train()
+        Trainer(config=config, callbacks=[Breaks()]).train()
     run(config, resume=True)
     whole = run(write_config(train__max_steps=3, output_dir=str(tmp_path / "whole")))
     assert without_times(read_metrics(tmp_path / "run")) == without_times(whole)
@@ -114,14 +114,14 @@ def test_a_callback_that_cannot_be_closed_hides_no_error(write_config, caplog):
             raise LookupError("second")
 
     with pytest.raises(RunError, match=r"callback Unclosed: on_train_begin failed \(first\)"):
-        Trainer(write_config(), callbacks=[Unclosed()]).train()
+        Trainer(config=write_config(), callbacks=[Unclosed()]).train()
     assert "callback Unclosed: close failed (second)" in caplog.text
 
 
 @pytest.mark.parametrize("callbacks", [Callback(), [Callback]], ids=["no list", "a class"])
 def test_callbacks_are_a_list_of_objects(write_config, callbacks):
     with pytest.raises(InputError, match="callbacks: must be a list of .*Callback objects"):
-        Trainer(write_config(), callbacks=callbacks)
+        Trainer(config=write_config(), callbacks=callbacks)
 
 
 def test_the_clock_leaves_out_what_it_is_stopped_for(monkeypatch):

@@ -22,7 +22,8 @@ from stapo_lite.errors import InputError, one_line
 from stapo_lite.extras.evaluation.results import results_table
 from stapo_lite.extras.evaluation.tasks import draw, judge, make_tasks, sample_key, summarise
 from stapo_lite.extras.math.grading import MathGrader
-from stapo_lite.extras.turns import RolloutFunction, play
+from stapo_lite.extras.turns.episodes import RolloutFunction, play
+from stapo_lite.extras.turns.tools import Chat
 from stapo_lite.files import append_lines, read_lines, read_object, write_text
 from stapo_lite.rollout import Decoding, progress_bar, rollout_settings
 from stapo_lite.training.callbacks import Callback
@@ -69,6 +70,7 @@ class PeriodicEvaluation(Callback):
     ):
         settings, rollout = config.evaluation, config.rollout
         self._settings, self._grader, self._function = settings, grader, function
+        self._chat = Chat(tokenizer, config.data)
         self._turns = replace(
             rollout_settings(config, ()), num_generations=1, temperature=settings.temperature
         )
@@ -171,7 +173,7 @@ class PeriodicEvaluation(Callback):
     ) -> list[Completion]:
         """A completion of each prompt."""
         if self._function is not None:
-            groups = play(run.engine, self._turns, run.tokenizer, self._function, prompts, seeds)
+            groups = play(run.engine, self._turns, self._chat, self._function, prompts, seeds)
             return [completion for (completion,) in groups]
         draws = run.engine.stream(prompts, seeds, [self._decoding] * len(prompts))
         bar = progress_bar("evaluate", "sample", len(prompts), draws)

@@ -13,10 +13,19 @@ import pkgutil
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stapo_lite.errors import InputError, RunError, explained
+from stapo_lite.extras.turns.tools import (
+    Chat,
+    Message,
+    Schema,
+    Tool,
+    answer_of,
+    run_tool,
+    schemas_of,
+)
 from stapo_lite.rollout import (
     Decoding,
     RolloutEngine,
@@ -49,7 +58,7 @@ class Episode:
     prompt: Prompt
     _seed: int
     _sampling: RolloutSettings
-    _tokenizer: Any
+    _chat: Chat
     _ask: Callable[[Question], Awaitable[Completion]]
     token_ids: list[int] = field(default_factory=list)
     finished: bool = True
@@ -97,13 +106,81 @@ class Episode:
         self._turns += 1
         self._version, self.finished = turn.adapter_version, not turn.truncated
         self._extend(turn.token_ids, turn.rollout_logprobs, own=True)
-        text = self._tokenizer.decode(turn.token_ids, skip_special_tokens=True)
+        text = self._chat.tokenizer.decode(turn.token_ids, skip_special_tokens=True)
         return until_stop(text, stop) if stop else text
+
+    @property
+    def messages(self) -> list[Message]:
+        """The prompt as messages, with `data.system_prompt` and `data.prompt_suffix`."""
+        return self._chat.messages(self.prompt)
+
+    async def chat(
+        self,
+        messages: list[Message],
+        tools: Sequence[Tool] = (),
+        max_turns: int = 8,
+        **options: Any,
+    ) -> str:
+        """Give messages to the model and let it answer. The tools that it calls run side by side,
+        and it goes on with their results, until it calls none.
+
+        Args:
+            messages: of the chat template. The first call's take the place of the prompt
+                (`episode.messages` are those of the row); later ones are what a user says next.
+            tools: functions or coroutine functions with type hints, and a docstring that describes
+                the arguments. What one raises is its result.
+            max_turns: the model's turns, after which a call gets no result.
+            options: of each turn, as in `generate`.
+
+        Returns:
+            The text of the last turn.
+
+        Raises:
+            InputError: the chat template or vLLM's parsers cannot do this.
+            RunError: the messages are longer than `data.max_prompt_length`; as `generate`.
+        """
+        schemas = schemas_of(tools)
+        if self.token_ids:
+            self._reply(messages, schemas)
+        else:
+            self._open(messages, schemas)
+        for turn in range(max_turns):
+            begin = len(self.token_ids)
+            text = await self.generate(**options)
+            written = self._chat.tokenizer.decode(self.token_ids[begin:]).removesuffix(
+                self._chat.end
+            )
+            calls = self._chat.calls(written, schemas) if schemas and self.finished else []
+            if not calls or turn == max_turns - 1:
+                break
+            results = await asyncio.gather(*(run_tool(tools, call) for call in calls))
+            answers = [answer_of(*pair) for pair in zip(calls, results, strict=True)]
+            self._reply(answers, schemas)
+        return text
+
+    def _open(self, messages: list[Message], schemas: list[Schema]) -> None:
+        """Begin with other messages than those of the row."""
+        text = self._chat.opening(messages, schemas)
+        token_ids = self._chat.tokenizer(text, add_special_tokens=False).input_ids
+        longest = self._sampling.max_model_len - self._sampling.max_completion_length
+        if len(token_ids) > longest:
+            raise RunError(
+                f"rollout.function: the messages have {len(token_ids)} tokens, "
+                f"data.max_prompt_length is {longest}: raise it"
+            )
+        self.prompt = replace(self.prompt, token_ids=token_ids)
+
+    def _reply(self, messages: list[Message], schemas: list[Schema]) -> None:
+        """Add messages behind the model's last turn, which ends with a stop token, unless it was
+        ended by a stop string."""
+        end = self._chat.end
+        ended = self._chat.tokenizer.decode(self.token_ids[-1:]) == end
+        self.add(("" if ended else end) + self._chat.reply(messages, schemas))
 
     def add(self, text: str) -> None:
         """Add text that the model reads but did not write, such as a tool's result. It is cut off
         if it is longer than `room`."""
-        token_ids = self._tokenizer(text, add_special_tokens=False).input_ids
+        token_ids = self._chat.tokenizer(text, add_special_tokens=False).input_ids
         if len(token_ids) >= max(1, self.room):
             self.finished = False
         token_ids = token_ids[: self.room]
@@ -145,6 +222,15 @@ def until_stop(text: str, stop: str | Sequence[str]) -> str:
 
 
 RolloutFunction = Callable[[Episode], Awaitable[None]]
+
+
+def chat_with(tools: Sequence[Tool]) -> RolloutFunction:
+    """A rollout function that lets the model answer the row's prompt with tools."""
+
+    async def chat_with_tools(episode: Episode) -> None:
+        await episode.chat(episode.messages, tools)
+
+    return chat_with_tools
 
 
 def find_function(path: str) -> RolloutFunction:
@@ -238,7 +324,7 @@ class Meeting:
 def play(
     engine: RolloutEngine,
     sampling: RolloutSettings,
-    tokenizer: Any,
+    chat: Chat,
     function: RolloutFunction,
     prompts: Sequence[Prompt],
     seeds: Sequence[int],
@@ -251,7 +337,7 @@ def play(
     """
     meeting, size = Meeting(function), sampling.num_generations
     for prompt, seed in each_sample(prompts, seeds, size):
-        meeting.episodes.append(Episode(prompt, seed, sampling, tokenizer, meeting.ask))
+        meeting.episodes.append(Episode(prompt, seed, sampling, chat, meeting.ask))
     with (
         ThreadPoolExecutor(1, thread_name_prefix="episodes") as thread,
         progress_bar("rollout", "episode", len(meeting.episodes)) as bar,

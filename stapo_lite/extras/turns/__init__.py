@@ -1,0 +1,1 @@
+"""Completions of several turns: episodes, and chats with tools."""

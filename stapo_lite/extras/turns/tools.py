@@ -1,0 +1,187 @@
+"""Tools in a chat: functions become schemas, what the model wrote becomes calls, results become
+messages.
+
+The chat template decides how each of them is written. vLLM's parsers read the calls back.
+"""
+
+import inspect
+import json
+import logging
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from transformers.utils import get_json_schema
+
+from stapo_lite.config import Prompting
+from stapo_lite.data.prompts import apply_template, conversation
+from stapo_lite.errors import InputError, explained, one_line
+from stapo_lite.types import Prompt
+
+Message = dict[str, Any]
+Schema = dict[str, Any]
+Tool = Callable[..., Any]
+MARKER = "stapolite"
+"""A word that no chat template writes: it shows where a message stands in the text."""
+
+
+class ToolCall(NamedTuple):
+    """A function that the model wants called."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+def schemas_of(tools: Sequence[Tool]) -> list[Schema]:
+    """The JSON schemas of functions (transformers' `get_json_schema`).
+
+    Raises:
+        InputError: a docstring, a type hint or the description of an argument is missing.
+    """
+    with explained("tools: each needs type hints, and a docstring that describes its arguments"):
+        return [get_json_schema(tool) for tool in tools]
+
+
+async def run_tool(tools: Sequence[Tool], call: ToolCall) -> str:
+    """What a tool returns, as text: JSON if it is not text already. An error becomes a result, so
+    that the model can react to it."""
+    functions = {tool.__name__: tool for tool in tools}
+    try:
+        if call.name not in functions:
+            raise LookupError(f"there is no tool {call.name!r}, only {', '.join(functions)}")
+        result = functions[call.name](**call.arguments)
+        if inspect.isawaitable(result):
+            result = await result
+        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+    except Exception as error:
+        return f"error: {type(error).__name__}: {one_line(error)}"
+
+
+def answer_of(call: ToolCall, result: str) -> Message:
+    """The message that gives a tool's result to the model."""
+    return {"role": "tool", "name": call.name, "tool_call_id": CALL_ID, "content": result}
+
+
+CALL_ID = "call00000"  # Mistral's template wants nine letters and digits
+CALLING: Message = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {
+            "type": "function",
+            "id": CALL_ID,
+            "function": {"name": "look_up", "arguments": {"word": MARKER}},
+        }
+    ],
+}
+"""A turn that calls a tool."""
+ANSWERING: Message = {"role": "assistant", "content": MARKER}
+"""A turn that does not."""
+
+
+def look_up(word: str) -> str:
+    """Look up a word.
+
+    Args:
+        word: the word
+    """
+    return word
+
+
+class Chat:
+    """A model's chat template, and the parser that reads the tool calls that it asks for.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        prompting: system prompt, suffix, and arguments of the template.
+    """
+
+    def __init__(self, tokenizer: Any, prompting: Prompting):
+        self.tokenizer, self._prompting = tokenizer, prompting
+
+    def messages(self, prompt: Prompt) -> list[Message]:
+        """The messages of a row's prompt, with system prompt and suffix."""
+        return conversation(prompt.prompt, self._prompting)
+
+    def opening(self, messages: list[Message], tools: Sequence[Schema]) -> str:
+        """The text that the model's first turn follows."""
+        with explained("chat: the model's chat template refuses the messages"):
+            return apply_template(messages, self.tokenizer, self._arguments(tools))
+
+    def reply(self, messages: list[Message], tools: Sequence[Schema]) -> str:
+        """The text between the end of a turn of the model's and its next turn: the results of
+        tools, or what a user says.
+
+        The model's own turn is not rendered again, since the template might write it differently.
+        So the messages are rendered behind a turn made up, and cut off there.
+        """
+        turn = CALLING if messages[0]["role"] == "tool" else ANSWERING
+        with explained("chat: the model's chat template refuses the messages"):
+            whole = self._text([turn, *messages], tools, add_generation_prompt=True)
+        return whole.rpartition(MARKER)[2].partition(self.end)[2]
+
+    @cached_property
+    def end(self) -> str:
+        """The text of the special token that ends a turn of the model's.
+
+        Raises:
+            InputError: the chat template writes none.
+        """
+        after = self._text([ANSWERING], []).rpartition(MARKER)[2].lstrip()
+        ids = self.tokenizer(after, add_special_tokens=False).input_ids
+        if not ids or ids[0] not in self.tokenizer.added_tokens_decoder:
+            raise InputError("chat: the model's chat template ends no turn with a special token")
+        return self.tokenizer.decode(ids[0])
+
+    def calls(self, text: str, tools: Sequence[Schema]) -> list[ToolCall]:
+        """The calls in a turn of the model's; none if they cannot be read.
+
+        Args:
+            text: with its special tokens, but not the one that ends it.
+        """
+        return self._parse(self._parser, text, tools)
+
+    @cached_property
+    def _parser(self) -> Any:
+        """The class of vLLM that reads a call as the chat template writes it.
+
+        Raises:
+            InputError: vLLM is not installed, or none of its parsers reads it.
+        """
+        with explained("tools: calls are read by vLLM's parsers, so install it", ImportError):
+            from vllm.tool_parsers import ToolParserManager
+
+        # A call that a model has misspelt would be logged with a traceback.
+        logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
+        tools = schemas_of([look_up])
+        opening = self._text([], tools, add_generation_prompt=True)
+        written = self._text([CALLING], tools).removeprefix(opening).rpartition(self.end)[0]
+        names = ToolParserManager.list_registered()
+        for name in sorted(names, key=lambda name: name != "hermes"):  # the most common one first
+            try:
+                parser = ToolParserManager.get_tool_parser(name)
+                calls = self._parse(parser, written, tools)
+            except Exception:  # of one that lacks its tokens, for example
+                continue
+            if calls == [ToolCall("look_up", {"word": MARKER})]:
+                return parser
+        raise InputError("tools: the model's chat template writes no calls that vLLM can read")
+
+    def _parse(self, parser: Any, text: str, tools: Sequence[Schema]) -> list[ToolCall]:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+        request = ChatCompletionRequest(messages=[], tools=tools)
+        found = parser(self.tokenizer, request.tools).extract_tool_calls(text, request)
+        calls = [call.function for call in found.tool_calls]
+        return [ToolCall(call.name, json.loads(call.arguments)) for call in calls]
+
+    def _text(self, turns: list[Message], tools: Sequence[Schema], **options: Any) -> str:
+        """A conversation that begins with a user's message."""
+        return self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": "?"}, *turns],
+            tokenize=False,
+            **(self._arguments(tools) | options),
+        )
+
+    def _arguments(self, tools: Sequence[Schema]) -> dict[str, Any]:
+        return self._prompting.chat_template_kwargs | {"tools": list(tools) or None}
