@@ -291,12 +291,21 @@ def test_the_page_about_turns(write_config, tmp_path, monkeypatch):
     assert (tmp_path / "runs" / "calculator" / "adapter" / "adapter_model.safetensors").exists()
 
 
+TOY = "engine='transformers', dtype='float32', max_prompt_length=99"
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/data.md"])
-def test_lines_to_copy(write_config, tmp_path, monkeypatch, page):
+def test_lines_to_copy(write_config, tiny_model, tmp_path, monkeypatch, page):
     readme = (ROOT / page).read_text(encoding="utf-8")
     (lines,) = re.findall(r"```python\n(from stapo_lite import Trainer.*?)```", readme, re.DOTALL)
     monkeypatch.chdir(tmp_path)
-    exec(lines.replace("configs/quickstart.yaml", str(write_config(train__max_steps=1))), {})
+    lines = lines.replace("configs/quickstart.yaml", str(write_config(train__max_steps=1)))
+    lines = (
+        lines.replace("Qwen/Qwen3-0.6B", str(tiny_model))
+        .replace("=256", "=32")
+        .replace("max_steps=20", f"max_steps=1, {TOY}")
+    )
+    exec(lines, {})
     assert (tmp_path / "runs" / "brief-adapter" / "adapter_model.safetensors").exists()
 
 
