@@ -26,14 +26,16 @@ from stapo_lite.extras.math.reward import math_reward
 from stapo_lite.extras.planning.choice import fit
 from stapo_lite.extras.publish.hub import HubMirror
 from stapo_lite.extras.self_check import check_engine
-from stapo_lite.extras.servers.engine import ServerEngine
+from stapo_lite.extras.servers.engine import ServerEngine, api_key
 from stapo_lite.extras.symptoms import Symptoms
+from stapo_lite.extras.teacher import AdapterTeacher, ServerTeacher
 from stapo_lite.extras.trackers import Trackers
 from stapo_lite.extras.turns.episodes import RolloutFunction, find_function, play
 from stapo_lite.extras.turns.tools import Chat
 from stapo_lite.files import lock, write_text
 from stapo_lite.model.loading import (
     adapter_digest,
+    find_adapter,
     find_start,
     load_tokenizer,
     load_weights,
@@ -91,6 +93,8 @@ class Inputs(NamedTuple):
     """They end a completion."""
     start: Path | None
     """Folder of the adapter to start from, if the run reads one."""
+    teacher: Path | None
+    """Folder of the teacher's adapter."""
     rollout_func: RolloutFunction | None
     python: PythonInputs
 
@@ -174,11 +178,16 @@ def check_inputs(
     prompts, tokenizer, stop_tokens = load_prompts(config, python.rows, accelerator.print)
     # A resumed run reads the start as a reference only.
     start = find_start(config.lora) if config.objective.beta or not resumed else None
+    teacher = None
+    if name := config.objective.teacher_adapter:
+        teacher = find_adapter(config.lora, name, "objective.teacher_adapter")
     rollout_func = python.rollout_func
     if rollout_func is None and config.rollout.function:
         rollout_func = find_function(config.rollout.function)
     accelerator.print(batch_arithmetic(config, processes))
-    return Inputs(config, engine, prompts, tokenizer, stop_tokens, start, rollout_func, python)
+    return Inputs(
+        config, engine, prompts, tokenizer, stop_tokens, start, teacher, rollout_func, python
+    )
 
 
 def check_checkpoint(
@@ -193,7 +202,7 @@ def check_checkpoint(
     newest = checkpoint.newest_checkpoint(Path(config.output_dir)) if resume else None
     environment = lifecycle.environment(inputs.engine, accelerator.num_processes)
     environment["prompts"] = inputs.prompts.digest[:16]
-    environment |= weights_digests(config, inputs.start)
+    environment |= weights_digests(config, inputs.start, inputs.teacher)
     if newest is not None:
         now = config.model_dump(mode="json")
         for note in checkpoint.check_resume(newest, now, environment, force):
@@ -201,17 +210,20 @@ def check_checkpoint(
     return environment, newest
 
 
-def weights_digests(config: Config, start: Path | None) -> dict[str, str]:
+def weights_digests(config: Config, start: Path | None, teacher: Path | None) -> dict[str, str]:
     """Digests of the weights that a run reads, by their keys.
 
     Args:
         start: folder of the adapter to start from; None if the run does not read it.
+        teacher: folder of the teacher's adapter, if there is one.
     """
     digests = {"model": model_digest(config.model)}
     if config.rollout.model:
         digests["rollout.model"] = model_digest(config.rollout.model)
     if start is not None:
         digests["lora.adapter"] = adapter_digest(start)
+    if teacher is not None:
+        digests["objective.teacher_adapter"] = adapter_digest(teacher)
     return {key: digest[:16] for key, digest in digests.items() if digest is not None}
 
 
@@ -279,6 +291,11 @@ def make_callbacks(inputs: Inputs, grader: MathGrader, accelerator: Accelerator)
     or two."""
     config, log = inputs.config, inputs.config.log
     callbacks: list[Callback] = [RunLog(), Symptoms()]
+    weight = config.objective.teacher_weight
+    if inputs.teacher is not None:
+        callbacks.insert(0, AdapterTeacher(weight, inputs.teacher))  # its metric is logged
+    if url := config.objective.teacher_server:
+        callbacks.insert(0, ServerTeacher(weight, url, api_key()))
     if config.evaluation.steps:
         callbacks.append(PeriodicEvaluation(config, inputs.tokenizer, grader, inputs.rollout_func))
     if log.audit_tokens:

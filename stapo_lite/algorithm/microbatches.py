@@ -26,7 +26,7 @@ class MiniBatch:
     rows: Tensor
     """[N] int64: the completion that each token belongs to."""
     advantages: Tensor
-    """[N] fp32: that of the token's completion."""
+    """[N] fp32: that of the token's completion, and what a teacher adds."""
     loss_mask: Tensor
     """[N] bool: the model wrote the token."""
     rollout_logprobs: Tensor

@@ -49,6 +49,7 @@ _ALGORITHMS: dict[str, dict[str, Any]] = {
     "sapo": _NO_S2T | {"objective.token_loss": "sapo", "objective.aggregation": "sequence-mean"},
     "maxrl": _NO_S2T | {"objective.scale_rewards": "mean", "reward.incorrect": 0.0},
     "stare": _NO_S2T | {"objective.stare.weight": 1.1},
+    "distill": _NO_S2T | {"reward.functions": []},
 }
 _S2T_PRESETS: dict[str, dict[str, Any]] = {
     "paper": {},  # the defaults

@@ -150,7 +150,7 @@ class Data(Prompting):
 class Reward(Section):
     """Scoring of completions."""
 
-    functions: Names = ["math"]
+    functions: list[str] = ["math"]
     """`math` (the final answer, docs/grading.md), or `package.module:function` with TRL's
     signature; in Python `Trainer(reward_funcs=...)` takes functions themselves."""
     weights: list[float] | None = None
@@ -367,8 +367,20 @@ class Objective(Section):
     weights."""
     sampler_cap: PositiveFloat = 2.0
     """Largest weight of `sampler_correction`."""
+    teacher_adapter: UserPath | None = None
+    """Distillation ([methods.md](methods.md#distillation)): a teacher on the same base, an adapter
+    with the rank, scale and layers of `lora`."""
+    teacher_server: str | None = None
+    """The same: the address of a vLLM server whose model has the student's vocabulary."""
+    teacher_weight: PositiveFloat = 1.0
+    """Weight of the teacher's part of a token's advantage."""
     s2t: S2T = S2T()
     stare: Stare = Stare()
+
+    @property
+    def distills(self) -> bool:
+        """Whether a teacher scores each token."""
+        return bool(self.teacher_adapter or self.teacher_server)
 
 
 class Train(Section):
@@ -490,7 +502,7 @@ class Config(Preset):
 
     algorithm: Literal[
         "stapo", "grpo", "dr-grpo", "dapo", "justrl", "20-entropy",
-        "cispo", "gspo", "dppo", "sapo", "maxrl", "stare",
+        "cispo", "gspo", "dppo", "sapo", "maxrl", "stare", "distill",
     ] = "stapo"  # fmt: skip
     """Sets fields of `objective`, `rollout` and `reward` ([methods.md](methods.md)); a field that
     you give stays as given."""
@@ -568,6 +580,15 @@ class Config(Preset):
         if s2t.window and (s2t.population, s2t.silence) != ("candidates", "low-entropy"):
             fix = "set population=candidates and silence=low-entropy, or leave it out"
             yield f"objective.s2t.window={s2t.window} remembers entropies of candidates: {fix}"
+        if self.algorithm == "distill" and not objective.distills:
+            yield "algorithm=distill needs objective.teacher_adapter or objective.teacher_server"
+        if objective.teacher_adapter and objective.teacher_server:
+            yield "objective.teacher_adapter and objective.teacher_server: choose one teacher"
+        if objective.teacher_server and rollout.temperature != 1:
+            why = "a server scores at a temperature of 1"
+            yield f"rollout.temperature={rollout.temperature}: {why}; set it to 1"
+        if not self.reward.functions and not objective.distills:
+            yield "reward.functions=[]: give one, or a teacher (algorithm=distill)"
         negative = min(self.reward.correct, self.reward.incorrect) < 0
         if objective.scale_rewards == "mean" and "math" in self.reward.functions and negative:
             fix = "set reward.incorrect=0"

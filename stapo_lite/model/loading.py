@@ -345,30 +345,35 @@ def model_digest(model: str) -> str | None:
 
 
 def find_start(lora: Lora) -> Path | None:
-    """The folder of the adapter to start from, downloaded from the Hub if there is no such folder;
-    None without `lora.adapter`.
+    """The folder of the adapter to start from, from `find_adapter`; None without `lora.adapter`."""
+    return find_adapter(lora, lora.adapter, "lora.adapter") if lora.adapter else None
+
+
+def find_adapter(lora: Lora, adapter: str, key: str) -> Path:
+    """The folder of an adapter, downloaded from the Hub if there is no such folder.
+
+    Args:
+        key: of the config, for messages.
 
     Raises:
         InputError: there is no such adapter, or its rank, scale or layers are not the config's.
     """
-    if lora.adapter is None:
-        return None
-    folder = Path(lora.adapter)
+    folder = Path(adapter)
     if not folder.exists():
         from huggingface_hub import snapshot_download
 
-        with explained(f"lora.adapter={folder}: neither a folder nor on the Hub"):
-            folder = Path(snapshot_download(lora.adapter, allow_patterns="adapter_*"))
-    adapter = {"use_rslora": False} | read_adapter(folder)  # an old PEFT does not write this key
+        with explained(f"{key}={folder}: neither a folder nor on the Hub"):
+            folder = Path(snapshot_download(adapter, allow_patterns="adapter_*"))
+    its = {"use_rslora": False} | read_adapter(folder)  # an old PEFT does not write this key
     differing = []
-    for key in ("r", "lora_alpha", "use_rslora"):
-        if adapter[key] != getattr(lora, key):
-            differing.append(key)
-    if set(lora.target_modules) not in ({"all-linear"}, set(adapter["target_modules"])):
+    for name in ("r", "lora_alpha", "use_rslora"):
+        if its[name] != getattr(lora, name):
+            differing.append(name)
+    if set(lora.target_modules) not in ({"all-linear"}, set(its["target_modules"])):
         differing.append("target_modules")
     if differing:
-        settings = " ".join(f"lora.{key}={json.dumps(adapter[key])}" for key in differing)
-        raise InputError(f"lora.adapter={lora.adapter} is another kind of adapter: set {settings}")
+        settings = " ".join(f"lora.{name}={json.dumps(its[name])}" for name in differing)
+        raise InputError(f"{key}={adapter} is another kind of adapter: set {settings}")
     return folder
 
 

@@ -61,7 +61,7 @@ class RewardModel:
         }
         weights = settings.weights or [1.0] * len(self._functions)
         self._weights = dict(zip(self._functions, weights, strict=True))
-        self._threads = ThreadPoolExecutor(len(self._functions), thread_name_prefix="rewards")
+        self._threads = ThreadPoolExecutor(len(weights) or 1, thread_name_prefix="rewards")
 
     def score(self, completions: Sequence[Completion], seed: int, step: int) -> None:
         """Set `scores` and `reward` of each completion.

@@ -17,6 +17,7 @@ process. A callback that raises ends the run with an error that names it. The se
 leave them out.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,10 @@ class Callback:
 
     def on_step_begin(self, run: Run, step: int) -> None:
         """The engine is awake and has the adapter that this step samples from."""
+
+    def on_mini_batches(self, run: Run, batches: Sequence[MiniBatch]) -> None:
+        """A step's completions are cut into mini-batches, of which this process has a share. Their
+        token advantages may be changed."""
 
     def on_update(self, run: Run, batch: MiniBatch, update: Update) -> None:
         """An update on a mini-batch has ended; this process has a share of it. The policy is as it

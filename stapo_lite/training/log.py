@@ -27,7 +27,7 @@ class RunLog(Callback):
             return
         step, log = metrics["step"], run.config.log
         judged = [c.reward is not None for group in rollouts.batch for c in group]
-        if judged and not any(judged):
+        if run.config.reward.functions and judged and not any(judged):
             logger.warning("no reward function judged a completion of step %d", step)
         append_lines(run.folder / METRICS_FILE, [metrics])
         tqdm.write(step_line(metrics, run.config.train.max_steps))

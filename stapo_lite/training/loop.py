@@ -61,6 +61,7 @@ def take_step(run: Run, step: int) -> dict[str, Any]:
     if run.config.objective.mask_truncated_completions:
         rollouts.batch = without_truncated(rollouts.batch)
     batches = make_mini_batches(rollouts.batch, run.learner)
+    run.call("on_mini_batches", batches)
     measure_old(batches[1:], run.learner)
     updates = update_on_each(run, batches)
     return run.record(step, rollouts, updates)

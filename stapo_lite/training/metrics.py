@@ -219,7 +219,9 @@ def step_metrics(
         **others,
         **reward_metrics(t, reward_functions),
         "overlong_penalty": ratio(t["overlong_penalty"], t["batch_completions"]),
-        "zero_variance_groups": ratio(t["zero_variance_groups"], t["groups"]),
+        "zero_variance_groups": ratio(
+            t["zero_variance_groups"], t["groups"] * bool(reward_functions)
+        ),
         "completion_length": ratio(t["tokens"], t["completions"]),
         "truncated_share": ratio(t["truncated"], t["completions"]),
         "lag_mean": ratio(t["lag"], t["completions"]),

@@ -539,8 +539,8 @@ def ratio_denominator(
 
 def with_gradient(completions: Sequence[Completion], objective: Objective) -> list[int]:
     """Rows that add to the gradient; one of zero advantage does only if there is a KL or entropy
-    term."""
-    every = objective.beta > 0 or objective.entropy_coef > 0
+    term, or a teacher."""
+    every = objective.beta > 0 or objective.entropy_coef > 0 or objective.distills
     return [row for row, completion in enumerate(completions) if every or completion.advantage != 0]
 
 
@@ -558,6 +558,6 @@ def mask_inputs(completions: Sequence[Completion], objective: Objective) -> list
     """Rows whose statistics the masks depend on."""
     s2t, rows = objective.s2t, range(len(completions))
     every = objective.top_entropy_quantile < 1 or objective.stare.enabled
-    if every or (s2t.enabled and s2t.population == "all"):
+    if every or (s2t.enabled and (s2t.population == "all" or objective.distills)):
         return list(rows)
     return [row for row in rows if s2t.enabled and completions[row].advantage > 0]

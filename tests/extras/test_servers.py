@@ -10,9 +10,11 @@ import subprocess
 import sys
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import aiohttp
 import pytest
+import torch
 from accelerate import Accelerator
 from engine_cases import *  # noqa: F403  # the tests of every engine, for servers
 from engine_cases import DECODING, VERSIONS, tokens
@@ -28,13 +30,16 @@ from helpers import (
     write_yaml,
 )
 
+from stapo_lite.algorithm.microbatches import pack
 from stapo_lite.config import Rollout, load_config
 from stapo_lite.errors import InputError, RunError
 from stapo_lite.extras.servers import engine as server_engine
 from stapo_lite.extras.servers import serve
 from stapo_lite.extras.servers.engine import ServerEngine
+from stapo_lite.extras.teacher import ServerTeacher
 from stapo_lite.rollout.vllm_options import engine_arguments
 from stapo_lite.training.folder import read_metrics
+from stapo_lite.types import Completion
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 httpx = pytest.importorskip("httpx")  # which vLLM brings
@@ -197,6 +202,27 @@ def lose_connections(monkeypatch, lost):
         return request(session, method, url, **options)
 
     monkeypatch.setattr(aiohttp.ClientSession, "request", losing)
+
+
+def test_a_server_is_a_teacher(server, make_policy, monkeypatch):
+    """Its scores are those of the base at a temperature of 1."""
+    run, policy = SimpleNamespace(), make_policy(scale=0.0, rollout__temperature=1.0)
+    completions = [
+        Completion(prompt, ids, [0.0] * len(ids), False, 1)
+        for prompt, ids in zip(PROMPTS, ([5, 6, 7], [8], [9, 10, 11, 12]), strict=True)
+    ]
+    teacher = ServerTeacher(1.0, server, server_engine.api_key())
+    teacher.on_train_begin(run)
+    found = teacher.logprobs(run, pack(completions, "cpu"))
+    torch.testing.assert_close(found, policy.statistics(completions).logprobs, atol=1e-4, rtol=1e-4)
+    other = ServerTeacher(1.0, server, "wrong")
+    with pytest.raises(
+        RunError, match="objective.teacher_server=.*: does not score .*Unauthorized"
+    ):
+        other.on_train_begin(run)
+    unknown = Completion(PROMPTS[0], [10**6], [0.0], False, 1)
+    with pytest.raises(RunError, match="objective.teacher_server=.*: does not score"):
+        teacher.logprobs(run, pack([unknown], "cpu"))
 
 
 @pytest.fixture
