@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from inspect import Parameter, signature
 from io import TextIOWrapper
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 from stapo_lite.errors import explained, one_line_errors
@@ -261,7 +262,33 @@ def quickstart(overrides: Overrides, *, resume: Resume = False) -> None:
     print(f"page about its tokens: {audit(config.output_dir)}")
 
 
-COMMANDS = (train, serve, plan, evaluate, show, audit, export, grade, contamination, quickstart)
+def env(
+    *, check: Annotated[bool, "also start a small model, and compare engine and trainer"] = False
+) -> None:
+    """Print versions and hardware, for a bug report."""
+    from stapo_lite.extras.environment import describe_environment
+
+    for line in describe_environment():
+        print(line)
+    if check:
+        print(f"self-check: {_self_check()}")
+
+
+def _self_check() -> str:
+    """The difference between engine and trainer, as a run measures it before its first step."""
+    from stapo_lite.assemble import open_run
+    from stapo_lite.config import load_config
+    from stapo_lite.extras.quickstart.model import fetch_model
+
+    with TemporaryDirectory() as folder:
+        keys = {"model": str(fetch_model()), "output_dir": f"{folder}/run"}
+        with open_run(load_config("configs/quickstart.yaml", keys)) as run:
+            return run.environment["self_check"]
+
+
+COMMANDS = (
+    train, serve, plan, evaluate, show, audit, export, grade, contamination, quickstart, env,
+)  # fmt: skip
 
 
 def main(command: str | None = None) -> None:

@@ -1,0 +1,22 @@
+"""The report that a bug needs."""
+
+from importlib.metadata import version
+
+import pytest
+from helpers import command
+
+
+def test_versions_and_hardware(capsys):
+    assert command("env") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"torch {version('torch')}" in lines
+    assert any(line.startswith("host: ") for line in lines)
+    assert lines[-1].startswith("auto: engine ")
+
+
+@pytest.mark.slow
+def test_engine_and_trainer_are_compared(smollm2, capsys):
+    assert command("env", "--check") == 0
+    check = capsys.readouterr().out.splitlines()[-1]
+    assert check.startswith("self-check: ")
+    assert float(check.split()[1]) < 0.2
