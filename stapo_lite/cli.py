@@ -263,26 +263,29 @@ def quickstart(overrides: Overrides, *, resume: Resume = False) -> None:
 
 
 def env(
-    *, check: Annotated[bool, "also start a small model, and compare engine and trainer"] = False
+    *,
+    model: Annotated[
+        str | None, "folder or Hub name: load it, and compare vLLM with the trainer"
+    ] = None,
 ) -> None:
-    """Print versions and hardware, for a bug report."""
+    """Print versions and hardware for a bug report, and whether a model works here."""
     from stapo_lite.extras.environment import describe_environment
 
     for line in describe_environment():
         print(line)
-    if check:
-        print(f"self-check: {_self_check()}")
+    if model is not None:
+        print(f"{model}: {_self_check(model)}")
 
 
-def _self_check() -> str:
+def _self_check(model: str) -> str:
     """The difference between engine and trainer, as a run measures it before its first step."""
     from stapo_lite.assemble import open_run
     from stapo_lite.config import load_config
-    from stapo_lite.extras.quickstart.model import fetch_model
 
+    keys = {"model": model, "target_modules": "all-linear", "apply_chat_template": False}
     with TemporaryDirectory() as folder:
-        keys = {"model": str(fetch_model()), "output_dir": f"{folder}/run"}
-        with open_run(load_config("configs/quickstart.yaml", keys)) as run:
+        given = keys | {"output_dir": f"{folder}/run", "system_prompt": None}
+        with open_run(load_config("configs/quickstart.yaml", given)) as run:
             return run.environment["self_check"]
 
 

@@ -173,10 +173,14 @@ def check_options(name: str, config: Config) -> None:
     """Raise InputError if the engine cannot do what the config asks of it, before any weights are
     loaded."""
     if name == "vllm":
-        from stapo_lite.rollout.vllm_options import check_vllm, prepare_vllm
+        import torch
+
+        from stapo_lite.rollout.vllm_options import check_on_cpu, check_vllm, prepare_vllm
 
         prepare_vllm()
         check_vllm(config.rollout)
+        if not torch.cuda.is_available():
+            check_on_cpu(config.model)
     if name != "transformers":
         return
     needs_vllm = {

@@ -38,6 +38,8 @@ OURS = {
 OLDEST = Version("0.31")
 """Older ones may lose the adapter in sleep (vllm#53888), do not count the memory of CUDA graphs
 (vllm#49224), and cannot give back the KV cache alone."""
+ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Kinds of layers, in a transformers config, without a state of their own."""
 ALLOWED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vllm.config.lora.MaxLoRARanks
 
 
@@ -165,6 +167,22 @@ def has_device() -> bool:
     except PackageNotFoundError:  # the CPU build on PyPI has another name
         for_cpu = True
     return for_cpu or torch.cuda.is_available()
+
+
+def check_on_cpu(model: str) -> None:
+    """Raise InputError if vLLM's CPU build (0.32) cannot serve a model with adapters: that of
+    mixtures of experts needs Triton, and layers with a state need chunked prefill, which is off."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config()
+    states = set(getattr(config, "layer_types", None) or []) - ATTENTION
+    experts = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts"))
+    if experts or states:
+        kind = "a mixture of experts" if experts else f"a model with {', '.join(sorted(states))}"
+        raise InputError(
+            f"model={model}: vLLM's CPU build cannot serve adapters of {kind}; use a card, or "
+            "rollout.engine=transformers"
+        )
 
 
 def check_vllm(options: Engine) -> None:

@@ -15,6 +15,7 @@ from unittest.mock import Mock, call
 
 import pytest
 import torch
+from families import FAMILIES, random_checkpoint
 from helpers import (
     MINIMAL,
     PROMPTS,
@@ -29,20 +30,8 @@ from helpers import (
     run,
     without_times,
 )
-from random_model import VOCABULARY, build
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import (
-    Gemma3TextConfig,
-    GraniteConfig,
-    LlamaConfig,
-    MistralConfig,
-    Olmo2Config,
-    Phi3Config,
-    Qwen2Config,
-    Qwen3Config,
-    SmolLM3Config,
-)
 
 from stapo_lite import Trainer, assemble
 from stapo_lite.assemble import shared_base
@@ -58,50 +47,7 @@ from stapo_lite.training.folder import read_metrics
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 CPU = torch.device("cpu")
-SIZES = {
-    "vocab_size": VOCABULARY,  # which vLLM pads to 320
-    "hidden_size": 128,
-    "intermediate_size": 192,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.1,
-    "bos_token_id": 1,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
-FAMILIES = {
-    "Qwen3": Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=False),
-    "Qwen3, tied": Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True),
-    "Qwen2.5": Qwen2Config(**SIZES, tie_word_embeddings=True),  # with biases
-    "Llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
-    "Mistral": MistralConfig(**SIZES, tie_word_embeddings=False),
-    "Gemma 3": Gemma3TextConfig(  # its norms add one to their weights
-        **SIZES | {"initializer_range": 0.05},
-        head_dim=32,
-        layer_types=["sliding_attention", "full_attention"],
-        sliding_window=16,
-    ),
-    "Phi-4": Phi3Config(**SIZES, tie_word_embeddings=False),  # fused in transformers, too
-    "Granite": GraniteConfig(**SIZES, tie_word_embeddings=True),
-    # vLLM serves these with transformers' own modules.
-    "SmolLM3": SmolLM3Config(**SIZES, tie_word_embeddings=True),
-    "OLMo 2": Olmo2Config(**SIZES, tie_word_embeddings=False),
-}
 DTYPES = {None: "float32", "nf4": "bfloat16"}
-
-
-def random_checkpoint(folder, config):
-    """A model whose norms and biases are random, too."""
-    build(folder, config, torch.bfloat16)
-    path, generator = folder / "model.safetensors", torch.Generator().manual_seed(1)
-    weights = load_file(path)
-    for name, weight in weights.items():
-        if weight.ndim == 1:
-            weights[name] = weight + 0.3 * torch.randn(weight.shape, generator=generator).bfloat16()
-    save_file(weights, path, {"format": "pt"})
-    return folder
 
 
 @pytest.fixture(scope="module")

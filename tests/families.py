@@ -1,0 +1,80 @@
+"""Tiny models with random weights of the families that people use."""
+
+import torch
+from random_model import VOCABULARY, build
+from safetensors.torch import load_file, save_file
+from transformers import (
+    Gemma3TextConfig,
+    GptOssConfig,
+    GraniteConfig,
+    Lfm2Config,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
+)
+
+SIZES = {
+    "vocab_size": VOCABULARY,  # which vLLM pads to 320
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.1,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+LAYERS = ["sliding_attention", "full_attention"]
+FAMILIES = {
+    "Qwen3": Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=False),
+    "Qwen3, tied": Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True),
+    "Qwen2.5": Qwen2Config(**SIZES, tie_word_embeddings=True),  # with biases
+    "Llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
+    "Mistral": MistralConfig(**SIZES, tie_word_embeddings=False),
+    "Gemma 3": Gemma3TextConfig(  # its norms add one to their weights
+        **SIZES | {"initializer_range": 0.05},
+        head_dim=32,
+        layer_types=LAYERS,
+        sliding_window=16,
+    ),
+    "Phi-4": Phi3Config(**SIZES, tie_word_embeddings=False),  # fused in transformers, too
+    "Granite": GraniteConfig(**SIZES, tie_word_embeddings=True),
+    # vLLM serves these with transformers' own modules.
+    "SmolLM3": SmolLM3Config(**SIZES, tie_word_embeddings=True),
+    "OLMo 2": Olmo2Config(**SIZES, tie_word_embeddings=False),
+    "OLMo 3": Olmo3Config(**SIZES, layer_types=LAYERS, sliding_window=16),
+}
+REFUSED = {
+    "Qwen3-MoE": Qwen3MoeConfig(
+        **SIZES, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64
+    ),
+    "gpt-oss": GptOssConfig(
+        **SIZES, head_dim=32, num_local_experts=4, layer_types=LAYERS, sliding_window=16
+    ),
+    "LFM2": Lfm2Config(**SIZES, layer_types=["conv", "full_attention"]),
+    "Qwen3.5": Qwen3_5TextConfig(
+        **SIZES, head_dim=32, layer_types=["linear_attention", "full_attention"]
+    ),
+}
+"""Families that vLLM's CPU build cannot serve."""
+
+
+def random_checkpoint(folder, config):
+    """A model whose norms and biases are random, too."""
+    build(folder, config, torch.bfloat16)
+    path, generator = folder / "model.safetensors", torch.Generator().manual_seed(1)
+    weights = load_file(path)
+    for name, weight in weights.items():
+        if weight.ndim == 1:
+            weights[name] = weight + 0.3 * torch.randn(weight.shape, generator=generator).bfloat16()
+    save_file(weights, path, {"format": "pt"})
+    return folder
