@@ -174,7 +174,10 @@ def check_on_cpu(model: str) -> None:
     mixtures of experts needs Triton, and layers with a state need chunked prefill, which is off."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config()
+    try:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config()
+    except (OSError, ValueError):  # there is no such model, which `load_tokenizer` says
+        return
     states = set(getattr(config, "layer_types", None) or []) - ATTENTION
     experts = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts"))
     if experts or states:

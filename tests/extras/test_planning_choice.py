@@ -352,10 +352,12 @@ def test_the_tables_of_cards_in_the_docs_are_the_planners():
     hours = []
     for name, size in sizes.items():
         given, model, cells, hosts = load_config(ROOT / f"configs/{name}.yaml"), qwen3(size), [], []
+        ranges = []
         for card in map(KNOWN_CARDS.get, ("T4", "RTX 4090", "L40S", "A100")):
             cards = Hardware(card.memory)
             if (found := find(given, model, cards)) is None:
                 cells.append(["does not fit"])
+                ranges.append("does not fit")
                 continue
             chosen = choice.apply_all(given, found, model, cards)
             plan = make_plan(chosen, model, cards)
@@ -366,10 +368,12 @@ def test_the_tables_of_cards_in_the_docs_are_the_planners():
             digits = 0 if minutes >= 10 else 1
             cells.append([str(chosen.rollout.max_num_seqs), str(layers), f"{minutes:.{digits}f}"])
             hosts.append(sum(plan.host.values()) / GIB)
+            described = choice.describe(chosen, plan, model, cards)
+            ranges += re.findall(r"(\d+ to \d+) h for", described)
             hours.append(minutes * chosen.train.max_steps / 60)
         row = " | ".join(", ".join(cell) + " min" * (len(cell) == 3) for cell in cells)
         assert f"| `{name}` | {row} | {max(hosts):.0f} GiB |" in guide
         row = next(line for line in readme.splitlines() if line.startswith(f"| `{name}`"))
-        assert [cell.strip() for cell in row.split("|")[2:-1]] == [cell[-1] for cell in cells]
+        assert [cell.strip() for cell in row.split("|")[2:-1]] == ranges
     extremes = f"from {min(hours):.0f} hours (8B on 80 GB) to {max(hours):.0f} (14B on 16 GB)"
     assert extremes in guide
