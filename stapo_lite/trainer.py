@@ -59,7 +59,7 @@ class Trainer:
         model: str | Path | None = None,
         reward_funcs: RewardFunc | Sequence[RewardFunc] | None = None,
         config: Config | dict[str, Any] | str | Path | None = None,
-        train_dataset: Sequence[dict[str, Any]] | str | None = None,
+        train_dataset: Sequence[dict[str, Any]] | str | Path | None = None,
         *,
         tools: Sequence[Tool] = (),
         rollout_func: RolloutFunction | None = None,
@@ -75,7 +75,7 @@ class Trainer:
             named = _named(reward_funcs)
             keys["reward.functions"] = [name for name, _ in named]
             own = {name: function for name, function in named if not isinstance(function, str)}
-        if isinstance(train_dataset, str):
+        if isinstance(train_dataset, str | Path):
             keys["data.source"] = train_dataset
         elif train_dataset is not None:
             keys["data.source"], rows = IN_PYTHON, train_dataset
@@ -92,6 +92,8 @@ class Trainer:
         self._inputs = PythonInputs(own, rows, rollout_func, callbacks)
         tree = config.model_dump(exclude_unset=True) if isinstance(config, Config) else config
         self.config = load_config(tree or {}, keys)
+        if tools and not self.config.data.apply_chat_template:
+            raise InputError("tools: need data.apply_chat_template=true, which writes them")
 
     def steps(self, resume: bool = False, force: bool = False) -> Iterator[dict[str, Any]]:
         """Train step by step; yields the metrics of each one. If the caller stops iterating, the

@@ -346,7 +346,7 @@ def of_trl(prompts, trainer):
             {"train_dataset": ROWS, "rollout_func": spell, "tools": [len]},
             "tools: a rollout_func gives them to",
         ),
-        ({"train_dataset": ROWS, "tools": [len]}, "tools: each needs type hints"),
+        ({"train_dataset": ROWS, "tools": [len]}, "tools: a list of functions with type hints"),
         (
             {"train_dataset": {"train": ROWS}},
             "must be a list of rows or a datasets.Dataset, got dict",

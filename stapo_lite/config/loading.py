@@ -61,11 +61,11 @@ def _load(
         path, tree = str(source), _read_yaml(Path(source))
     if isinstance(overrides, Mapping):
         named = {_full_key(schema, key): value for key, value in overrides.items()}
-        values = flatten(named)
+        values = list(flatten(named).items())
     else:
-        values = dict(map(_read_override, overrides))
-    for key, value in values.items():
-        _set(tree, key, value)
+        values = list(map(_read_override, overrides))
+    for key, value in values:
+        _set(tree, key, str(value) if isinstance(value, Path) else value)
     try:
         return schema.model_validate(tree)
     except ValidationError as error:
@@ -165,7 +165,8 @@ def _hint(schema: type[Section], path: tuple[Any, ...]) -> str:
         near = difflib.get_close_matches(last, allowed, n=1)
         meant = [".".join([*parents, name]) for name in near]
     if not meant:
-        near = difflib.get_close_matches(last, [key.rpartition(".")[2] for key in keys], n=1)
+        names = [key.rpartition(".")[2] for key in keys]
+        near = difflib.get_close_matches(last, names, n=1, cutoff=0.8)
         meant = [key for key in keys if [key.rpartition(".")[2]] == near]
     if meant:
         return f"did you mean {' or '.join(map(repr, meant))}?"

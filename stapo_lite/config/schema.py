@@ -589,6 +589,10 @@ class Config(Preset):
             yield f"rollout.temperature={rollout.temperature}: {why}; set it to 1"
         if not self.reward.functions and not objective.distills:
             yield "reward.functions=[]: give one, or a teacher (algorithm=distill)"
+        judged = rollout.dynamic_sampling or self.reward.overlong_penalty or evaluation.source
+        if judged and not self.reward.functions:
+            keys = "rollout.dynamic_sampling, reward.overlong_penalty and evaluation.source"
+            yield f"reward.functions=[]: {keys} need one"
         negative = min(self.reward.correct, self.reward.incorrect) < 0
         if objective.scale_rewards == "mean" and "math" in self.reward.functions and negative:
             fix = "set reward.incorrect=0"

@@ -72,6 +72,12 @@ TRL_NAMES = {
     "log_completions": "log.completions: how many are kept of each step",
     "num_completions_to_print": "log.log_completions_steps: how often two are printed",
     "callbacks": "in Python Trainer(callbacks=[...])",
+    "args": "give its keys one by one; in Python Trainer(config=...) for all in one",
+    "peft_config": "lora",
+    "processing_class": "none: the model's own tokenizer",
+    "environment_factory": "rollout.function; in Python Trainer(rollout_func=...)",
+    "max_tool_calling_iterations": "in Python episode.chat(max_turns=...)",
+    "logging_steps": "leave it out: every step is logged",
     "push_to_hub": (
         "log.hub_model_id, or `stapo export --push-to-hub`; in Python Trainer.push_to_hub"
     ),

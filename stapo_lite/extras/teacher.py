@@ -10,6 +10,7 @@ a model behind a vLLM server.
 """
 
 import json
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
@@ -32,6 +33,8 @@ AT_ONCE = 16
 """Requests to a server at the same time."""
 TIMEOUT = 600.0
 """Seconds that a request may take."""
+ATTEMPTS, PAUSE = 4, 5.0
+"""How often a request is made before the run ends, and the seconds between two attempts."""
 
 
 class Teacher(Callback):
@@ -90,18 +93,20 @@ class AdapterTeacher(Teacher):
 
 
 class ServerTeacher(Teacher):
-    """A model with the student's vocabulary behind `vllm serve` or `stapo serve`.
+    """The base model, with the student's vocabulary, of `vllm serve` or `stapo serve`. It must hold
+    a token more than prompt and completion, since it writes one.
 
     Args:
         url: of the server.
         key: of its API, if it asks for one.
+
+    Raises:
+        RunError: it does not answer.
     """
 
     def __init__(self, weight: float, url: str, key: str):
         super().__init__(weight)
         self._url, self._key = url.rstrip("/"), key
-
-    def on_train_begin(self, run: Run) -> None:
         self._model = self._ask("/v1/models")["data"][0]["id"]
 
     def logprobs(self, run: Run, batch: MiniBatch) -> Tensor:
@@ -127,8 +132,14 @@ class ServerTeacher(Teacher):
         request = urllib.request.Request(self._url + path, body, headers)
         failed = f"objective.teacher_server={self._url}: does not score"
         with explained(failed, OSError, KeyError, ValueError, kind=RunError):
-            try:
-                with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
-                    return json.load(answer)
-            except urllib.error.HTTPError as error:
-                raise OSError(error.read().decode(errors="replace")) from error
+            for left in reversed(range(ATTEMPTS)):
+                try:
+                    with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
+                        return json.load(answer)
+                except urllib.error.HTTPError as error:
+                    if error.code < 500 or not left:
+                        raise OSError(error.read().decode(errors="replace")) from error
+                except OSError:
+                    if not left:
+                        raise
+                time.sleep(PAUSE)

@@ -212,14 +212,13 @@ def test_a_server_is_a_teacher(server, make_policy, monkeypatch):
         for prompt, ids in zip(PROMPTS, ([5, 6, 7], [8], [9, 10, 11, 12]), strict=True)
     ]
     teacher = ServerTeacher(1.0, server, server_engine.api_key())
-    teacher.on_train_begin(run)
     found = teacher.logprobs(run, pack(completions, "cpu"))
     torch.testing.assert_close(found, policy.statistics(completions).logprobs, atol=1e-4, rtol=1e-4)
-    other = ServerTeacher(1.0, server, "wrong")
-    with pytest.raises(
-        RunError, match="objective.teacher_server=.*: does not score .*Unauthorized"
-    ):
-        other.on_train_begin(run)
+    with pytest.raises(RunError, match="teacher_server=.*: does not score .*Unauthorized"):
+        ServerTeacher(1.0, server, "wrong")
+    monkeypatch.setattr("stapo_lite.extras.teacher.PAUSE", 0.01)
+    with pytest.raises(RunError, match="teacher_server=.*: does not score .*refused"):
+        ServerTeacher(1.0, "http://127.0.0.1:1", "any")
     unknown = Completion(PROMPTS[0], [10**6], [0.0], False, 1)
     with pytest.raises(RunError, match="objective.teacher_server=.*: does not score"):
         teacher.logprobs(run, pack([unknown], "cpu"))

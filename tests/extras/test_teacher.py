@@ -105,6 +105,10 @@ def test_a_teacher_beside_rewards(distilling, tmp_path):
         ({"algorithm": "distill"}, "algorithm=distill needs objective.teacher_adapter or"),
         ({"functions": []}, r"reward.functions=\[\]: give one, or a teacher"),
         ({"teacher_adapter": "a", "teacher_server": "b"}, "choose one teacher"),
+        (
+            {"algorithm": "dapo", "functions": [], "teacher_server": "b"},
+            r"reward.functions=\[\]: rollout.dynamic_sampling, reward.overlong_penalty and",
+        ),
         ({"teacher_server": "b", "temperature": 0.7}, "rollout.temperature=0.7: a server scores"),
     ],
 )

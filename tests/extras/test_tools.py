@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import re
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +25,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed, whose parsers read th
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 EMPTY = "<think>\n\n</think>\n\n"
 ROW = Prompt("What is 3 * 4?", [1], None, {"answer": 12})
-SETTINGS = replace(SAMPLING, num_generations=1, max_completion_length=400, max_model_len=2900)
+SETTINGS = replace(SAMPLING, num_generations=1, max_completion_length=900, max_model_len=3400)
 
 
 def multiply(a: int, b: int) -> int:
@@ -180,13 +181,65 @@ def test_a_user_may_go_on_also_where_a_turn_ended_by_a_stop_string(chat):
     assert sum(completion.loss_mask) == len(chat.tokenizer("1.2.<|im_end|>").input_ids)
 
 
+def test_what_a_model_or_a_tool_may_write(chat):
+    """None of it ends the run: half a character, the program's end, a value that is no JSON, calls
+    within thoughts."""
+
+    def echo(word: str) -> str:
+        """Return a word.
+
+        Args:
+            word: the word
+        """
+        if word == "exit":
+            raise SystemExit(3)
+        return Path("a/b") if word == "path" else f"nothing found for {word}"
+
+    thought = call("echo", word="a").removesuffix("<|im_end|>")
+    script = [
+        '<tool_call>\n{"name": "echo", "arguments": {"word": "\\ud83d"}}\n</tool_call><|im_end|>',
+        call("echo", word="exit"),
+        call("echo", word="path"),
+        f"<think>{thought}</think>" + call("echo", word="b"),
+        "Done.<|im_end|>",
+    ]
+    _, read = talk(chat, chat_with([echo]), *script)
+    found = results(read[-1])
+    assert found == ["nothing found for ?", "error: SystemExit: 3", '"a/b"', "nothing found for b"]
+
+
+def test_tools_of_a_turn_wait_side_by_side(chat):
+    meeting = threading.Barrier(2)
+
+    def wait(who: str) -> int:
+        """Wait for the other.
+
+        Args:
+            who: it is
+        """
+        return meeting.wait(30)
+
+    both = call("wait", who="a").removesuffix("<|im_end|>") + call("wait", who="b")
+    _, read = talk(chat, chat_with([wait]), both, "Done.<|im_end|>")
+    assert sorted(results(read[-1])) == ["0", "1"]
+
+
 def test_what_cannot_be_done_is_said(chat, tiny_model):
     def undescribed(a: int) -> int:
         return a
 
-    with pytest.raises(InputError, match="^tools: each needs type hints, and a docstring"):
+    with pytest.raises(InputError, match="^tools: a list of functions with type hints"):
         schemas_of([undescribed])
-    with pytest.raises(InputError, match="writes no calls that vLLM can read"):
+    with pytest.raises(InputError, match="tools: two of multiply, multiply have the same name"):
+        schemas_of([multiply, multiply])
+
+    async def again(episode):
+        await episode.chat([{"role": "user", "content": "One?"}])
+        await episode.chat([{"role": "user", "content": "Two?"}])
+
+    with pytest.raises(InputError, match="does not end each turn alike"):
+        talk(make_chat(tiny_model, "gptoss"), again, "1<|return|>")
+    with pytest.raises(InputError, match="vLLM cannot read the calls of the model's chat template"):
         talk(make_chat(tiny_model, "phi3"), chat_with([multiply]), "Hello<|end|>")
     with pytest.raises(RunError, match="max_prompt_length is 2500: raise it"):
         talk(chat, lambda episode: episode.chat([{"role": "user", "content": "x" * 3000}]))

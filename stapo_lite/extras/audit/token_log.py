@@ -82,11 +82,12 @@ class TokenLog(Callback):
         drawn = lots.topk(min(self._limit, len(lots)), largest=False).indices
         places = places[drawn]
         flags = torch.stack([tokens.keep, tokens.spurious], 1)[places]
-        columns = (lots[drawn], places, batch.rows[places], values[places], flags)
-        for lot, place, row, numbers, (kept, spurious) in zip(
+        given = torch.stack([lots[drawn], batch.advantages[places]], 1)
+        columns = (given, places, batch.rows[places], values[places], flags)
+        for (lot, advantage), place, row, numbers, (kept, spurious) in zip(
             *(column.tolist() for column in columns), strict=True
         ):
-            candidate = in_context(batch.completions[row], place - batch.starts[row])
+            candidate = in_context(batch.completions[row], place - batch.starts[row], advantage)
             names = ("probability", "entropy", "gradient_norm")
             candidate |= dict(zip(names, map(_short, numbers), strict=True))
             candidate |= {"tau_h": _short(tau_h), "kept": kept, "spurious": spurious}
@@ -122,7 +123,7 @@ class TokenLog(Callback):
         append_lines(run.folder / QUADRANTS_FILE, [line])
 
 
-def in_context(completion: Completion, position: int) -> Candidate:
+def in_context(completion: Completion, position: int, advantage: float) -> Candidate:
     """A token of a completion, with what stands before and after it, as token ids.
 
     Args:
@@ -137,7 +138,7 @@ def in_context(completion: Completion, position: int) -> Candidate:
         "before": text[max(0, at - CONTEXT) : at],
         "after": text[at + 1 : at + 1 + CONTEXT],
         "beginning": text[:at],
-        "advantage": _short(completion.advantage),
+        "advantage": _short(advantage),
     }
 
 

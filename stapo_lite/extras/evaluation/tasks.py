@@ -64,6 +64,9 @@ def make_tasks(
             raise InputError(f"benchmarks: {short} is given twice: leave one out")
         rows = [{"problem": problem.text} for problem in problems]
         rendered = {key: getattr(prompting, key) for key in Prompting.model_fields}
+        # Nobody runs tools here.
+        rendered["chat_template_kwargs"] = dict(prompting.chat_template_kwargs)
+        rendered["chat_template_kwargs"].pop("tools", None)
         data = Data(source=name, prompt_column="problem", **rendered)
         prompts = Prompts(rows, tokenizer, data, graded=False, key="benchmarks")
         for problem, prompt in zip(problems, prompts, strict=True):

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from stapo_lite.config import IN_PYTHON, Config, load_config, to_yaml
+from stapo_lite.config import IN_PYTHON, Config, Objective, load_config, to_yaml
 from stapo_lite.errors import InputError
 from stapo_lite.extras.evaluation.results import results_table
 from stapo_lite.files import read_lines, read_object
@@ -77,12 +77,20 @@ def model_card(name: str, run: FinishedRun, base: str, merged: bool, stops: tupl
         merged=merged,
         run=run,
         config=config,
-        fields=to_yaml(config.objective).strip(),
+        fields=to_yaml(_public(config.objective)).strip(),
         table=results_table(run.results) if run.results and "benchmarks" in run.results else "",
         served_rank=served_rank(config.lora.r),
         stops=list(stops),
     )
     return str(card)
+
+
+def _public(objective: Objective) -> Objective:
+    """The objective without addresses and paths of this machine."""
+    shown = {"teacher_server": objective.teacher_server and "a server"}
+    if objective.teacher_adapter:
+        shown["teacher_adapter"] = public_name(objective.teacher_adapter)
+    return objective.model_copy(update=shown)
 
 
 def public_name(base: str) -> str:

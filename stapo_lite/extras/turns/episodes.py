@@ -139,7 +139,7 @@ class Episode:
             InputError: the chat template or vLLM's parsers cannot do this.
             RunError: the messages are longer than `data.max_prompt_length`; as `generate`.
         """
-        schemas = schemas_of(tools)
+        schemas, text = schemas_of(tools), ""
         if self.token_ids:
             self._reply(messages, schemas)
         else:
@@ -173,13 +173,14 @@ class Episode:
     def _reply(self, messages: list[Message], schemas: list[Schema]) -> None:
         """Add messages behind the model's last turn, which ends with a stop token, unless it was
         ended by a stop string."""
-        end = self._chat.end
-        ended = self._chat.tokenizer.decode(self.token_ids[-1:]) == end
+        end, last = self._chat.end, self.token_ids[-1]
+        ended = last in self._sampling.stop_token_ids or self._chat.tokenizer.decode(last) == end
         self.add(("" if ended else end) + self._chat.reply(messages, schemas))
 
     def add(self, text: str) -> None:
         """Add text that the model reads but did not write, such as a tool's result. It is cut off
         if it is longer than `room`."""
+        text = text.encode("utf-8", "replace").decode()  # a lone surrogate that the model wrote
         token_ids = self._chat.tokenizer(text, add_special_tokens=False).input_ids
         if len(token_ids) >= max(1, self.room):
             self.finished = False

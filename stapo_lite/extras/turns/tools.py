@@ -4,9 +4,11 @@ messages.
 The chat template decides how each of them is written. vLLM's parsers read the calls back.
 """
 
+import asyncio
 import inspect
 import json
 import logging
+import secrets
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -21,8 +23,7 @@ from stapo_lite.types import Prompt
 Message = dict[str, Any]
 Schema = dict[str, Any]
 Tool = Callable[..., Any]
-MARKER = "stapolite"
-"""A word that no chat template writes: it shows where a message stands in the text."""
+CALL_ID = "call00000"  # Mistral's template wants nine letters and digits
 
 
 class ToolCall(NamedTuple):
@@ -36,25 +37,32 @@ def schemas_of(tools: Sequence[Tool]) -> list[Schema]:
     """The JSON schemas of functions (transformers' `get_json_schema`).
 
     Raises:
-        InputError: a docstring, a type hint or the description of an argument is missing.
+        InputError: a docstring, a type hint or the description of an argument is missing; two have
+            the same name.
     """
-    with explained("tools: each needs type hints, and a docstring that describes its arguments"):
-        return [get_json_schema(tool) for tool in tools]
+    with explained("tools: a list of functions with type hints, and docstrings for the arguments"):
+        schemas = [get_json_schema(tool) for tool in tools]
+    names = [schema["function"]["name"] for schema in schemas]
+    if len(set(names)) < len(names):
+        raise InputError(f"tools: two of {', '.join(names)} have the same name")
+    return schemas
 
 
 async def run_tool(tools: Sequence[Tool], call: ToolCall) -> str:
     """What a tool returns, as text: JSON if it is not text already. An error becomes a result, so
-    that the model can react to it."""
+    that the model can react to it. A plain function runs in a thread."""
     functions = {tool.__name__: tool for tool in tools}
     try:
         if call.name not in functions:
             raise LookupError(f"there is no tool {call.name!r}, only {', '.join(functions)}")
-        result = functions[call.name](**call.arguments)
-        if inspect.isawaitable(result):
-            result = await result
-        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
-    except Exception as error:
+        function = functions[call.name]
+        if inspect.iscoroutinefunction(function):
+            result = await function(**call.arguments)
+        else:
+            result = await asyncio.to_thread(function, **call.arguments)
+    except (Exception, SystemExit) as error:  # of code that the model wrote, for example
         return f"error: {type(error).__name__}: {one_line(error)}"
+    return result if isinstance(result, str) else json.dumps(result, default=str)
 
 
 def answer_of(call: ToolCall, result: str) -> Message:
@@ -62,21 +70,11 @@ def answer_of(call: ToolCall, result: str) -> Message:
     return {"role": "tool", "name": call.name, "tool_call_id": CALL_ID, "content": result}
 
 
-CALL_ID = "call00000"  # Mistral's template wants nine letters and digits
-CALLING: Message = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [
-        {
-            "type": "function",
-            "id": CALL_ID,
-            "function": {"name": "look_up", "arguments": {"word": MARKER}},
-        }
-    ],
-}
-"""A turn that calls a tool."""
-ANSWERING: Message = {"role": "assistant", "content": MARKER}
-"""A turn that does not."""
+def calling(word: str) -> Message:
+    """A turn that calls `look_up`."""
+    function = {"name": "look_up", "arguments": {"word": word}}
+    call = {"type": "function", "id": CALL_ID, "function": function}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 def look_up(word: str) -> str:
@@ -98,6 +96,9 @@ class Chat:
 
     def __init__(self, tokenizer: Any, prompting: Prompting):
         self.tokenizer, self._prompting = tokenizer, prompting
+        # It stands in a turn made up, and shows where that ends.
+        self._marker = secrets.token_hex(8)
+        self._readers: dict[tuple[Any, str], tuple[Any, Any]] = {}
 
     def messages(self, prompt: Prompt) -> list[Message]:
         """The messages of a row's prompt, with system prompt and suffix."""
@@ -114,11 +115,18 @@ class Chat:
 
         The model's own turn is not rendered again, since the template might write it differently.
         So the messages are rendered behind a turn made up, and cut off there.
+
+        Raises:
+            InputError: the chat template ends that turn in another way than its last one.
         """
-        turn = CALLING if messages[0]["role"] == "tool" else ANSWERING
-        with explained("chat: the model's chat template refuses the messages"):
-            whole = self._text([turn, *messages], tools, add_generation_prompt=True)
-        return whole.rpartition(MARKER)[2].partition(self.end)[2]
+        turn = {"role": "assistant", "content": self._marker}
+        if messages[0]["role"] == "tool":
+            turn = calling(self._marker)
+        whole = self._text([turn, *messages], tools, add_generation_prompt=True)
+        _, found, after = whole.rpartition(self._marker)[2].partition(self.end)
+        if not found:
+            raise InputError("chat: the model's chat template does not end each turn alike")
+        return after
 
     @cached_property
     def end(self) -> str:
@@ -127,19 +135,24 @@ class Chat:
         Raises:
             InputError: the chat template writes none.
         """
-        after = self._text([ANSWERING], []).rpartition(MARKER)[2].lstrip()
+        turn = {"role": "assistant", "content": self._marker}
+        after = self._text([turn], []).rpartition(self._marker)[2].lstrip()
         ids = self.tokenizer(after, add_special_tokens=False).input_ids
         if not ids or ids[0] not in self.tokenizer.added_tokens_decoder:
             raise InputError("chat: the model's chat template ends no turn with a special token")
         return self.tokenizer.decode(ids[0])
 
     def calls(self, text: str, tools: Sequence[Schema]) -> list[ToolCall]:
-        """The calls in a turn of the model's; none if they cannot be read.
+        """The calls in a turn of the model's, thoughts left out; none if they cannot be read.
 
         Args:
             text: with its special tokens, but not the one that ends it.
         """
-        return self._parse(self._parser, text, tools)
+        parser = self._parser
+        try:
+            return self._parse(parser, text, tools)
+        except Exception:  # of arguments that are no JSON, for example
+            return []
 
     @cached_property
     def _parser(self) -> Any:
@@ -153,35 +166,44 @@ class Chat:
 
         # A call that a model has misspelt would be logged with a traceback.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
-        tools = schemas_of([look_up])
+        tools, missing = schemas_of([look_up]), set()
         opening = self._text([], tools, add_generation_prompt=True)
-        written = self._text([CALLING], tools).removeprefix(opening).rpartition(self.end)[0]
+        written = self._text([calling("it")], tools).removeprefix(opening).rpartition(self.end)[0]
         names = ToolParserManager.list_registered()
         for name in sorted(names, key=lambda name: name != "hermes"):  # the most common one first
             try:
                 parser = ToolParserManager.get_tool_parser(name)
                 calls = self._parse(parser, written, tools)
+            except ImportError as error:
+                missing.add(str(error.name))
+                continue
             except Exception:  # of one that lacks its tokens, for example
                 continue
-            if calls == [ToolCall("look_up", {"word": MARKER})]:
+            if calls == [ToolCall("look_up", {"word": "it"})]:
                 return parser
-        raise InputError("tools: the model's chat template writes no calls that vLLM can read")
+        hint = f" without {', '.join(sorted(missing))}: install it" if missing else ""
+        raise InputError(f"tools: vLLM cannot read the calls of the model's chat template{hint}")
 
     def _parse(self, parser: Any, text: str, tools: Sequence[Schema]) -> list[ToolCall]:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-        request = ChatCompletionRequest(messages=[], tools=tools)
-        found = parser(self.tokenizer, request.tools).extract_tool_calls(text, request)
+        key = (parser, json.dumps(tools))
+        if key not in self._readers:  # some read the whole vocabulary
+            request = ChatCompletionRequest(messages=[], tools=tools)
+            self._readers[key] = parser(self.tokenizer, request.tools), request
+        reader, request = self._readers[key]
+        found = reader.extract_tool_calls(text.rpartition("</think>")[2], request)
         calls = [call.function for call in found.tool_calls]
         return [ToolCall(call.name, json.loads(call.arguments)) for call in calls]
 
     def _text(self, turns: list[Message], tools: Sequence[Schema], **options: Any) -> str:
         """A conversation that begins with a user's message."""
-        return self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": "?"}, *turns],
-            tokenize=False,
-            **(self._arguments(tools) | options),
-        )
+        with explained("chat: the model's chat template refuses the messages"):
+            return self.tokenizer.apply_chat_template(
+                [{"role": "user", "content": "?"}, *turns],
+                tokenize=False,
+                **(self._arguments(tools) | options),
+            )
 
     def _arguments(self, tools: Sequence[Schema]) -> dict[str, Any]:
         return self._prompting.chat_template_kwargs | {"tools": list(tools) or None}
