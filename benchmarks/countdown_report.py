@@ -21,7 +21,7 @@ from statistics import fmean, median
 
 import numpy as np
 from experiments_report import Steps, column, difference, draw, load, mean, smooth, trained
-from study_csv import add_results_option, steps_path
+from study_csv import add_results_option, steps_paths
 
 from stapo_lite.training.log import markdown
 
@@ -122,7 +122,7 @@ def main() -> None:
     add_results_option(parser)
     parser.add_argument("--figure", type=Path)
     given = parser.parse_args()
-    found = load([steps_path(given.results, given.study)])
+    found = load(steps_paths(given.results, given.study))
     if BASE not in found:
         raise SystemExit(f"{given.study}: no finished run of {BASE}")
     print(f"{table(found)}\n\n{primary(found)}")

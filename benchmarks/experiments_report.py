@@ -3,8 +3,8 @@
     python benchmarks/experiments_report.py [STUDY ...] [--less METHOD]
     [--figure docs/experiments.png]
 
-Reads `results/STUDY.csv`, by default that of `writing`. Several studies are read as one and cut to
-the shortest run: `writing sensitivity`. Each run is reduced to a few numbers first; methods are
+Reads `results/STUDY/*.csv`, by default those of `writing`. Several studies are read as one and cut
+to the shortest run: `writing sensitivity`. Each run is reduced to a few numbers first; methods are
 then compared seed by seed. Training rewards and entropies at a step are means over five steps,
 entropy is the sampled negative log-probability in nats, and "first steps" are the first five. The
 test of a difference is the exact paired permutation test (the sign of each seed's difference is
@@ -26,7 +26,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from scipy.stats import permutation_test
-from study_csv import add_results_option, read_rows, run_key, steps_path
+from study_csv import add_results_option, read_rows, run_key, steps_paths
 
 from stapo_lite.extras.audit.charts import COLOURS
 from stapo_lite.training.log import markdown
@@ -273,10 +273,10 @@ def main() -> None:
     )
     parser.add_argument("--figure", type=Path)
     given = parser.parse_args()
-    files = [steps_path(given.results, study) for study in given.studies]
+    files = [path for study in given.studies for path in steps_paths(given.results, study)]
     found = load(files)
     if not found:
-        raise SystemExit(f"{' '.join(map(str, files))}: no finished run")
+        raise SystemExit(f"{' '.join(given.studies)}: no finished run")
     runs: Runs = {}
     for method, seeds in found.items():
         runs[method] = {seed: measures(steps) for seed, steps in seeds.items()}

@@ -1,11 +1,11 @@
-"""The results of a study as two CSV files.
+"""The results of a study as CSV files.
 
-`STUDY.csv` has a row for each method, seed and step; step 0 is the untrained model. What the
+`STUDY/METHOD.csv` has a row for each seed and step; step 0 is the untrained model. What the
 adapter did on the held-out prompts stands in the columns `held_out_...`, which are empty on steps
 without an evaluation. `STUDY-runs.csv` has a row for each run: its overrides of `experiments.yaml`,
 the commit, the hardware and the versions.
 
-A finished run leaves `result.json`, with its rows of both files, in its work folder.
+A finished run leaves `result.json`, with its rows of both, in its work folder.
 """
 
 import argparse
@@ -67,9 +67,9 @@ def add_results_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def steps_path(results: Path, study: str) -> Path:
-    """The CSV of a study's steps."""
-    return results / f"{study}.csv"
+def steps_paths(results: Path, study: str) -> list[Path]:
+    """The CSVs of a study's steps, one for each method."""
+    return sorted((results / study).glob("*.csv"))
 
 
 def runs_path(results: Path, study: str) -> Path:
@@ -141,8 +141,9 @@ def collect_results(results: Path, study: str, work: Path) -> None:
     for row in read_rows(runs_path(results, study)):
         runs[run_key(row)] = row
     steps: dict[tuple[str, int], list[Row]] = {}
-    for row in read_rows(steps_path(results, study)):
-        steps.setdefault(run_key(row), []).append(row)
+    for path in steps_paths(results, study):
+        for row in read_rows(path):
+            steps.setdefault(run_key(row), []).append(row)
     known = len(runs)
     for path in sorted(work.glob(f"*/{RESULT}")):
         result = read_object(path)
@@ -153,6 +154,7 @@ def collect_results(results: Path, study: str, work: Path) -> None:
     if len(runs) == known:
         return
     order = sorted(runs)
-    step_rows = [row for key in order for row in steps[key]]
-    write_rows(steps_path(results, study), STEP_COLUMNS, step_rows)
+    for method in {method for method, _ in order}:
+        rows = [row for key in order if key[0] == method for row in steps[key]]
+        write_rows(results / study / f"{method}.csv", STEP_COLUMNS, rows)
     write_rows(runs_path(results, study), RUN_COLUMNS, [runs[key] for key in order])

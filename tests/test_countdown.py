@@ -80,7 +80,7 @@ def test_the_report_by_hand(tmp_path, capsys, monkeypatch):
         ("stapo", 0): stays,
         ("stapo", 1): stays,
     }
-    write_runs(tmp_path / "countdown.csv", curves)
+    write_runs(tmp_path / "countdown/all.csv", curves)
     assert countdown_report.break_step([0.1, 0.5, 0.3, 0.25, 0.24, 0.6]) == 5
     assert countdown_report.break_step([0.1, 0.5, 0.25]) == 4
     monkeypatch.setattr("sys.argv", ["countdown_report.py", "--results", str(tmp_path)])
@@ -100,7 +100,7 @@ def test_the_report_by_hand(tmp_path, capsys, monkeypatch):
 def test_a_run_of_the_study(experiment, tmp_path):
     command = ["experiments.py", "countdown", "--only", "window", "--seeds", "3"]
     experiment(*command, model=FOLDER, prompt=10, completion=66)
-    rows = study_csv.read_rows(tmp_path / "out/countdown.csv")
+    rows = study_csv.read_rows(tmp_path / "out/countdown/window.csv")
     assert [row["step"] for row in rows] == ["0", "1", "2"]
     assert 0 < float(rows[0]["held_out_wrong_sums"]) < 0.1
     assert 0.2 < float(rows[0]["held_out_reward"]) < 0.8

@@ -163,9 +163,12 @@ def test_kept_results_are_complete(study):
     results = ROOT / "benchmarks/results"
     runs = study_csv.read_rows(study_csv.runs_path(results, study))
     steps = {}
-    for row in study_csv.read_rows(study_csv.steps_path(results, study)):
-        assert tuple(row) == study_csv.STEP_COLUMNS
-        steps.setdefault(study_csv.run_key(row), []).append(row)
+    for path in study_csv.steps_paths(results, study):
+        assert path.stat().st_size < 1_000_000
+        for row in study_csv.read_rows(path):
+            assert tuple(row) == study_csv.STEP_COLUMNS
+            assert row["method"] == path.stem
+            steps.setdefault(study_csv.run_key(row), []).append(row)
     assert [study_csv.run_key(run) for run in runs] == list(steps)
     for run in runs:
         assert tuple(run) == study_csv.RUN_COLUMNS
@@ -191,8 +194,9 @@ def test_finished_runs_are_collected(tmp_path):
         study_csv.keep_result(folder, run)
         study_csv.collect_results(tmp_path, "study", tmp_path / "work")
     assert study_csv.finished_runs(tmp_path, "study") == {("stapo", 10), ("stapo", 9), ("grpo", 9)}
-    files = [path(tmp_path, "study") for path in (study_csv.steps_path, study_csv.runs_path)]
-    steps, runs = map(study_csv.read_rows, files)
+    files = [*study_csv.steps_paths(tmp_path, "study"), study_csv.runs_path(tmp_path, "study")]
+    *of_methods, runs = map(study_csv.read_rows, files)
+    steps = [row for rows in of_methods for row in rows]
     assert [(run["method"], run["seed"]) for run in runs] == [
         ("grpo", "9"),
         ("stapo", "9"),
@@ -203,7 +207,7 @@ def test_finished_runs_are_collected(tmp_path):
     assert (steps[0]["reward"], steps[0]["held_out_nll"]) == ("", "3.33333e-08")
     assert (steps[1]["reward"], steps[1]["tau_h"]) == ("0.666667", "")
     texts = [path.read_text("utf-8") for path in files]
-    files[1].write_text(texts[1].rpartition("stapo,10")[0], "utf-8")  # killed between the two files
+    files[-1].write_text(texts[-1].rpartition("stapo,10")[0], "utf-8")  # killed before this one
     study_csv.collect_results(tmp_path, "study", tmp_path / "work")
     study_csv.collect_results(tmp_path, "study", tmp_path / "none")
     assert [path.read_text("utf-8") for path in files] == texts
@@ -214,16 +218,14 @@ def test_finished_run_is_not_made_again(experiment, tmp_path):
     command = ["experiments.py", "alliteration", "--only", "stapo", "random", "--seeds", "3"]
     first = experiment(*command)
     assert sorted(first.splitlines()) == ["random-3: finished", "stapo-3: finished"]
-    steps_path, runs_path = (
-        tmp_path / "out/alliteration.csv",
-        tmp_path / "out/alliteration-runs.csv",
-    )
+    paths = [tmp_path / f"out/alliteration/{method}.csv" for method in ("random", "stapo")]
+    runs_path = tmp_path / "out/alliteration-runs.csv"
     runs = study_csv.read_rows(runs_path)
     assert [study_csv.run_key(run) for run in runs] == [("random", 3), ("stapo", 3)]
     for run in runs:
         assert len(run["commit"]) == 40
         assert run["engine"] == "transformers"
-        rows = [row for row in study_csv.read_rows(steps_path) if row["method"] == run["method"]]
+        rows = study_csv.read_rows(tmp_path / f"out/alliteration/{run['method']}.csv")
         assert [row["step"] for row in rows] == ["0", "1", "2"]
         assert [bool(row["reward"]) for row in rows] == [False, True, True]
         assert [bool(row["held_out_reward"]) for row in rows] == [True, False, True]
@@ -238,9 +240,9 @@ def test_finished_run_is_not_made_again(experiment, tmp_path):
         assert f"output_dir: {folder}" in config
         assert "- alliteration:reward" in config
     assert runs[0]["overrides"].startswith("algorithm=stapo objective.s2t.preset=random train.max_")
-    texts = steps_path.read_text("utf-8"), runs_path.read_text("utf-8")
+    texts = [path.read_text("utf-8") for path in (*paths, runs_path)]
     assert experiment(*command) == ""
-    for path in (steps_path, runs_path):
+    for path in (*paths, runs_path):
         path.unlink()
     assert experiment(*command) == ""  # the work folder has the results
-    assert (steps_path.read_text("utf-8"), runs_path.read_text("utf-8")) == texts
+    assert [path.read_text("utf-8") for path in (*paths, runs_path)] == texts
