@@ -114,8 +114,8 @@ STUDIES = {
     "alliteration": Study(("stapo", "justrl", "random"), task=alliteration),
     "sensitivity": Study(("tau_p=0.0005", "tau_p=0.008", "q=0.9"), ["train.max_steps=30"]),
 }
-"""`countdown` is set down in docs/results.md, and has not been run yet. `sensitivity` is compared
-with the first steps of `stapo` and `lower-half` of `writing`."""
+"""`countdown` is set down in docs/results.md. `sensitivity` is compared with the first steps of
+`stapo` and `lower-half` of `writing`."""
 
 
 def prepare(
