@@ -1,5 +1,6 @@
 import copy
 import re
+from pathlib import Path
 
 import pytest
 import yaml
@@ -193,6 +194,12 @@ def test_a_key_in_python_needs_no_section():
     assert (config.evaluation.temperature, config.rollout.temperature) == (0.5, 1.0)
     with pytest.raises(InputError, match="unknown key 'max_step': did you mean 'train.max_steps'"):
         load_config(MINIMAL, {"max_step": 3})
+
+
+def test_overrides_apply_in_order_and_a_path_is_text():
+    overrides = ["lora={r: 8}", "lora.r=4", "lora={r: 16}"]
+    assert load_config(MINIMAL, overrides).lora.r == 16
+    assert load_config(MINIMAL, {"output_dir": Path("a/b")}).output_dir == "a/b"
 
 
 def test_a_config_is_kept_as_it_was_given():

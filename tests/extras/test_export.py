@@ -293,7 +293,9 @@ def test_the_card_of_a_merged_model(make_run, tied_model, tmp_path):
 
 def test_the_card_of_an_adapter(make_run, tied_model, tmp_path):
     data = {"source": str(tmp_path / "secret" / "mine.jsonl"), "system_prompt": "Be brief."}
-    run = make_run(algorithm="grpo", data=data)
+    teacher = {"teacher_adapter": str(tmp_path / "secret" / "teacher")}
+    (tmp_path / "secret" / "teacher").mkdir(parents=True)
+    run = make_run(algorithm="grpo", data=data, objective=teacher)
     write_lines(
         run / "evaluations.jsonl",
         [{"step": 0} | RESULTS, {"step": 2} | RESULTS | {"temperature": 0.3}],
@@ -311,6 +313,7 @@ def test_the_card_of_an_adapter(make_run, tied_model, tmp_path):
         "--enable-lora --max-lora-rank 8 --lora-modules out=out\n",
         'the system prompt "Be brief."',
         "aggregation: sequence-mean\n",
+        "teacher_adapter: teacher\n",
         "[1, 2]: `stop_token_ids` in vLLM",
     ):
         assert text in card.text, text

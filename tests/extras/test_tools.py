@@ -15,8 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stapo_lite.config import Prompting
 from stapo_lite.errors import InputError, RunError
+from stapo_lite.extras.evaluation.tasks import make_tasks
 from stapo_lite.extras.turns.episodes import chat_with, play
 from stapo_lite.extras.turns.tools import Chat, schemas_of
+from stapo_lite.files import write_lines
 from stapo_lite.rollout.transformers_engine import TransformersEngine
 from stapo_lite.types import Completion, Prompt
 
@@ -122,6 +124,18 @@ def test_an_episode_is_the_conversation_as_the_template_writes_it(tiny_model, te
     assert chat.tokenizer.decode(own) == "".join(script)
     assert completion.prompt.columns == ROW.columns
     assert not completion.truncated
+
+
+def test_benchmarks_are_asked_without_tools(tiny_model, tmp_path):
+    """Nobody would run them there."""
+    write_lines(tmp_path / "mine.jsonl", [{"problem": "1 + 1?", "answer": "2"}])
+    tokenizer = make_chat(tiny_model, "qwen2_5").tokenizer
+    given = [{}, {"tools": schemas_of([multiply])}]
+    without, asked = (
+        make_tasks([str(tmp_path / "mine.jsonl")], 1, None, tokenizer, Prompting(**keys))
+        for keys in ({"chat_template_kwargs": kwargs} for kwargs in given)
+    )
+    assert asked[0].prompt.token_ids == without[0].prompt.token_ids
 
 
 @pytest.fixture
