@@ -290,12 +290,13 @@ def make_callbacks(inputs: Inputs, grader: MathGrader, accelerator: Accelerator)
     """The callbacks of a run, in the order in which they are called: an extra is here in one line
     or two."""
     config, log = inputs.config, inputs.config.log
-    callbacks: list[Callback] = [RunLog(), Symptoms()]
+    callbacks: list[Callback] = []
     weight = config.objective.teacher_weight
     if inputs.teacher is not None:
-        callbacks.insert(0, AdapterTeacher(weight, inputs.teacher))  # its metric is logged
+        callbacks.append(AdapterTeacher(weight, inputs.teacher))
     if url := config.objective.teacher_server:
-        callbacks.insert(0, ServerTeacher(weight, url, api_key()))
+        callbacks.append(ServerTeacher(weight, url, api_key()))
+    callbacks += [RunLog(), Symptoms()]  # behind a teacher, whose metric is logged
     if config.evaluation.steps:
         callbacks.append(PeriodicEvaluation(config, inputs.tokenizer, grader, inputs.rollout_func))
     if log.audit_tokens:

@@ -282,11 +282,16 @@ def _self_check(model: str) -> str:
     from stapo_lite.assemble import open_run
     from stapo_lite.config import load_config
 
-    keys = {"model": model, "target_modules": "all-linear", "max_prompt_length": 512}
-    plain = {"apply_chat_template": False, "system_prompt": None}
     with TemporaryDirectory() as folder:
-        given = keys | plain | {"output_dir": f"{folder}/run"}
-        with open_run(load_config("configs/quickstart.yaml", given)) as run:
+        keys = {
+            "model": model,
+            "output_dir": f"{folder}/run",
+            "target_modules": "all-linear",
+            "max_prompt_length": 512,
+            "apply_chat_template": False,
+            "system_prompt": None,
+        }
+        with open_run(load_config("configs/quickstart.yaml", keys)) as run:
             return run.environment["self_check"]
 
 

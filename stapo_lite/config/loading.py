@@ -116,9 +116,10 @@ def _read_override(override: str) -> tuple[str, Any]:
 def _full_key(schema: type[Section], name: str) -> str:
     """The key that a name without its section means. Those of an evaluation during training have no
     short names, since the run's own are often the same."""
-    keys = [key for key in _keys(schema) if not key.startswith("evaluation.")]
-    full = {key.rpartition(".")[2]: key for key in keys}
-    return name if name in schema.model_fields else full.get(name, name)
+    if name in schema.model_fields:
+        return name
+    meant = [key for key in _by_name(schema).get(name, []) if not key.startswith("evaluation.")]
+    return meant[0] if meant else name
 
 
 def _set(tree: dict[str, Any], key: str, value: Any) -> None:
@@ -159,18 +160,25 @@ def _hint(schema: type[Section], path: tuple[Any, ...]) -> str:
     for part in parents:
         section = section.model_fields[part].annotation
     allowed = list(section.model_fields)
-    keys = _keys(schema)
-    meant = [key for key in keys if key.rpartition(".")[2] == last]
+    by_name = _by_name(schema)
+    meant = by_name.get(last, [])
     if not meant:
         near = difflib.get_close_matches(last, allowed, n=1)
         meant = [".".join([*parents, name]) for name in near]
     if not meant:
-        names = [key.rpartition(".")[2] for key in keys]
-        near = difflib.get_close_matches(last, names, n=1, cutoff=0.8)
-        meant = [key for key in keys if [key.rpartition(".")[2]] == near]
+        near = difflib.get_close_matches(last, by_name, n=1, cutoff=0.8)
+        meant = [key for name in near for key in by_name[name]]
     if meant:
         return f"did you mean {' or '.join(map(repr, meant))}?"
     return f"allowed are {', '.join(allowed)}"
+
+
+def _by_name(schema: type[Section]) -> dict[str, list[str]]:
+    """The keys by their last part."""
+    found: dict[str, list[str]] = {}
+    for key in _keys(schema):
+        found.setdefault(key.rpartition(".")[2], []).append(key)
+    return found
 
 
 def _keys(section: Any, prefix: str = "") -> list[str]:

@@ -80,11 +80,9 @@ class AdapterTeacher(Teacher):
 
     def on_train_begin(self, run: Run) -> None:
         parameters = run.policy.parameters
-        student = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-        load_adapter(run.policy.model, self._folder)
         self._values = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-        for name, parameter in parameters.items():
-            parameter.data.copy_(student[name])
+        with run.policy.holding(self._values):
+            load_adapter(run.policy.model, self._folder)  # into these values
 
     def logprobs(self, run: Run, batch: MiniBatch) -> Tensor:
         with run.policy.holding(self._values):
