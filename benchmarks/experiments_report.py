@@ -98,10 +98,10 @@ def mean(rows: Steps, name: str) -> float:
     return fmean(found) if found else math.nan
 
 
-def smooth(rows: Steps, name: str) -> list[float]:
-    """Means of a metric over WINDOW steps each, the first ones over fewer."""
+def smooth(rows: Steps, name: str, window: int = WINDOW) -> list[float]:
+    """Means of a metric over `window` steps each, the first ones over fewer."""
     ends = range(1, len(rows) + 1)
-    return [mean(rows[max(0, end - WINDOW) : end], name) for end in ends]
+    return [mean(rows[max(0, end - window) : end], name) for end in ends]
 
 
 def first_reaching(level: float, smoothed: Sequence[float]) -> int | None:
@@ -197,8 +197,9 @@ def difference(ours: np.ndarray, theirs: np.ndarray) -> tuple[str, str]:
 def draw(
     found: dict[str, dict[int, Steps]], path: Path, lines: Sequence[Sequence[str]] = FIGURE
 ) -> None:
-    """Draw reward and entropy over the steps, a row of panels for each line of methods: the mean
-    over seeds in a band of one standard deviation, named at its end."""
+    """Draw reward and entropy over the steps, a row of panels for each line of methods: each run as
+    a thin line, the median of a method as a thick one, named at its end. Runs of hundreds of steps
+    are smoothed over more than WINDOW, or nothing is seen for the noise."""
     rows = [[method for method in line if method in found] for line in lines]
     rows = [row for row in rows if row]
     size = (10, 0.5 + 3.5 * len(rows))
@@ -207,9 +208,9 @@ def draw(
     )
     curves = (("reward", "reward"), ("sampled_nll", "entropy [nats]"))
     for methods, line in zip(rows, panels, strict=True):
-        colours = dict(zip(methods, COLOURS, strict=False))
+        colours = dict(zip(dict.fromkeys(("stapo", "justrl", *methods)), COLOURS, strict=False))
         for axes, (name, label) in zip(line, curves, strict=True):
-            ends = [draw_band(axes, found[m], name, m, colours[m]) for m in methods]
+            ends = [draw_runs(axes, found[m], name, m, colours[m]) for m in methods]
             axes.set(xlabel="step", ylabel=label)
             axes.spines[["top", "right"]].set_visible(False)
             axes.margins(x=0.02)
@@ -227,16 +228,14 @@ class End(NamedTuple):
     value: float
 
 
-def draw_band(axes: Axes, seeds: dict[int, Steps], name: str, method: str, colour: str) -> End:
-    """Draw the curve of one method."""
-    curves = np.array([smooth(trained(steps), name) for steps in seeds.values()])
-    steps, middle = np.arange(1, curves.shape[1] + 1), curves.mean(0)
-    axes.plot(steps, middle, color=colour, linewidth=1.6)
-    if len(curves) > 1:
-        spread = curves.std(0, ddof=1)
-        axes.fill_between(
-            steps, middle - spread, middle + spread, color=colour, alpha=0.15, linewidth=0
-        )
+def draw_runs(axes: Axes, seeds: dict[int, Steps], name: str, method: str, colour: str) -> End:
+    """Draw the runs of one method, and their median."""
+    runs = [trained(steps) for steps in seeds.values()]
+    window = max(WINDOW, len(runs[0]) // 32)
+    curves = np.array([smooth(run, name, window) for run in runs])
+    steps, middle = np.arange(1, curves.shape[1] + 1), np.median(curves, axis=0)
+    axes.plot(steps, curves.T, color=colour, linewidth=0.7, alpha=0.35)
+    axes.plot(steps, middle, color=colour, linewidth=1.8)
     return End(method, colour, int(steps[-1]), float(middle[-1]))
 
 
