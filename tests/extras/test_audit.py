@@ -237,6 +237,26 @@ def test_a_logarithmic_chart_leaves_zeros_out():
     assert drawn([curve]).lines[0].get_ydata()[1] == 0.0
 
 
+def test_running_means_leave_out_steps_without_a_value():
+    assert charts.running_mean([1.0, None, 3.0, None, None], 2) == [1.0, 1.0, 3.0, 3.0, None]
+    assert charts.running_mean([1.0, 2.0, 6.0], 3) == [1.0, 1.5, 3.0]
+
+
+def test_curves_of_long_runs_are_smoothed():
+    steps = range(1, 151)
+    values = [float(step % 2) for step in steps]
+    raw, smooth = drawn([Curve("x", steps, values)]).lines
+    assert list(raw.get_ydata()) == values
+    assert min(smooth.get_ydata()[10:]) > 0.3 and max(smooth.get_ydata()[10:]) < 0.7
+    assert len(drawn([Curve("x", steps[:100], values[:100])]).lines) == 1
+
+
+def test_a_chart_without_values_says_so():
+    axes = drawn([Curve("x", [3, 4, 5], [None] * 3)])
+    assert [text.get_text() for text in axes.texts] == ["no values"]
+    assert axes.get_xlim() == (3, 6)
+
+
 def test_frequent_tells_parts_of_a_character_apart():
     tokens = [token(1, n, kept=False, token="\ufffd") for n in (1, 1, 2)]
     assert frequent(tokens) == [("\ufffd #1", 2), ("\ufffd #2", 1)]

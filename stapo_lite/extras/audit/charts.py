@@ -12,6 +12,8 @@ COLOURS = (
 )  # fmt: skip
 CANDIDATE_COLOURS = ("#d55e00", "#0072b2")
 QUADRANT_COLOURS = ("#d55e00", "#009e73", "#0072b2", "#8c6bb1")
+LONG = 100
+"""Steps beyond which curves are smoothed: a single step is a few dozen rewards."""
 
 
 class Curve(NamedTuple):
@@ -45,7 +47,8 @@ def png(draw: Callable[..., None], *arguments: Any) -> bytes:
 
 
 def lines(axes: Any, curves: Sequence[Curve], label: str, log: bool = False) -> None:
-    """Draw curves over the steps.
+    """Draw curves over the steps. Those of a long run are running means over a thirtieth of it, in
+    front of the pale values of each step.
 
     Args:
         label: of the vertical axis.
@@ -53,6 +56,9 @@ def lines(axes: Any, curves: Sequence[Curve], label: str, log: bool = False) -> 
     """
     for curve, colour, style in zip(curves, cycle(COLOURS), cycle(("-", "--", ":")), strict=False):
         values = _drawn(curve.values, log)
+        if len(values) > LONG:
+            axes.plot(curve.steps, values, color=colour, linewidth=0.6, alpha=0.25)
+            values = _drawn(running_mean(curve.values, len(values) // 30), log)
         # Points mark the steps if they are few, or if there are gaps between them.
         marker = "." if len(values) < 40 or any(map(math.isnan, values)) else None
         look = {"color": colour, "linestyle": style, "linewidth": 1.6, "marker": marker}
@@ -62,6 +68,9 @@ def lines(axes: Any, curves: Sequence[Curve], label: str, log: bool = False) -> 
             axes.fill_between(curve.steps, low, high, color=colour, alpha=0.2, linewidth=0)
     if log and any(value for curve in curves for value in curve.values):
         axes.set_yscale("log")
+    if all(value is None for curve in curves for value in curve.values):
+        axes.set(yticks=[], xlim=(curves[0].steps[0], curves[0].steps[-1] + 1))
+        axes.text(0.5, 0.5, "no values", transform=axes.transAxes, ha="center")
     axes.locator_params(axis="x", integer=True)
     axes.set(xlabel="step", ylabel=label)
     if len(curves) > 1:
@@ -105,6 +114,15 @@ def bars(
     axes.barh(labels, values, color=colours)
     axes.invert_yaxis()
     axes.set_xlabel(label)
+
+
+def running_mean(values: Sequence[float | None], window: int) -> list[float | None]:
+    """Means of the last `window` values, without those that are None; None if all are."""
+    means: list[float | None] = []
+    for end in range(1, len(values) + 1):
+        found = [value for value in values[max(0, end - window) : end] if value is not None]
+        means.append(sum(found) / len(found) if found else None)
+    return means
 
 
 def _drawn(values: Sequence[float | None], log: bool) -> list[float]:
