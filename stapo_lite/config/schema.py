@@ -427,7 +427,8 @@ class Log(Section):
     """Logging and checkpoints."""
 
     report_to: list[Literal["tensorboard", "wandb", "trackio"]] = []
-    """Accelerate trackers, besides the metrics file of the run folder."""
+    """Accelerate trackers, besides the metrics file of the run folder. A single one needs no list;
+    `none` is TRL's word for an empty one."""
     project: str = Field("stapo_lite", pattern=r"^\w[\w .-]*$")
     """Project name shown by the trackers; TensorBoard makes a folder of it."""
     log_completions_steps: NonNegativeInt = 10
@@ -450,6 +451,13 @@ class Log(Section):
     """Size of the token log, for `stapo audit`: how many candidates of S2T (with context and
     alternatives) and how many points of the probability-entropy plane a step writes at most. One of
     each takes 0.7 kB, so 32 take less than 100 MB in 4,000 steps; 0 for no token log."""
+
+    @field_validator("report_to", mode="before")
+    @classmethod
+    def _one_tracker_is_a_list(cls, value: Any) -> Any:
+        if value in ("none", ["none"]):
+            return []
+        return [value] if isinstance(value, str) else value
 
 
 class Evaluation(Section):

@@ -133,6 +133,24 @@ def test_the_mean_reward_divides_rewards_that_are_not_negative():
     assert load_config(MINIMAL, ["algorithm=maxrl"]).objective.scale_rewards == "mean"
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("none", []),
+        ("[none]", []),
+        ("wandb", ["wandb"]),
+        ("[wandb, trackio]", ["wandb", "trackio"]),
+    ],
+)
+def test_one_tracker_needs_no_list(given, expected):
+    assert load_config(MINIMAL, [f"log.report_to={given}"]).log.report_to == expected
+
+
+def test_an_unknown_tracker_is_refused():
+    with pytest.raises(InputError, match="'tensorboard', 'wandb' or 'trackio', got 'mlflow'"):
+        load_config(MINIMAL, ["log.report_to=mlflow"])
+
+
 def test_the_window_is_of_the_papers_mask():
     window = "objective.s2t.window=8"
     with pytest.raises(InputError, match="window=8 remembers entropies of candidates"):
@@ -248,8 +266,8 @@ BAD = [
     (["log.completions=true"], "key 'log.completions': must be a number, got True"),
     (["evaluation.limit=yes"], "key 'evaluation.limit': must be a number, got True"),
     (
-        ["log.report_to=wandb"],
-        "key 'log.report_to': input should be a valid list, got 'wandb': write [wandb]",
+        ["stop_on=ratio"],
+        "key 'stop_on': input should be a valid list, got 'ratio': write [ratio]",
     ),
     (
         ["rollout.top_p=0.9"],

@@ -247,7 +247,8 @@ def test_curves_of_long_runs_are_smoothed():
     values = [float(step % 2) for step in steps]
     raw, smooth = drawn([Curve("x", steps, values)]).lines
     assert list(raw.get_ydata()) == values
-    assert min(smooth.get_ydata()[10:]) > 0.3 and max(smooth.get_ydata()[10:]) < 0.7
+    assert min(smooth.get_ydata()[10:]) > 0.3
+    assert max(smooth.get_ydata()[10:]) < 0.7
     assert len(drawn([Curve("x", steps[:100], values[:100])]).lines) == 1
 
 
