@@ -416,7 +416,8 @@ def load_prompts(
     for key, column in columns.items():
         if column not in rows[0]:
             there = ", ".join(rows[0])
-            raise InputError(f"data.{key}={column}: {d.source} has only the columns {there}")
+            why = "; the reward `math` needs it" if key == "answer_column" else ""
+            raise InputError(f"data.{key}={column}: {d.source} has only the columns {there}{why}")
     contaminated = find_contaminated(rows, d, show) if d.drop_contaminated else set[int]()
     longest, modules = config.max_sequence_length, config.lora.target_modules
     tokenizer, model_eos = load_tokenizer(config.model, longest, modules)

@@ -68,6 +68,9 @@ class Trainer:
     ):
         own, rows = dict[str, Callable](), None
         if model is not None:
+            if not isinstance(model, (str, Path)):
+                kind = type(model).__name__
+                raise InputError(f"model: give a folder or a name on the Hub; got {kind}")
             if str(model).endswith(".yaml"):
                 raise InputError(f"model={model}: a YAML file is a config, Trainer(config=...)")
             keys["model"] = str(model)

@@ -341,6 +341,7 @@ def of_trl(prompts, trainer):
             {"train_dataset": ROWS, "per_device_train_batch_size": 8},
             "unknown key 'per_device_train_batch_size': TRL's name; here train.mini_batch_size",
         ),
+        ({"model": object()}, "model: give a folder or a name on the Hub; got object"),
         ({"model": "run.yaml"}, r"model=run.yaml: a YAML file is a config, Trainer\(config=...\)"),
         (
             {"train_dataset": ROWS, "rollout_func": spell, "tools": [len]},

@@ -163,14 +163,14 @@ def _hint(schema: type[Section], path: tuple[Any, ...]) -> str:
     by_name = _by_name(schema)
     meant = by_name.get(last, [])
     if not meant:
-        near = difflib.get_close_matches(last, allowed, n=1)
+        near = difflib.get_close_matches(last, allowed, n=1, cutoff=0.75)
         meant = [".".join([*parents, name]) for name in near]
     if not meant:
         near = difflib.get_close_matches(last, by_name, n=1, cutoff=0.8)
         meant = [key for name in near for key in by_name[name]]
     if meant:
         return f"did you mean {' or '.join(map(repr, meant))}?"
-    return f"allowed are {', '.join(allowed)}"
+    return f"allowed are {', '.join(allowed)} (docs/config.md)"
 
 
 def _by_name(schema: type[Section]) -> dict[str, list[str]]:

@@ -4,6 +4,7 @@ Every field carries its own docstring; `docs/config.md` is generated from them (
 are TRL's and PEFT's if those have the setting.
 """
 
+import math
 from collections.abc import Iterator
 from operator import attrgetter
 from os.path import expanduser
@@ -607,7 +608,8 @@ class Config(Preset):
             yield f"objective.scale_rewards=mean divides by the mean reward: {fix}"
         if train.batch_size % train.mini_batch_size:
             sizes = f"train.batch_size={train.batch_size} is not divisible by train.mini_batch_size"
-            yield f"{sizes}={train.mini_batch_size}: choose a divisor"
+            divisor = math.gcd(train.batch_size, train.mini_batch_size)
+            yield f"{sizes}={train.mini_batch_size}: choose a divisor, such as {divisor}"
         if rollout.max_num_seqs < rollout.num_generations:
             group = f"one group, rollout.num_generations={rollout.num_generations}"
             yield f"rollout.max_num_seqs={rollout.max_num_seqs} is less than {group}: raise it"

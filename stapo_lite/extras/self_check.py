@@ -27,6 +27,9 @@ rounding."""
 LARGEST_GAP = 0.25
 """Largest mean difference between engine and trainer, as a share of the adapter's effect, if both
 have the same weights."""
+ROUNDING = 0.02
+"""Nats of difference that are no fault if the engine is at least twice as far from the base: if
+the sampled tokens are nearly certain, the adapter moves them little, and bfloat16 as much."""
 
 
 def check_engine(engine: RolloutEngine, learner: Learner, prompts: Sequence[Prompt]) -> float:
@@ -106,7 +109,7 @@ def measure_gap(learner: Learner, completions: Sequence[Completion], moment: str
     # Rounded in another way; in fp8 the layers' inputs. The difference is logged and corrected.
     if config.rollout.model or config.rollout.quantization != its or its == "fp8":
         limit = to_base
-    if gap <= limit:
+    if gap <= limit or (gap <= ROUNDING and 2 * gap <= to_base):
         return gap
     found = "it computes another model, another adapter or at another temperature"
     if to_base < gap / 2:

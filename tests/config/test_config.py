@@ -277,7 +277,7 @@ BAD = [
     *(([value], f"key '{value.partition('=')[0]}") for value in FORBIDDEN),
     (
         ["train.batch_size=10"],
-        "train.batch_size=10 is not divisible by train.mini_batch_size=16: choose a divisor",
+        "train.batch_size=10 is not divisible by train.mini_batch_size=16: choose a divisor, such",
     ),
     (
         ["reward.weights=[1, 2]"],

@@ -10,9 +10,10 @@ from helpers import PROMPTS, SAMPLING, adapted_policy, make_learner, objective, 
 from transformers import AutoTokenizer
 
 from stapo_lite.errors import RunError
+from stapo_lite.extras import self_check
 from stapo_lite.extras.self_check import check_engine
 from stapo_lite.rollout.transformers_engine import TransformersEngine
-from stapo_lite.types import Prompt
+from stapo_lite.types import Completion, Prompt
 
 
 class Faulty(TransformersEngine):
@@ -152,3 +153,24 @@ def test_its_figure_is_kept(write_config, tmp_path, engine):
     )
     environment = json.loads((tmp_path / "run" / "environment.json").read_text(encoding="utf-8"))
     assert float(environment["self_check"].removesuffix(" nats between engine and trainer")) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("sampled", "message"),
+    [
+        ([-0.006, -0.014], None),  # rounding: a third of what the adapter does
+        ([-0.025, -0.025], "it ignores the adapter"),
+        ([-0.002, -0.018], "it computes another model"),  # more than half of it
+    ],
+)
+def test_rounding_is_no_fault_if_tokens_are_nearly_certain(learner, monkeypatch, sampled, message):
+    def logprobs(learner, completions, adapted=True):
+        return torch.tensor([-0.010, -0.010] if adapted else [-0.025, -0.025])
+
+    monkeypatch.setattr(self_check, "logprobs", logprobs)
+    completions = [Completion(PROMPTS[0], [1, 2], sampled, False, 0)]
+    if message is None:
+        assert self_check.measure_gap(learner, completions, "now") == pytest.approx(0.004)
+    else:
+        with pytest.raises(RunError, match=message):
+            self_check.measure_gap(learner, completions, "now")
