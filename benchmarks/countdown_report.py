@@ -26,7 +26,7 @@ from study_csv import add_results_option, steps_paths
 from stapo_lite.training.log import markdown
 
 BASE = "justrl"
-FIRST, LAST, EVERY = slice(50), slice(-50, None), slice(None)
+LAST, EVERY = slice(-50, None), slice(None)
 FIGURE = (
     ("justrl", "stapo", "window", "full", "random", "stare"),
     ("justrl", "grpo", "20-entropy", "cispo", "dppo"),
@@ -59,18 +59,16 @@ def describe(seeds: dict[int, Steps]) -> dict[str, str]:
     def average(name: str, steps: slice) -> float:
         return fmean(mean(run[steps], name) for run in runs)
 
+    steps_of_breaks = f" (median step {median(broken):g})" if broken else ""
     return {
         "seeds": str(len(runs)),
-        "breaks": str(len(broken)),
-        "at step (median)": f"{median(broken):g}" if broken else "none",
+        "breaks": f"{len(broken)}{steps_of_breaks}",
         "peak reward": f"{fmean(map(max, rewards)):.2f}",
         "reward, last 50": f"{average('reward', LAST):.2f}",
-        "entropy, first 50": f"{average('sampled_nll', FIRST):.2f}",
-        "last 50": f"{average('sampled_nll', LAST):.2f}",
+        "entropy, last 50": f"{average('sampled_nll', LAST):.2f}",
         "candidates, %": f"{100 * average('candidate_share', EVERY):.3f}",
         "silenced, %": f"{100 * average('silenced_share', EVERY):.3f}",
-        "wrong sums at first, %": f"{100 * fmean(run[0] for run in sums):.1f}",
-        "at the end": f"{100 * fmean(run[-1] for run in sums):.1f}",
+        "wrong sums, %": f"{100 * fmean(run[-1] for run in sums):.1f}",
     }
 
 

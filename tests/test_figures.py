@@ -177,6 +177,7 @@ def studies_of_higher_rates() -> Iterator[tuple[str, str]]:
         sampler_against_trainer,
         one_base,
         start_up,
+        study_of_countdown,
         study_of_writing,
         studies_of_higher_rates,
     ],
