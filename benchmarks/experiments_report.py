@@ -28,7 +28,7 @@ from matplotlib.axes import Axes
 from scipy.stats import permutation_test
 from study_csv import add_results_option, read_rows, run_key, steps_paths
 
-from stapo_lite.extras.audit.charts import COLOURS
+from stapo_lite.extras.audit.charts import COLOURS, running_mean
 from stapo_lite.training.log import markdown
 
 WINDOW = 5
@@ -99,9 +99,10 @@ def mean(rows: Steps, name: str) -> float:
 
 
 def smooth(rows: Steps, name: str, window: int = WINDOW) -> list[float]:
-    """Means of a metric over `window` steps each, the first ones over fewer."""
-    ends = range(1, len(rows) + 1)
-    return [mean(rows[max(0, end - window) : end], name) for end in ends]
+    """Means of a metric over `window` steps each, the first ones over fewer; NaN if none of them
+    has it."""
+    means = running_mean([row.get(name) for row in rows], window)
+    return [math.nan if value is None else value for value in means]
 
 
 def first_reaching(level: float, smoothed: Sequence[float]) -> int | None:
@@ -133,6 +134,14 @@ def measures(steps: Steps) -> dict[str, float]:
         "spurious, %, first steps": 100 * mean(rows[:WINDOW], "spurious_share"),
         "norm share, %, first steps": 100 * mean(rows[:WINDOW], "spurious_gradient_share"),
         "silenced, %": 100 * mean(rows, "silenced_share"),
+    }
+
+
+def measure_runs(found: dict[str, dict[int, Steps]]) -> Runs:
+    """Each run in numbers."""
+    return {
+        method: {seed: measures(steps) for seed, steps in seeds.items()}
+        for method, seeds in found.items()
     }
 
 
@@ -276,9 +285,7 @@ def main() -> None:
     found = load(files)
     if not found:
         raise SystemExit(f"{' '.join(given.studies)}: no finished run")
-    runs: Runs = {}
-    for method, seeds in found.items():
-        runs[method] = {seed: measures(steps) for seed, steps in seeds.items()}
+    runs = measure_runs(found)
     if given.less not in runs:
         parser.error(f"--less {given.less}: choose from {', '.join(runs)}")
     print(f"{table(runs)}\n\n{differences(runs, given.less)}")

@@ -4,7 +4,7 @@ the files hold. Run a benchmark again, and this file says which sentences are to
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,10 @@ def words(text: str) -> str:
     """The text with single spaces: a sentence is the same wherever its lines break, and a row of a
     table however wide its columns are."""
     return re.sub(r"\s+", " ", text)
+
+
+def row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def result(name: str) -> dict[str, Any]:
@@ -71,7 +75,7 @@ def lm_head() -> Iterator[tuple[str, str]]:
         for kind in ("logprob", "entropy"):
             cells.append(", ".join(f"{error[kind]:.0e}" for error in errors))
         cells.append(", ".join(f"{100 * error['gradient']:.2f} %" for error in errors))
-        yield "docs/results.md", f"| {' | '.join(cells)} |"
+        yield "docs/results.md", row(cells)
     slower = [f"{size['forward']['trl']['ours / this']:.2f}" for size in sizes]
     yield "docs/results.md", f"Without gradient ours takes {' and '.join(slower)} times as long"
 
@@ -121,16 +125,12 @@ def start_up() -> Iterator[tuple[str, str]]:
 def study_of_countdown() -> Iterator[tuple[str, str]]:
     found = experiments_report.load(steps_paths(RESULTS, "countdown"))
     for report in (countdown_report.table(found), countdown_report.primary(found)):
-        for row in report.splitlines():
-            yield "docs/results.md", row
+        for line in report.splitlines():
+            yield "docs/results.md", line
 
 
 def measured(study: str) -> experiments_report.Runs:
-    found = experiments_report.load(steps_paths(RESULTS, study))
-    return {
-        method: {seed: experiments_report.measures(steps) for seed, steps in seeds.items()}
-        for method, seeds in found.items()
-    }
+    return experiments_report.measure_runs(experiments_report.load(steps_paths(RESULTS, study)))
 
 
 def study_of_writing() -> Iterator[tuple[str, str]]:
@@ -146,7 +146,7 @@ def study_of_writing() -> Iterator[tuple[str, str]]:
         cells = [method, str(len(seeds))]
         for name in names:
             cells.append(experiments_report.cell([run[name] for run in seeds.values()]))
-        yield "docs/results.md", f"| {' | '.join(cells)} |"
+        yield "docs/results.md", row(cells)
 
 
 def studies_of_higher_rates() -> Iterator[tuple[str, str]]:
@@ -165,7 +165,7 @@ def studies_of_higher_rates() -> Iterator[tuple[str, str]]:
                 values = [seeds[seed][name] for seed in sorted(seeds)]
                 texts = ["none" if math.isnan(v) else f"{v:.{places}f}" for v in values]
                 cells.append(", ".join(texts))
-            yield "docs/results.md", f"| {' | '.join(cells)} |"
+            yield "docs/results.md", row(cells)
 
 
 @pytest.mark.parametrize(
