@@ -22,8 +22,7 @@ def reference() -> str:
                 "",
             ]
         )
-        lines.extend(["| key | type | default | meaning |", "|---|---|---|---|"])
-        nested = []
+        nested, rows, as_before = [], [], []
         for name, field in section.model_fields.items():
             kind = field.annotation
             if isinstance(kind, type) and issubclass(kind, BaseModel):
@@ -32,8 +31,14 @@ def reference() -> str:
             default = "required" if field.is_required() else f"`{field.default!r}`"
             meaning = " ".join((field.description or "").split())
             kind_name = _type_name(kind).replace("|", "\\|")
-            lines.append(f"| `{prefix}{name}` | `{kind_name}` | {default} | {meaning} |")
-        lines.append("")
+            row = f"| `{prefix}{name}` | `{kind_name}` | {default} | {meaning} |"
+            if row in lines:
+                as_before.append(f"`{prefix}{name}`")
+            else:
+                rows.append(row)
+        if as_before:
+            lines.extend([f"As in a run: {', '.join(as_before)}.", ""])
+        lines.extend(["| key | type | default | meaning |", "|---|---|---|---|", *rows, ""])
         for kind, path in nested:
             add(kind, path, title)
 

@@ -92,8 +92,8 @@ class Lora(Section):
     """The adapter (PEFT `LoraConfig` names)."""
 
     adapter: UserPath | None = None
-    """Start from this adapter, a folder or a name on the Hub; it must have the rank, scale and
-    layers given below. It is then the reference of the KL term (`objective.beta`), too."""
+    """Start from this adapter (a folder, or a name on the Hub) of the same rank, scale and layers.
+    It is then also the reference of the KL term (`objective.beta`)."""
     r: int = Field(16, ge=1, le=512)
     """Rank. vLLM serves ranks up to 512."""
     lora_alpha: PositiveInt = 32
@@ -102,7 +102,7 @@ class Lora(Section):
     """Scale by `lora_alpha / sqrt(r)` instead (rank-stabilised LoRA)."""
     target_modules: Annotated[Names, _ALL_LINEAR] = PROJECTIONS
     """Names of the decoder's linear layers that get an adapter, or `all-linear`. The LM head stays
-    frozen: `lm_head.py` relies on it."""
+    frozen."""
 
 
 class Prompting(Section):
@@ -141,9 +141,8 @@ class Data(Prompting):
     answer_column: str = "answer"
     """Column with the reference answer, which `math` needs."""
     drop_contaminated: list[str] | Literal[False] = False
-    """Leave out rows that overlap these benchmarks: `[all]` for the six, or a list as in an
-    evaluation (below). A row overlaps if it holds 60 % or more of the 8-grams (of words) of one
-    of their problems."""
+    """Leave out rows that hold at least 60 % of the word 8-grams of a problem of these benchmarks:
+    `[all]` for the six, or a list as in an evaluation (below)."""
     filter_overlong_prompts: bool = False
     """Drop prompts longer than `max_prompt_length` instead of stopping with an error."""
 
@@ -153,7 +152,7 @@ class Reward(Section):
 
     functions: list[str] = ["math"]
     """`math` (the final answer, docs/grading.md), or `package.module:function` with TRL's
-    signature; in Python `Trainer(reward_funcs=...)` takes functions themselves."""
+    signature; `Trainer(reward_funcs=...)` takes functions themselves."""
     weights: list[float] | None = None
     """Weight of each function; all 1 by default."""
     correct: float = 1.0
@@ -161,17 +160,14 @@ class Reward(Section):
     incorrect: float = -1.0
     """Value that `math` gives a wrong one: -1 as in DAPO, or 0."""
     truncated_is_incorrect: bool = True
-    """`math`: a completion that was cut off at `max_completion_length` is wrong, even if it has a
-    `\\boxed{}`; otherwise everything after an early box would be rewarded with it."""
+    """`math`: a completion that was cut off is wrong, even if it has a `\\boxed{}`; otherwise
+    everything after an early box would be rewarded with it."""
     overlong_penalty: NonNegativeFloat = 0.0
-    """Soft overlong punishment (DAPO): taken off the reward of a completion of full length; 0 for
-    none."""
+    """DAPO's soft overlong punishment: taken off the reward of a completion of full length."""
     overlong_buffer: Share = 0.2
-    """The penalty grows linearly over this last share of `max_completion_length` (DAPO: 4,096 of
-    20,480)."""
+    """The penalty grows linearly over this last share of `max_completion_length`."""
     function_timeout: PositiveFloat = 300.0
-    """Seconds that one call of your own function may take. It runs in a process of its own, which
-    is then killed."""
+    """Seconds until the process of your reward function is killed."""
 
     def conflicts(self) -> Iterator[str]:
         names, weights = self.functions, self.weights
@@ -200,57 +196,51 @@ class Engine(Section):
     max_num_seqs: PositiveInt = 128
     """Completions sampled at the same time."""
     quantization: str | None = None
-    """vLLM's `quantization` of what it serves: `bitsandbytes` for the 4-bit weights of an `nf4`
-    trainer, `fp8`, ...; a quantised checkpoint needs none."""
+    """vLLM's `quantization`: `bitsandbytes` for the 4-bit weights of an `nf4` trainer, `fp8`, ...;
+    a quantised checkpoint needs none."""
     vllm: dict[str, Any] = {}
-    """Any further engine argument of vLLM by its own name, such as `kv_cache_dtype` or
-    `speculative_config`; those that the run itself decides are refused. `kv_cache_memory_bytes` is
-    1 GiB by default on a CPU."""
+    """Any other engine argument of vLLM, such as `kv_cache_dtype` or `speculative_config`, unless
+    the run itself decides it. `kv_cache_memory_bytes` is 1 GiB by default on a CPU."""
 
 
 class Rollout(Engine):
     """Sampling of completion groups."""
 
     function: str | None = None
-    """`package.module:coroutine` for completions of several turns, with tools (docs/turns.md); in
-    Python `Trainer(rollout_func=...)`."""
+    """`package.module:coroutine` that makes completions of several turns (docs/turns.md); in Python
+    `Trainer(rollout_func=...)`."""
     num_generations: int = Field(8, ge=2)
     """Completions per prompt (the group size G)."""
     temperature: PositiveFloat = 1.0
-    """Sampling temperature; training uses the distribution at this temperature too. There is no
-    top-p, top-k or repetition penalty: each would bias the sampled log-probabilities."""
+    """Sampling temperature; training uses the distribution at this temperature, too. There is no
+    top-p, top-k or repetition penalty: each would bias the log-probabilities."""
     dynamic_sampling: bool = False
-    """Drop groups whose rewards are all equal and draw further prompts until the batch is full
-    (DAPO)."""
+    """Replace groups whose rewards are all equal (DAPO)."""
     max_sampling_rounds: PositiveInt = 10
-    """`dynamic_sampling` only: after this many rounds the step goes on with the groups it has."""
+    """`dynamic_sampling` only: after this many rounds the step takes the groups it has."""
     engine: Literal["auto", "vllm", "server", "transformers"] = "auto"  # type: ignore[assignment]
     """`auto` takes vLLM in the trainer's process if it is installed and has a device, else
-    transformers' `generate`; `server` is a vLLM of its own, on another card or machine
-    (docs/scaling.md)."""
+    transformers' `generate`; `server` is vLLM on another card or machine (docs/scaling.md)."""
     servers: Names = ["http://127.0.0.1:8000"]
     """`server` only: addresses of servers that `stapo serve` started; they share the work."""
     max_lag: NonNegativeInt = 0
     """`server` only: how many steps ahead of the trainer completions may be sampled, by an adapter
-    that is this many steps older; 0 is synchronous. `objective.sampler_correction` corrects for
-    it."""
+    that is so much older. `objective.sampler_correction` corrects for it."""
     model: UserPath | None = None
-    """vLLM: serve this checkpoint of the same model, quantised to fp8, AWQ or GPTQ, in place of
-    `model`. How far that is from the trainer's policy is logged as `sampler_gap_*`, and corrected
-    by `objective.sampler_correction`."""
+    """vLLM serves this fp8, AWQ or GPTQ checkpoint of the same model. Its distance from the
+    trainer's policy is logged as `sampler_gap_*`, and corrected by
+    `objective.sampler_correction`."""
     share_base: Annotated[Literal["auto", "on", "off"], _ON_OFF] = "auto"
-    """vLLM in the trainer's process: let the trainer compute on the weights that vLLM has loaded,
-    so that the base is in memory once. `auto` does so if both have the same weights and each is
-    found; `on` ends the run if not; `off` loads a copy for each, and they take turns
-    (`sleep_level`, `train.park_trainer`)."""
+    """Let the trainer compute on the weights of vLLM in its process, so that the base is in memory
+    once. `auto` does so if both have the same weights and each is found; `on` ends the run if not;
+    `off` loads a copy for each, and they take turns (`sleep_level`, `train.park_trainer`)."""
     sleep_level: Literal[0, 1, 2] = 1
     """vLLM on a GPU, while the trainer updates: 0 keeps its memory, 1 moves its weights to the
-    host, 2 drops them and reads them from the disk again (not with `bitsandbytes`). Each level
-    keeps the adapter. A base that is shared stays; 1 and 2 then give back the KV cache."""
+    host, 2 reads them from the disk again (not with `bitsandbytes`). A shared base stays; 1 and 2
+    then free the KV cache alone."""
     self_check: bool = True
-    """Before the first step, sample a few tokens with a random adapter, and compare the engine's
-    log-probabilities with the trainer's; once more after the engine slept. If it ignores the
-    adapter, the run ends there, in one line."""
+    """Before the first step, compare log-probabilities of engine and trainer with a random adapter,
+    once more after sleep. If the engine ignores the adapter, the run ends (docs/faults.md)."""
 
     def conflicts(self) -> Iterator[str]:
         for name in PLANNED:
@@ -274,43 +264,40 @@ class S2T(Section):
 
     preset: Literal["paper", "paper-v1", "article", "full", "high-entropy", "random"] = "paper"
     """Sets the fields below: the revised paper, its first version, the authors' article (which also
-    sets `objective.entropy_coef`), or an ablation: silence all candidates, the high-entropy ones, a
-    random share."""
+    sets `objective.entropy_coef`), or an ablation: silence all candidates, those of high entropy,
+    random ones."""
     enabled: bool = True
-    """Off: no token is silenced. The share of spurious tokens and of their gradient is still
-    logged."""
+    """Silence spurious tokens. If off, they are still counted and logged."""
     tau_p: Share = 0.002
     """Candidates are tokens of positive advantage with a probability below this."""
     quantile: float = Field(0.75, ge=0, le=1)
     """tau_h is this quantile of the entropy over `population`."""
     population: Literal["candidates", "all"] = "candidates"
-    """Tokens whose entropies the quantile is taken of: the candidates (revised paper) or all
-    completion tokens of the mini-batch (first version)."""
+    """Tokens that the quantile is taken over: the candidates (revised paper) or all of the
+    mini-batch (first version)."""
     window: NonNegativeInt = 0
-    """Take tau_h over the candidates of this mini-batch and of so many before it. A mini-batch with
-    few candidates silences less than `quantile` of them: of one none, of two one. 0 is the paper's
-    text."""
+    """Take tau_h over the candidates of this mini-batch and of so many before it: few candidates
+    alone silence less than `quantile` of them (docs/deviations.md). 0 is the paper's text."""
     silence: Literal["low-entropy", "high-entropy", "random", "all"] = "low-entropy"
-    """Candidates to silence: those below tau_h; the same share from the top of the entropies; the
-    same share at random; all."""
+    """Candidates to silence: those below tau_h, as many of highest entropy, as many at random, or
+    all."""
     statistics: Literal["current", "old"] = "old"
-    """Policy that supplies probability and entropy to the keep-mask: the one before the first
-    update of the step, or the current one (Algorithm 1 of the paper) at the price of a pass; see
-    docs/results.md."""
+    """Policy that supplies probability and entropy to the keep-mask: the one before the step's
+    first update, or the current one (Algorithm 1 of the paper), which costs a pass."""
     target_share: float | None = Field(None, gt=0, lt=1)
-    """Experimental: change `tau_p` after each step, between a tenth of the given value and ten
-    times it, so that silenced tokens stay near this share of all completion tokens."""
+    """Experimental: change `tau_p` after each step, by a factor of at most ten, to keep the share
+    of silenced tokens near this (docs/deviations.md)."""
 
 
 class Stare(Section):
     """Amplification of surprising tokens (arXiv 2606.19236, STARE): those of lowest probability."""
 
     weight: PositiveFloat = 1.0
-    """Multiplies the loss of surprising tokens of positive advantage; the paper has 1.1."""
+    """Factor on the loss of surprising tokens of positive advantage (paper: 1.1)."""
     negative_weight: NonNegativeFloat = 1.0
-    """The same for those of negative advantage; the paper's second variant has 0.9."""
+    """The same for negative advantages (the paper's second variant: 0.9)."""
     share: Share = 0.1
-    """Share of the tokens of positive, and of those of negative advantage that is surprising."""
+    """Share of the tokens of each sign of advantage that counts as surprising."""
     target_entropy: NonNegativeFloat = 0.3
     """Weights apply to a mini-batch only while its mean entropy is below this, in nats."""
 
@@ -324,30 +311,30 @@ class Objective(Section):
     """Advantages, token loss and which tokens it is summed over."""
 
     scale_rewards: Literal["group", "batch", "mean", "none"] = "group"
-    """Divide advantages by the standard deviation of the group's rewards, or of the whole step's;
-    by the group's mean reward (MaxRL, for rewards of 0 and 1); or not (Dr. GRPO)."""
+    """Divide advantages by the standard deviation of the group's rewards or of the whole step's, by
+    the group's mean reward (MaxRL, for rewards of 0 and 1), or not (Dr. GRPO)."""
     mask_truncated_completions: bool = False
-    """Leave completions that were cut off at `max_completion_length` out of loss and denominator.
-    Their rewards count in their groups."""
+    """Leave completions that were cut off out of loss and denominator. Their rewards count in their
+    groups."""
     token_loss: Literal["clip", "cispo", "gspo", "dppo", "sapo"] = "clip"
     """How a token's ratio to the old policy bounds its loss ([methods.md](methods.md)): PPO's clip;
-    the clipped ratio as a constant weight; the clip of the whole sequence's ratio; no gradient
-    where the probability has moved too far; a soft gate in place of a bound."""
+    the clipped ratio as a constant weight; a clip of the sequence's ratio; no gradient once the
+    probability has moved too far; a soft gate."""
     aggregation: Literal["token-mean", "sequence-mean", "constant"] = "token-mean"
     """Mean over the tokens of the mini-batch (DAPO); mean over each sequence, then over sequences
     (GRPO); sum over completions x `max_completion_length` (Dr. GRPO)."""
     epsilon: float = Field(0.2, ge=0, le=1)
-    """Lower clip: the ratio is not rewarded for falling below 1 - epsilon. With `dppo` the
-    probability may fall by epsilon."""
+    """Lower clip: no gain from ratios below 1 - epsilon. With `dppo` the probability may fall by
+    epsilon."""
     epsilon_high: NonNegativeFloat = 0.28
-    """Upper clip: the ratio is not rewarded for rising above 1 + epsilon_high. With `dppo` the
-    probability may rise by epsilon_high."""
+    """Upper clip: no gain from ratios above 1 + epsilon_high. With `dppo` the probability may rise
+    by epsilon_high."""
     beta: NonNegativeFloat = 0.0
     """Coefficient of the KL divergence (k3 estimator) from the reference: `lora.adapter`'s adapter,
     else the base."""
     entropy_coef: NonNegativeFloat = 0.0
-    """Coefficient of the entropy bonus. Its gradient needs the slower LM head, which computes the
-    logits twice."""
+    """Coefficient of the entropy bonus. It needs the slower LM head, which computes the logits
+    twice."""
     top_entropy_quantile: Share = 1.0
     """Train on this share of the mini-batch's tokens, those of highest entropy (20-Entropy:
     0.2)."""
@@ -356,23 +343,22 @@ class Objective(Section):
     eq. 5)."""
     old_logprobs: Literal["trainer", "rollout"] = "trainer"
     """Denominator of the ratio: the trainer's log-probabilities before the step's first update, or
-    the engine's, which need no pass over the later mini-batches (the keep-mask may need one of its
-    own)."""
+    the engine's, which save a pass over later mini-batches (the keep-mask may still need one)."""
     sampler_correction: Annotated[
         Literal["token-truncate", "icepop", "sequence-mask", "off"], _ON_OFF
     ] = "token-truncate"
     """Correction of the difference between trainer and engine, with `old_logprobs=trainer`.
-    `token-truncate`: weight each token by min(old / rollout, `sampler_cap`). `icepop`: weight it by
-    old / rollout, or by 0 if that is above the cap or below 1 / cap. `sequence-mask`: weight each
-    sequence by the product of its old / rollout, or by 0 if that is above the cap. `off`: no
-    weights."""
+    `token-truncate` weights each token by min(old / rollout, `sampler_cap`); `icepop` by old /
+    rollout, or by 0 if that is above the cap or below 1 / cap; `sequence-mask` each sequence by the
+    product of its old / rollout, or by 0 if that is above the cap."""
     sampler_cap: PositiveFloat = 2.0
     """Largest weight of `sampler_correction`."""
     teacher_adapter: UserPath | None = None
-    """Distillation ([methods.md](methods.md#distillation)): a teacher on the same base, an adapter
-    with the rank, scale and layers of `lora`."""
+    """Teacher for distillation ([methods.md](methods.md#distillation)): an adapter on the same
+    base, with the rank, scale and layers of `lora`."""
     teacher_server: str | None = None
-    """The same: the address of a vLLM server whose model has the student's vocabulary."""
+    """Teacher for distillation: the address of a vLLM server whose model has the student's
+    vocabulary."""
     teacher_weight: PositiveFloat = 1.0
     """Weight of the teacher's part of a token's advantage."""
     s2t: S2T = S2T()
@@ -394,16 +380,14 @@ class Train(Section):
     mini_batch_size: PositiveInt = 16
     """Prompts per optimiser update, over all processes; must divide `batch_size`."""
     max_tokens_per_microbatch: PositiveInt = 16384
-    """Most tokens, padding included, in one forward and backward pass on one process. A longer
-    sequence gets a pass of its own. If memory runs out, the number is halved for the rest of the
-    run."""
+    """Most tokens, padding included, in one pass of one process; a longer sequence gets its own
+    pass. If memory runs out, the number is halved for the rest of the run."""
     learning_rate: PositiveFloat = 1e-5
     """Learning rate after the warm-up; constant, or the start of the decay."""
     warmup_steps: NonNegativeInt = 10
     """Steps of linear warm-up; all updates of a step have one rate."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up: constant, or a decay towards 0 at `max_steps`, linear or by half a
-    cosine."""
+    """After the warm-up: constant, or a decay to 0 at `max_steps`, linear or by half a cosine."""
     weight_decay: NonNegativeFloat = 0.01
     """AdamW's decoupled weight decay."""
     max_grad_norm: PositiveFloat = 1.0
@@ -413,8 +397,8 @@ class Train(Section):
     park_trainer: bool = False
     """Keep the trainer's frozen base in pinned host memory during vLLM's rollouts (on a GPU)."""
     gradient_checkpointing: bool | PositiveInt = True
-    """Recompute activations in the backward pass (non-reentrant): of all layers (`true`), or of the
-    first N. Fewer layers are faster and take more memory."""
+    """Recompute activations in the backward pass: of all layers (`true`), or of the first N. Fewer
+    layers are faster and take more memory."""
     offload_activations: bool = False
     """Keep what gradient checkpointing saves, one hidden state per layer and token, in host
     memory."""
@@ -428,30 +412,28 @@ class Log(Section):
     """Logging and checkpoints."""
 
     report_to: list[Literal["tensorboard", "wandb", "trackio"]] = []
-    """Accelerate trackers, besides the metrics file of the run folder. A single one needs no list;
-    `none` is TRL's word for an empty one."""
+    """Accelerate trackers, besides `metrics.jsonl`. A single one needs no list; `none` means an
+    empty one, as in TRL."""
     project: str = Field("stapo_lite", pattern=r"^\w[\w .-]*$")
-    """Project name shown by the trackers; TensorBoard makes a folder of it."""
+    """Project name in trackers; with TensorBoard a folder."""
     log_completions_steps: NonNegativeInt = 10
-    """Print sample completions of the first step and of every so many after it; 0 for never."""
+    """Print sample completions of the first step and every N steps after it; 0 for never."""
     completions: NonNegativeInt = 32
-    """Completions of each step, whole groups first, that are kept in completions.jsonl with their
-    rewards, and with the trackers; `stapo show RUN` prints them. 32 of 2,000 tokens are some 250 kB
-    a step."""
+    """Completions of each step, in whole groups, that `completions.jsonl` and the trackers keep;
+    `stapo show RUN` prints them. 32 of 2,000 tokens are some 250 kB a step."""
     save_steps: NonNegativeInt = 50
-    """Checkpoint every so many steps, and at the end; 0 for only at the end."""
+    """Checkpoint every N steps and at the end; 0 for only at the end."""
     save_total_limit: PositiveInt = 2
     """Checkpoints kept, newest first."""
     hub_model_id: str | None = None
-    """Repository on the Hub that gets adapter and model card at every checkpoint and at the end;
-    created if there is none. A lost connection costs a warning, and the next checkpoint is
-    pushed."""
+    """Repository on the Hub that gets adapter and model card at every checkpoint; created if there
+    is none. A lost connection is a warning."""
     hub_private_repo: bool = False
     """Make that repository private."""
     audit_tokens: NonNegativeInt = 32
-    """Size of the token log, for `stapo audit`: how many candidates of S2T (with context and
-    alternatives) and how many points of the probability-entropy plane a step writes at most. One of
-    each takes 0.7 kB, so 32 take less than 100 MB in 4,000 steps; 0 for no token log."""
+    """Candidates of S2T, and points of the probability-entropy plane, that a step writes at most
+    for `stapo audit`: 0.7 kB each, so 32 take less than 100 MB in 4,000 steps. 0 for no token
+    log."""
 
     @field_validator("report_to", mode="before")
     @classmethod
@@ -466,21 +448,21 @@ class Evaluation(Section):
     `rollout.max_completion_length` tokens."""
 
     steps: NonNegativeInt = 0
-    """Evaluate before the first step, every so many steps and at the end; 0 for never."""
+    """Evaluate before the first step, every N steps and at the end; 0 for never."""
     source: UserPath | None = None
     """Held-out rows, given like `data.source`; judged by the run's own reward functions."""
     subset: str | None = None
-    """`source`: configuration name of a Hub dataset; by default `data.subset` if it is the
-    same dataset."""
+    """`source`: configuration name of a Hub dataset; by default that of `data` for the same
+    dataset."""
     split: str = "test"
     """`source`: split of a Hub dataset."""
     limit: PositiveInt | None = None
-    """Only the first so many rows of `source`, and problems of each benchmark."""
+    """Use only the first N rows of `source`, and problems of each benchmark."""
     benchmarks: list[str] | None = None
     """As in an evaluation (below); by default aime24, aime25 and amc23, or with a `source` none."""
     best: str | None = None
-    """Keep the adapter of the best evaluation in `best/`: by `reward`, which is that of `source`,
-    by `average`, or by a benchmark's name."""
+    """Keep the adapter of the best evaluation in `best/`: by `reward` (of `source`), by `average`,
+    or by a benchmark's name."""
     num_samples: PositiveInt | None = None
     """Samples per problem; by default what each benchmark asks for, and one for each row of
     `source`."""
@@ -513,28 +495,28 @@ class Config(Preset):
         "stapo", "grpo", "dr-grpo", "dapo", "justrl", "20-entropy",
         "cispo", "gspo", "dppo", "sapo", "maxrl", "stare", "distill",
     ] = "stapo"  # fmt: skip
-    """Sets fields of `objective`, `rollout` and `reward` ([methods.md](methods.md)); a field that
-    you give stays as given."""
+    """Sets keys of `objective`, `rollout` and `reward` ([methods.md](methods.md)) that you do not
+    give."""
     model: UserPath
     """Base model: a folder, or a name on the Hub."""
     output_dir: UserPath
     """Run folder: config, metrics, checkpoints, adapter."""
     dtype: Dtype = "auto"
-    """Data type of the base weights and of the forward pass. `auto`: bfloat16 if the card or the
-    CPU computes in it, else float16 on a card (T4, RTX 20) and float32 on a CPU."""
+    """Type of base weights and forward pass. `auto`: bfloat16 if card or CPU computes in it, else
+    float16 on a card (T4, RTX 20) and float32 on a CPU."""
     quantization: Literal["nf4", "fp8"] | None = None
     """`nf4` trains on a 4-bit base (QLoRA, bitsandbytes). `fp8`, not tried on a card yet, trains on
-    the weights that vLLM has rounded to 8 bits (`rollout.quantization=fp8`, `share_base`)."""
+    vLLM's 8-bit weights (`rollout.quantization=fp8`, `share_base`)."""
     memory: Annotated[Literal["auto", "off"], _ON_OFF] = "auto"
-    """`auto`: on a GPU `rollout.gpu_memory_utilization`, `max_num_seqs` and `sleep_level`,
-    `train.park_trainer`, `max_tokens_per_microbatch`, `gradient_checkpointing` and
-    `offload_activations` are chosen by what card and host hold, unless you give them; `stapo plan`
-    shows the choice without a card. `off`: the defaults below."""
+    """`auto` chooses, on a GPU and unless you give them, `rollout.gpu_memory_utilization`,
+    `max_num_seqs` and `sleep_level`, `train.park_trainer`, `max_tokens_per_microbatch`,
+    `gradient_checkpointing` and `offload_activations` (docs/cards.md). `off` takes the defaults
+    below."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Every random draw of the run follows from this seed and the step."""
     stop_on: list[Symptom] = []
-    """Warnings (docs/faults.md) that end the run, which then writes adapter and checkpoint; others
-    are only printed."""
+    """Warnings (docs/faults.md) that end the run with adapter and checkpoint; others are only
+    printed."""
     lora: Lora = Lora()
     data: Data
     reward: Reward = Reward()
@@ -664,12 +646,12 @@ class EvalPrompting(Prompting):
 
 
 class Verifier(Section):
-    """A second judge: a language model that is asked only about answers that the rules reject."""
+    """A language model that judges the answers that the rules reject."""
 
     model: UserPath | None = None
-    """Folder or Hub name; none is asked by default."""
+    """Folder, or name on the Hub; none by default."""
     max_prompt_length: int = Field(4096, ge=64)
-    """Tokens of problem, gold and the end of the response that it sees."""
+    """Longest prompt, in tokens: problem, gold and the end of the response."""
     batch_size: PositiveInt = 8
     """Answers judged at the same time."""
 
@@ -685,16 +667,16 @@ class EvalConfig(Preset):
     """Folder for samples, verdicts and results; an interrupted evaluation continues there."""
     benchmarks: Names = BENCHMARK_NAMES
     """Names of these six, or `.jsonl` files with `problem` and `answer`. A file whose name begins
-    with one of the six counts as that benchmark."""
+    with one of the six is that benchmark."""
     limit: PositiveInt | None = None
-    """Only the first so many problems of each benchmark."""
+    """Use only the first N problems of each benchmark."""
     decoding: Literal["training-aligned", "justrl"] = "training-aligned"
-    """Sets temperature and top-p: 1.0 / 1.0, as rollouts in training have them, or 0.7 / 0.9, the
-    default of the paper's revision."""
+    """Sets temperature and top-p: 1.0 and 1.0, as in training, or 0.7 and 0.9, as in the paper's
+    revision."""
     dtype: Dtype = "auto"
     """Data type of the weights, as in a run."""
     seed: int = Field(0, ge=0, lt=2**31)
-    """Each sample has a seed of its own that follows from this, the problem and its number."""
+    """The seed of a sample follows from this, the problem and its number."""
     data: EvalPrompting = EvalPrompting()
     rollout: EvalEngine = EvalEngine()
     verifier: Verifier = Verifier()
