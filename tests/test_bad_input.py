@@ -175,7 +175,7 @@ OWN_CODE = {
 REACHES_OUT = "{{ messages.__class__.__mro__[1].__subclasses__()[0]('x').system('true') }}"
 WEIGHTS, LAYER = "model.safetensors", "model.layers.1.mlp.up_proj.weight"
 MODELS = {
-    "no folder": (shutil.rmtree, NO_MODEL),
+    "no folder": (shutil.rmtree, "no such folder"),
     "no language model": (edit("config.json", lambda c: c.update(model_type="vit")), NO_MODEL),
     "code of its own": (edit("config.json", lambda c: c.update(OWN_CODE)), NO_MODEL),
     "logits capped in the decoder's own config": (

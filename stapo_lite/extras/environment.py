@@ -5,8 +5,6 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import torch
-
 from stapo_lite.machine import cores, host_memory, on_wsl
 from stapo_lite.model.processes import resolve_dtype
 from stapo_lite.rollout import resolve_engine
@@ -35,6 +33,11 @@ def describe_environment() -> Iterator[str]:
         except PackageNotFoundError:
             yield f"{name}: not installed"
     yield f"host: {cores()} cores, {host_memory() / 2**30:.0f} GiB"
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # such as one built for another CUDA
+        yield f"torch cannot be imported: {error}"
+        return
     for number in range(torch.cuda.device_count()):
         card = torch.cuda.get_device_properties(number)
         kind = f"{card.total_memory / 2**30:.1f} GiB, compute {card.major}.{card.minor}"

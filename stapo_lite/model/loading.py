@@ -52,6 +52,8 @@ PLAIN_VALUES: dict[str, tuple] = {
 }
 """Keys that may have one of these values. Every other key must be off: None, False or empty."""
 NO_MODEL = "model={}: not a causal language model in a folder or on the Hub"
+QUICKSTART_CACHE = ".cache/stapo_lite"
+"""Part of the path of the quickstart's model."""
 TRANSFORMED_LOGITS = (
     "final_logit_softcapping",
     "logit_scale",
@@ -115,6 +117,9 @@ def load_model_config(model: str) -> Any:
     """
     from transformers import AutoConfig
 
+    if model.startswith(("/", ".")) and not Path(model).is_dir():
+        fix = "; `stapo quickstart` makes it" if QUICKSTART_CACHE in model else ""
+        raise InputError(f"model={model}: no such folder{fix}")
     with explained(NO_MODEL.format(model)):
         return AutoConfig.from_pretrained(model, trust_remote_code=False)
 

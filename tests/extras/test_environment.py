@@ -1,5 +1,6 @@
 """The report that a bug needs."""
 
+import sys
 from importlib.metadata import version
 
 import pytest
@@ -12,6 +13,14 @@ def test_versions_and_hardware(capsys):
     assert f"torch {version('torch')}" in lines
     assert any(line.startswith("host: ") for line in lines)
     assert lines[-1].startswith("auto: engine ")
+
+
+def test_versions_are_printed_if_torch_cannot_be_imported(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert command("env") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"torch {version('torch')}" in lines
+    assert lines[-1].startswith("torch cannot be imported: ")
 
 
 @pytest.mark.slow
