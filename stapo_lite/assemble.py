@@ -1,6 +1,6 @@
 """From a config to a `Run`: cheap checks first, weights last.
 
-This module, `cli.py` and `trainer.py` alone know the core and its extras.
+Only this module, `cli.py` and `trainer.py` use both the core and its extras.
 """
 
 import json
@@ -111,16 +111,17 @@ def open_run(
     error, SIGTERM, Ctrl-C), a checkpoint of the last whole step is written.
 
     Args:
-        resume: continue from the newest intact checkpoint in `config.output_dir`; begin if there is
-            none.
-        force: continue even though keys have changed that decide what the run computes.
+        resume: continue from the newest intact checkpoint in `config.output_dir`; start anew if
+            there is none.
+        force: continue even if keys that affect what the run computes have changed.
 
     Raises:
-        InputError: something in the config, the data or the model cannot be used; found before any
-            weights are loaded, if it can be.
-        RunError: the disk is full at the end.
+        InputError: something in the config, the data or the model cannot be used; found before
+            weights are loaded if possible.
+        RunError: the disk is full at the start or end, memory does not suffice for one sequence,
+            or a callback failed.
     """
-    with ExitStack() as closing:  # closes everything, whatever one of it does
+    with ExitStack() as closing:  # closes everything, even if one close raises
         folder = Path(config.output_dir)
         accelerator = lifecycle.make_accelerator(config.log, folder / "logs")
         inputs = check_inputs(config, resume, python, accelerator)
@@ -142,7 +143,7 @@ def open_run(
 
 
 def save_interrupted(run: Run, interruption: BaseException) -> None:
-    """Write a checkpoint of the last whole step, whatever has interrupted the one after it."""
+    """Write a checkpoint of the last whole step after an interruption, and say how to go on."""
     with lifecycle.undisturbed():
         try:
             run.save_checkpoint()
@@ -165,7 +166,7 @@ def close(callback: Callback) -> None:
 def check_inputs(
     config: Config, resume: bool, python: PythonInputs, accelerator: Accelerator
 ) -> Inputs:
-    """Check all that can be checked without weights, and before the run folder is touched."""
+    """Check everything that needs no weights, before the run folder is touched."""
     folder, processes = Path(config.output_dir), accelerator.num_processes
     check_processes(config, processes)
     engine = resolve_engine(config.rollout.engine)
@@ -196,7 +197,7 @@ def check_checkpoint(
     """The run's environment, and the checkpoint that it continues from.
 
     Raises:
-        InputError: the run would not be the one that the checkpoint was written by.
+        InputError: the checkpoint may not continue with this config (`check_resume`).
     """
     config = inputs.config
     newest = checkpoint.newest_checkpoint(Path(config.output_dir)) if resume else None
@@ -234,11 +235,11 @@ def build(
     accelerator: Accelerator,
     closing: ExitStack,
 ) -> Run:
-    """Load what a run computes with: the engine, which may fail, before the trainer's weights.
+    """Load everything a run needs; the engine, which may fail, before the trainer's weights.
 
     Args:
         newest: the checkpoint to continue from.
-        closing: gets what has to be closed.
+        closing: receives what must be closed.
     """
     config = inputs.config
     grader = MathGrader()
@@ -287,8 +288,7 @@ def build(
 
 
 def make_callbacks(inputs: Inputs, grader: MathGrader, accelerator: Accelerator) -> list[Callback]:
-    """The callbacks of a run, in the order in which they are called: an extra is here in one line
-    or two."""
+    """The callbacks of a run, in call order; each extra takes a line or two here."""
     config, log = inputs.config, inputs.config.log
     callbacks: list[Callback] = []
     weight = config.objective.teacher_weight
@@ -296,7 +296,7 @@ def make_callbacks(inputs: Inputs, grader: MathGrader, accelerator: Accelerator)
         callbacks.append(AdapterTeacher(weight, inputs.teacher))
     if url := config.objective.teacher_server:
         callbacks.append(ServerTeacher(weight, url, api_key()))
-    callbacks += [RunLog(), Symptoms()]  # behind a teacher, whose metric is logged
+    callbacks += [RunLog(), Symptoms()]  # after a teacher, so that its metric is logged
     if config.evaluation.steps:
         callbacks.append(PeriodicEvaluation(config, inputs.tokenizer, grader, inputs.rollout_func))
     if log.audit_tokens:
@@ -330,7 +330,7 @@ def shared_base(engine: RolloutEngine, config: Config, accelerator: Accelerator)
     """A base model on the engine's weights; None if the trainer needs a copy of its own.
 
     Raises:
-        InputError: there is none, and the config asks for it.
+        InputError: there is none, but the config requires one or memory is planned for one copy.
     """
     weights = engine.shared_base() if config.may_share_base else None
     must = config.rollout.share_base == "on" or config.quantization == "fp8"
@@ -365,7 +365,7 @@ def make_learner(
     start: Path | None,
     newest: Path | None,
 ) -> Learner:
-    """Policy and optimiser, new or as a checkpoint has them.
+    """Policy and optimiser, new or from a checkpoint.
 
     Args:
         base: from `shared_base`; None loads one.
@@ -386,8 +386,7 @@ def make_learner(
 def open_folder(
     config: Config, accelerator: Accelerator, environment: dict[str, str], step: int
 ) -> None:
-    """Note in the run folder what begins, and drop what was written after the step that it
-    continues from."""
+    """Write config and environment to the run folder, and drop what was logged after `step`."""
     folder = Path(config.output_dir)
     if accelerator.is_main_process:
         with lifecycle.full_disk_is_a_run_error(folder):
@@ -395,7 +394,7 @@ def open_folder(
             # First, since it marks a run's folder.
             write_text(folder / ENVIRONMENT_FILE, json.dumps(environment, indent=1))
             write_text(folder / "config.yaml", to_yaml(config, given=True))
-            if step < config.train.max_steps:  # of an earlier end of this run
+            if step < config.train.max_steps:  # left by an earlier end of this run
                 shutil.rmtree(folder / "adapter", ignore_errors=True)
     accelerator.wait_for_everyone()
 

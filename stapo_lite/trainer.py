@@ -103,9 +103,9 @@ class Trainer:
         run ends there: adapter and checkpoint are written as at the last step.
 
         Args:
-            resume: continue from the newest intact checkpoint in `output_dir`; begin where there is
-                none.
-            force: continue even though keys have changed that decide what the run computes.
+            resume: continue from the newest intact checkpoint in `output_dir`; start anew if there
+                is none.
+            force: continue even if keys that affect what the run computes have changed.
 
         Raises:
             InputError: something in the config, the data or the model cannot be used.
@@ -159,8 +159,8 @@ class Trainer:
         return Path(out)
 
     def push_to_hub(self, repository: str, **options: Any) -> None:
-        """Export to a repository on the Hub, which is made if there is none; options as `export`
-        has them. Where the upload fails, the error names the folder that was exported."""
+        """Export to a repository on the Hub, created if it does not exist; options as in `export`.
+        If the upload fails, the error names the exported folder."""
         folder = Path(tempfile.mkdtemp(prefix="stapo_lite-export-"))
         try:
             self.export(folder / "export", push_to_hub=repository, **options)
@@ -176,8 +176,8 @@ def _name(function: Callable) -> str:
 
 
 def _named(reward_funcs: RewardFunc | Sequence[RewardFunc]) -> list[tuple[str, RewardFunc]]:
-    """The functions with the names that config and metrics call them by; a callable whose name is
-    taken gets a number.
+    """The functions, each with its name in config and metrics; a callable whose name is taken gets
+    a number.
 
     Raises:
         InputError: there is none, or one is a model or a class.

@@ -1,17 +1,17 @@
 """The data of a step, and the one legend of shapes.
 
-Shapes: B completions of a mini-batch (this process's share); N their tokens, all completions put
-one after the other; n tokens of a micro-batch; L tokens of its longest prompt + completion; D
-hidden size; V vocabulary size.
+Shapes: B: completions in this process's share of a mini-batch; N: their tokens, concatenated; n:
+tokens of a micro-batch; L: tokens of its longest prompt + completion; D: hidden size; V: vocabulary
+size.
 
-Every per-token quantity of a mini-batch is a flat [N] tensor on the device; `MiniBatch.rows` says
-to which completion a token belongs. A micro-batch is a set of completions, and its tokens an index
-into [N]. Only the decoder's input is padded, [B, L], in `Policy.hidden_states`.
+Per-token quantities of a mini-batch are flat [N] tensors on the device; `MiniBatch.rows` maps each
+token to its completion. A micro-batch is a set of completions; its tokens are indices into [N].
+Only the decoder's input is padded, [completions, L], in `Policy.hidden_states`.
 
-Four streams of log-probabilities never share a name: `rollout_logprobs` (the engine, when it
-sampled), `old_logprobs` (the trainer, before the step's first update), `logprobs` (the trainer,
-now) and `ref_logprobs` (the reference of the KL term). Two masks: `loss_mask` (the model wrote the
-token) and `keep` (it stays in the loss and its denominator).
+There are four kinds of log-probabilities: `rollout_logprobs` (the engine, at sampling),
+`old_logprobs` (the trainer, before the step's first update), `logprobs` (the trainer, now) and
+`ref_logprobs` (the KL term's reference); and two masks: `loss_mask` (the model wrote the token) and
+`keep` (the token stays in the loss).
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ if TYPE_CHECKING:  # torch is slow to import, and sandboxes need none
 
 
 def derived_seed(*parts: object) -> int:
-    """A seed of 63 bits that follows from its parts. A generator with seeds of 32 bits takes it
-    modulo 2**32."""
+    """A 63-bit seed derived from the parts. Generators with 32-bit seeds take it modulo 2**32."""
     return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:8]) >> 1
 
 
@@ -42,7 +41,7 @@ class Prompt:
     columns: dict[str, Any] = field(default_factory=dict)
     """Every column of the row but the prompt, passed to user rewards by name."""
     opens_thinking: bool = False
-    """Whether the chat template ends it with `<think>`, so that a completion begins within."""
+    """Whether the chat template ends it with `<think>`, so that completions start inside it."""
 
 
 @dataclass(eq=False)  # compared and hashed by identity: two samples may be equal token for token
@@ -61,11 +60,11 @@ class Completion:
     scores: dict[str, float] = field(default_factory=dict)
     """What each reward function gave, before its weight; one that abstained is missing."""
     overlong_penalty: float = 0.0
-    """What the soft overlong punishment takes off the reward before the advantage."""
+    """What the soft overlong punishment subtracts from the reward, before the advantage."""
     advantage: float = 0.0
     loss_mask: list[bool] | None = None
-    """Which tokens the model wrote; None for all. The others, such as a tool's results, are read
-    and never trained; their `rollout_logprobs` are 0."""
+    """Which tokens the model wrote; None for all. The others, such as a tool's results, are context
+    and never trained on; their `rollout_logprobs` are 0."""
 
     @property
     def written(self) -> int:
@@ -74,8 +73,8 @@ class Completion:
 
     @property
     def whole_text(self) -> str:
-        """The text with the `<think>` that the prompt has opened: what is inside it is not the
-        answer."""
+        """The text including a `<think>` that the prompt opened, so that graders can skip the
+        thinking."""
         return f"<think>{self.text}" if self.prompt.opens_thinking else self.text
 
 
@@ -84,7 +83,7 @@ class Rollouts:
     """A step's groups of completions."""
 
     batch: list[list[Completion]] = field(default_factory=list)
-    """Those to train on, of all processes."""
+    """Groups to train on, from all processes."""
     sampled: list[list[Completion]] = field(default_factory=list)
     """All that this process sampled."""
     rounds: int = 0
@@ -94,7 +93,7 @@ class Rollouts:
 
     @property
     def groups(self) -> list[list[Completion]]:
-        """Those to show: the batch, or what was sampled if dynamic sampling has dropped all."""
+        """Groups to show: the batch, or all sampled ones if dynamic sampling dropped them all."""
         return self.batch or self.sampled
 
 
@@ -111,7 +110,7 @@ class TokenStatistics(NamedTuple):
 
 
 class Masks(NamedTuple):
-    """Which tokens of a mini-batch stay in the loss, and what that was decided by."""
+    """Which tokens of a mini-batch stay in the loss, and the numbers behind that decision."""
 
     keep: Tensor
     """[N] bool: the token stays in the loss and its denominator."""
@@ -120,23 +119,23 @@ class Masks(NamedTuple):
     amplification: Tensor
     """[N] fp32: STARE multiplies the token's policy loss by it."""
     statistics: TokenStatistics
-    """[N], of the tokens that the masks depend on."""
+    """[N]; 0 for tokens that were not measured."""
     tau_h: float | None
     """None if its population is empty, or without S2T."""
     population: Tensor
-    """[M] fp32: the entropies of this mini-batch, on all processes, that tau_h is the quantile of;
-    none without S2T."""
+    """[M] fp32: this mini-batch's entropies, from all processes, that tau_h is a quantile of
+    (together with earlier ones if S2T has a `window`); empty without S2T."""
 
 
 class Gradient(NamedTuple):
-    """What was computed together with a mini-batch's gradient, [N] each; 0 for tokens that were in
-    no micro-batch."""
+    """Values computed along with a mini-batch's gradient, [N] each; 0 for tokens that were in no
+    micro-batch."""
 
     statistics: TokenStatistics
-    """Of the policy that the gradient is of."""
+    """Of the current policy, before this update."""
     weight: Tensor
-    """fp32: minus the derivative of the token's policy loss by its log-probability. It includes the
-    sampler's correction and STARE's weight, and is 0 if the token is clipped."""
+    """fp32: minus the derivative of the token's policy loss with respect to its log-probability,
+    with sampler correction and STARE's weight. 0 if the token is clipped, except with `cispo`."""
     ref_logprobs: Tensor
     """fp32; 0 without a KL term."""
     clipped_low: Tensor
@@ -144,19 +143,18 @@ class Gradient(NamedTuple):
     clipped_high: Tensor
     """bool"""
     capped: Tensor
-    """bool: the sampler's correction met a bound of its own."""
+    """bool: the sampler correction hit its bound."""
     loss: Tensor
     """[] float64, this process's part."""
 
 
 class TokenDetails(NamedTuple):
-    """What an update made of each token, [N] each."""
+    """How an update treated each token, [N] each."""
 
     statistics: TokenStatistics
-    """Those that the token was judged by: the mask's own for A > 0, those of the gradient's policy
-    for the rest."""
+    """Those that decide what is a candidate and spurious, from `statistics_behind_masks`."""
     gradient_norm: Tensor
-    """fp32: norm of the gradient with respect to the token's logits, as if no mask took it out."""
+    """fp32: norm of the gradient with respect to the token's logits, ignoring the keep-mask."""
     keep: Tensor
     """bool"""
     candidate: Tensor
@@ -169,10 +167,10 @@ class Update(NamedTuple):
     """The outcome of one update."""
 
     grad_norm: float | None
-    """Before clipping, the same in every process. None if no token that is kept has a gradient:
-    then nothing changed."""
+    """Before clipping, the same in every process. None if no kept token has a gradient: then
+    nothing changed."""
     tau_h: float | None
-    """The same in every process. None if its population is empty."""
+    """The same in every process. None if its population is empty, or if nothing changed."""
     sums: dict[str, Tensor]
     """What this process counted (`training/metrics.py`)."""
     tokens: TokenDetails | None = None
@@ -182,7 +180,7 @@ class Update(NamedTuple):
 
     @property
     def changed(self) -> bool:
-        """Whether the policy is another one now."""
+        """Whether the policy changed."""
         return self.grad_norm is not None and not self.skipped
 
 

@@ -15,14 +15,14 @@ def group_advantages(rewards: Tensor, scale: str = "group", eps: float = 1e-6) -
             that of all rewards (arXiv 2508.08221, and TRL); `mean`: the group's mean, for rewards
             that are not negative (MaxRL, arXiv 2602.02710); `none`: nothing (Dr. GRPO, arXiv
             2503.20783).
-        eps: keeps rewards that differ only by rounding from being blown up, as in verl.
+        eps: avoids blowing up differences that are only rounding, as in verl.
 
     Returns:
         [groups, G], the same dtype. Standard deviations are sample ones (n - 1), as in verl and
         TRL. Exactly 0 for every member of a group whose rewards are all equal.
     """
     lowest = rewards.nan_to_num(torch.inf).amin(-1, keepdim=True)
-    above = rewards - lowest  # if all are equal, exactly 0, as their mean may not be
+    above = rewards - lowest  # equal rewards give exactly 0; minus their mean they may not
     deviation = above - above.nanmean(-1, keepdim=True)
     if scale == "group":
         deviation = deviation / (_std(deviation, -1) + eps)
@@ -34,7 +34,6 @@ def group_advantages(rewards: Tensor, scale: str = "group", eps: float = 1e-6) -
 
 
 def _std(deviation: Tensor, dim: int) -> Tensor:
-    """The sample standard deviation from differences to the mean, NaN left out; the dimension is
-    kept."""
+    """Sample standard deviation of mean-centred values, ignoring NaN; keeps the dimension."""
     count = (~deviation.isnan()).sum(dim, keepdim=True)
     return (deviation.square().nansum(dim, keepdim=True) / (count - 1)).sqrt()

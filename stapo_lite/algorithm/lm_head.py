@@ -1,5 +1,5 @@
-"""Log-probability, entropy and collision probability from hidden states, never holding [tokens,
-vocab].
+"""Log-probability, entropy and collision probability from hidden states, without ever holding all
+[tokens, vocab] logits.
 
 With a frozen head W, a token's log-probability is one number, so its gradient with respect to the
 hidden state is one vector, known as soon as the softmax is:
@@ -7,13 +7,13 @@ hidden state is one vector, known as soon as the softmax is:
     d log pi(y) / d h = (W[y] - sum_v p_v W_v) / T
 
 The sum is formed in the forward pass by the online softmax of flash attention (hidden states as
-queries, rows of W as both keys and values). This takes two matrix products in all, and a backward
-pass that only scales rows; recomputing the logits in the backward pass would take three. If entropy
-needs a gradient, the logits of a few tokens at a time are recomputed in the backward pass after
-all. The head itself is never trained.
+queries, rows of W as both keys and values). This takes two matrix products in total, and the
+backward pass only scales rows; recomputing the logits there would take three. Only if entropy needs
+a gradient does the backward pass recompute logits, a few tokens at a time. The head itself is never
+trained.
 
-Logits are accumulated in fp32: rounding them to bf16 changes a probability near tau_p by some per
-cent.
+Logits are accumulated in fp32: rounding them to bf16 changes a probability near tau_p by a few
+percent.
 """
 
 import math
@@ -28,14 +28,14 @@ from torch.utils.checkpoint import checkpoint
 from stapo_lite.types import TokenStatistics
 
 TILE = 128
-"""The numbers of rows and columns of a tile of logits are multiples of this."""
+"""Row and column counts of a tile of logits are multiples of this."""
 DENSE_COPIES = 6
-"""Values per token and vocabulary entry that are in memory at a time if entropy has a gradient."""
+"""fp32 values in memory per token and vocabulary entry if entropy needs a gradient."""
 
 
 class Head(NamedTuple):
     """The frozen LM head: logits = (hidden W^T + bias) / temperature. In the functions below,
-    `hidden` is [n, D], `targets` [n], and `v` the most rows of weight in a tile."""
+    `hidden` is [n, D], `targets` [n], and `v` the maximum number of weight rows in a tile."""
 
     weight: Tensor
     """[V, D]"""
@@ -62,7 +62,7 @@ def token_statistics(
         targets: [N] int64 in [0, V).
         bias: [V] or None.
         temperature: the sampling temperature, > 0.
-        memory_bytes: workspace, which decides the chunk sizes.
+        memory_bytes: workspace; sets the chunk sizes.
         differentiable_entropy: give entropy and collision probability a gradient too.
 
     Returns:
@@ -79,7 +79,7 @@ def token_statistics(
     if not torch.is_grad_enabled():
         hidden = hidden.detach()  # then only the first product runs
     head = Head(weight, bias, temperature)
-    with torch.autocast(hidden.device.type, enabled=False):  # which would round to bf16
+    with torch.autocast(hidden.device.type, enabled=False):  # autocast would round to bf16
         if differentiable_entropy and hidden.requires_grad:
             return _differentiable(hidden, head, targets, memory_bytes)
         with _bf16_products(weight):
@@ -114,10 +114,9 @@ def chunk_sizes(tokens: int, weight: Tensor, memory_bytes: int) -> tuple[int, in
 
     The workspace of a tile of n tokens x v vocabulary rows: logits and exponentials (2 n v), the
     running expectation and a copy of the hidden states (2 n D), and what the product needs in its
-    own type: the rows on a CPU, the exponentials on a GPU (at most v D). Square tiles are the best
-    use of it if there are plenty of tokens. Sizes are multiples of 128, unless everything fits:
-    other leading dimensions keep cuBLAS from its fast kernels. A budget smaller than one such tile
-    is exceeded.
+    own type: the rows on a CPU, the exponentials on a GPU (at most v D). With many tokens, square
+    tiles use it best. Sizes are multiples of 128 unless everything fits, since cuBLAS has fast
+    kernels only for such leading dimensions. A budget smaller than one such tile is exceeded.
     """
     vocabulary, width = weight.shape
     floats = memory_bytes / 4
@@ -132,7 +131,7 @@ def _tile(size: float) -> int:
 
 
 class _FrozenHead(torch.autograd.Function):
-    """Gradient from log-probability to hidden only, formed in the forward pass."""
+    """Only log-probability gets a gradient, with respect to hidden, computed in forward."""
 
     @staticmethod
     def forward(ctx: Any, hidden, head, targets, memory_bytes):
@@ -160,8 +159,8 @@ class _FrozenHead(torch.autograd.Function):
 
 
 def _differentiable(hidden, head, targets, memory_bytes) -> TokenStatistics:
-    """Statistics that all have a gradient. The logits, of a few tokens at a time, are computed
-    again in the backward pass."""
+    """Statistics that are all differentiable. The backward pass recomputes the logits, a few tokens
+    at a time."""
     n = max(1, memory_bytes // (4 * DENSE_COPIES * len(head.weight)))
     _, v = chunk_sizes(n, head.weight, memory_bytes // DENSE_COPIES)
     chunks = []
@@ -228,8 +227,8 @@ def _sweep(hidden, head, targets, v, want_expectation: bool):
         scale = torch.exp(m - higher)
         logits -= higher[:, None]
         exponentials = logits.exp()
-        # torch's sum adds in pairs; a BLAS dot product over 150,000 columns would be 60 times less
-        # exact.
+        # torch.sum adds pairwise; a BLAS dot product over 150,000 columns would have 60 times the
+        # error.
         shifted = scale * (shifted + s * (m - higher)) + logits.mul_(exponentials).sum(1)
         torch.mul(exponentials, exponentials, out=logits)
         squares = scale.square() * squares + logits.sum(1)

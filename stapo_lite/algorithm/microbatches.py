@@ -1,4 +1,4 @@
-"""Completions as packed tensors, and their cut into micro-batches under a token budget, with little
+"""Pack completions into tensors, and split them into micro-batches under a token budget with little
 padding."""
 
 import math
@@ -22,26 +22,26 @@ class MiniBatch:
 
     completions: list[Completion]
     starts: list[int]
-    """B + 1 places in [N]: where the tokens of each completion begin, and N."""
+    """B + 1 offsets into [N]: where each completion's tokens start, and N."""
     rows: Tensor
     """[N] int64: the completion that each token belongs to."""
     advantages: Tensor
-    """[N] fp32: that of the token's completion, and what a teacher adds."""
+    """[N] fp32: the advantage of the token's completion, plus what a teacher adds."""
     loss_mask: Tensor
     """[N] bool: the model wrote the token."""
     rollout_logprobs: Tensor
     """[N] fp32"""
     old: TokenStatistics | None = None
-    """Statistics of the policy before the step's first update, [N], 0 for tokens for which no
-    update needs them. None at that first update itself: the old policy is then the current one, so
-    every ratio is 1 and its gradient that of the log-probability."""
+    """Statistics of the policy before the step's first update, [N]; 0 for tokens whose statistics
+    no update needs. None for the step's first mini-batch: the old policy is then the current one,
+    so every ratio is 1 and its gradient is that of the log-probability."""
 
     def select(self, rows: Sequence[int]) -> list[Completion]:
         """The completions of these rows."""
         return [self.completions[row] for row in rows]
 
     def tokens(self, rows: Sequence[int]) -> Tensor:
-        """Places in [N] of the tokens of these rows, row by row; [n] int64."""
+        """Indices into [N] of these rows' tokens, row by row; [n] int64."""
         places = [torch.zeros(0, dtype=torch.int64)]
         for row in rows:
             places.append(torch.arange(self.starts[row], self.starts[row + 1]))
@@ -84,8 +84,7 @@ def pack(completions: Sequence[Completion], device: torch.device | str) -> MiniB
 
 
 def send(values: Tensor, device: torch.device | str) -> Tensor:
-    """Copy from the host to the device. The host does not wait: for a GPU it copies from pinned
-    memory."""
+    """Copy from host to device; for a GPU from pinned memory, so that the host does not wait."""
     if torch.device(device).type == "cuda":
         values = values.pin_memory()
     return values.to(device, non_blocking=True)
@@ -99,16 +98,16 @@ def sequence_length(completion: Completion) -> int:
 def split_by_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Group sequences of similar length so that rows x longest stays within `max_tokens`.
 
-    This is the cheapest cut of the sequences in order of length, if a micro-batch costs its tokens,
-    padding included, plus a sixteenth of `max_tokens` for being run at all (dynamic programming).
-    The longest come first: if memory runs out, it does so at once. A single sequence longer than
-    the budget gets a micro-batch of its own.
+    Sorts by length and finds the cheapest split by dynamic programming: a micro-batch costs its
+    tokens, padding included, plus a fixed `max_tokens / 16`. The longest come first, so that memory
+    runs out at once if it does. A single sequence longer than the budget gets a micro-batch of its
+    own.
 
     Returns:
         The indices of each micro-batch's sequences.
     """
     ordered = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
-    # Of the best cut of the sequences from a place on: its cost, and the end of its first batch.
+    # For the best split of ordered[i:]: its cost, and where its first batch ends.
     cost = [0.0] * (len(ordered) + 1)
     end = [0] * len(ordered)
     for start in reversed(range(len(ordered))):
@@ -143,11 +142,11 @@ def split_evenly(work: Sequence[float], parts: int) -> list[list[int]]:
 
 
 def cut_evenly(items: Sequence[T], most: int) -> list[Sequence[T]]:
-    """Cut items into as few runs of at most `most` as possible, whose lengths differ by one at
-    most.
+    """Cut items into the fewest runs of at most `most` items, with lengths that differ by at most
+    one.
 
-    Otherwise what dynamic sampling leaves could end in a mini-batch of a single group, which would
-    get a whole update.
+    Otherwise dynamic sampling could leave a mini-batch of one group, which would get an update to
+    itself.
     """
     count = math.ceil(len(items) / most)
     runs = []

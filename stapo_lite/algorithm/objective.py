@@ -1,7 +1,7 @@
 """The token loss of every preset, from the same few functions. Tokens are flat [n].
 
-There are only sums and weights here, never means: the denominators belong to the whole mini-batch,
-across micro-batches and processes. `update.add_micro_batch` puts them together.
+Only sums and weights, no means: denominators cover the whole mini-batch, across micro-batches and
+processes. `update.add_micro_batch` combines them.
 """
 
 import math
@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 SAPO_TEMPERATURES = (1.0, 1.05)
-"""Of SAPO's gate, for A > 0 and for the rest (arXiv 2511.20347, and TRL)."""
+"""Temperatures of SAPO's gate, for A > 0 and for the rest (arXiv 2511.20347, and TRL)."""
 
 
 class TokenLoss(NamedTuple):
     """The loss of each token and what its bounds did, each [n]."""
 
     loss: Tensor
-    """with gradient"""
+    """differentiable if the log-probabilities are"""
     gradient: Tensor
-    """w: minus the derivative of `loss` by the log-probability"""
+    """w: minus the derivative of `loss` with respect to the log-probability"""
     clipped_low: Tensor
     """bool: the lower bound took effect"""
     clipped_high: Tensor
@@ -42,17 +42,17 @@ def token_loss(
         gspo   the same; rho is the sequence's          arXiv 2507.18071, `sequence_log_ratio`
         cispo  clip(rho, low, high) A log pi            arXiv 2506.13585, eq. 4; only log pi has a
                                                         gradient
-        dppo   rho A, or 0 beyond the bounds            arXiv 2602.04879, by total variation: they
-                                                        are -epsilon and epsilon_high, for
-                                                        pi - pi_old
+        dppo   rho A, or 0 beyond the bounds            arXiv 2602.04879, total variation: the
+                                                        bounds -epsilon and epsilon_high are
+                                                        on pi - pi_old
         sapo   4 / tau sigmoid(tau (rho - 1)) A         arXiv 2511.20347; no bounds
 
-    Apart from `cispo`, a bound takes effect only where the token has moved as A wants it: below for
-    A < 0, above for A > 0. It then has no gradient.
+    Except with `cispo`, a bound takes effect only if the token has moved in the direction of A:
+    the lower for A < 0, the upper for A > 0. The token then has no gradient.
 
     Args:
-        logprobs: log pi, [n] fp32 with gradient.
-        log_ratio: log rho, [n] fp32 with gradient. For the first update after a rollout it is 0.
+        logprobs: log pi, [n] fp32.
+        log_ratio: log rho, [n] fp32.
         advantages: [n] fp32.
     """
     ratio, low, high = log_ratio.exp(), 1 - epsilon, 1 + epsilon_high
@@ -78,10 +78,10 @@ def token_loss(
 
 
 def sequence_log_ratio(log_ratio: Tensor, written: Tensor, rows: Tensor, sequences: int) -> Tensor:
-    """The log-ratio of a whole sequence at each of its tokens: the mean over the tokens that the
-    model wrote (arXiv 2507.18071, eq. 7). Its gradient is that of the token's own log-ratio
-    (GSPO-token, eq. 14), so that a token which a mask takes out has none; without a mask the sum
-    over the sequence has the gradient of GSPO.
+    """The sequence's log-ratio at each of its tokens: the mean over the tokens that the model wrote
+    (arXiv 2507.18071, eq. 7). Its gradient goes to the token's own log-ratio only (GSPO-token,
+    eq. 14), so that masked tokens get none; without a mask, the sum over the sequence has GSPO's
+    gradient.
 
     Args:
         log_ratio: [n] fp32 with gradient.
@@ -106,7 +106,7 @@ def k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
         other_logprobs: log q, the same shape.
     """
     log_ratio = other_logprobs - logprobs
-    # exp(x) - x - 1 would be nothing but rounding if the policies are nearly equal.
+    # exp(x) - x - 1 would be pure rounding error for nearly equal policies.
     return torch.expm1(log_ratio) - log_ratio
 
 
@@ -118,8 +118,8 @@ def sampler_correction(
     mode: str,
     cap: float,
 ) -> tuple[Tensor, Tensor]:
-    """Importance weights that correct for the engine: it sampled the tokens with slightly other
-    probabilities than the trainer computes.
+    """Importance weights that correct for the engine, whose probabilities at sampling differ
+    slightly from the trainer's.
 
     Args:
         old_logprobs, rollout_logprobs: [n] fp32.
@@ -167,13 +167,13 @@ class Totals(NamedTuple):
 def sequence_weights(
     counts: Tensor, totals: Totals, aggregation: str, max_completion_length: int
 ) -> Tensor:
-    """The factor of each sequence's kept tokens. The mini-batch's loss is the plain sum of factor
-    times token loss.
+    """The factor on each sequence's kept tokens: the mini-batch's loss is the plain sum of factor *
+    token loss.
 
     Args:
         counts: [B], the tokens of each sequence, counted as in `Totals`.
         aggregation: `token-mean` (DAPO, eq. 8), `sequence-mean` (GRPO), `constant` (Dr. GRPO:
-            completions x `max_completion_length`).
+            divide by completions x `max_completion_length`).
 
     Returns:
         [B] fp32.
@@ -185,8 +185,8 @@ def sequence_weights(
 
 
 def loss_scale(totals: Totals, aggregation: str, max_completion_length: int) -> float:
-    """A power of two for training in float16, whose smallest number is 6e-8. The loss is multiplied
-    by it, and the gradient divided. A kept token then weighs about 1/128, so that sums over a
+    """The loss scale for float16, whose smallest number is 6e-8: a power of two that multiplies the
+    loss and divides the gradient. A kept token then weighs about 1/128, so that sums over a
     micro-batch do not overflow."""
     denominator = _denominator(totals, aggregation, max_completion_length)
     return 2.0 ** (round(math.log2(denominator)) - 7)
@@ -203,10 +203,10 @@ def logit_gradient_norm(gradient: Tensor, logprobs: Tensor, collision: Tensor) -
 
         ||dJ/da||^2 = w^2 (1 - 2 pi(y) + sum_v pi(v)^2)
 
-    Exact, but needs no logits: the collision probability comes with the entropy. Any shape.
+    Exact without the logits: the collision probability comes with the entropy. Any shape.
 
     Args:
-        gradient: w, the derivative of J by the token's log-probability.
+        gradient: w, the derivative of J with respect to the token's log-probability.
         logprobs: log pi(y).
         collision: sum_v pi(v)^2.
     """

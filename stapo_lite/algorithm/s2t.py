@@ -1,11 +1,11 @@
-"""S2T, silencing spurious tokens: the keep-mask that is STAPO's one difference from DAPO.
+"""S2T, silencing spurious tokens: the keep-mask, STAPO's only difference from DAPO.
 
     I = 0  if  A > 0  and  pi < tau_p  and  H < tau_h        (strict inequalities)
     I = 1  otherwise
 
 tau_p is an absolute probability; tau_h is a quantile of the entropy over the whole optimisation
-mini-batch, across micro-batches and processes. Nothing here depends on how the tokens are laid out:
-the functions are elementwise, except for the one quantile.
+mini-batch, across micro-batches and processes. Apart from that quantile, everything here is
+elementwise, so the layout of the tokens does not matter.
 """
 
 import array
@@ -33,7 +33,7 @@ def candidate_mask(logprobs: Tensor, advantages: Tensor, tau_p: float) -> Tensor
 
 
 def linear_quantile(values: Tensor, quantile: float) -> float | None:
-    """The quantile of the values, linear between order statistics; tau_h if they are entropies.
+    """The quantile of the values, interpolated linearly; tau_h if they are entropies.
 
     Args:
         values: [M] fp32.
@@ -48,7 +48,7 @@ def linear_quantile(values: Tensor, quantile: float) -> float | None:
 def linear_quantiles(values: Tensor, quantiles: Sequence[float]) -> list[float | None]:
     """`linear_quantile` for several quantiles at once.
 
-    By numpy, in float64: `torch.quantile` refuses more than 2**24 values.
+    Uses numpy, in float64: `torch.quantile` refuses more than 2**24 values.
     """
     if values.numel() == 0:
         return [None] * len(quantiles)
@@ -68,7 +68,7 @@ def spurious_mask(candidates: Tensor, score: Tensor, threshold: float | None) ->
     Returns:
         bool, the same shape.
     """
-    # In float64 like the threshold: rounded to float32, it could rise above a score it equals.
+    # Compare in float64: rounded to float32, the threshold could rise above a score it equals.
     return candidates & (score.double() < (-math.inf if threshold is None else threshold))
 
 
@@ -86,10 +86,10 @@ def top_entropy_mask(entropy: Tensor, threshold: float | None) -> Tensor:
 
 
 def random_scores(token_ids: Sequence[int], salt: int) -> Tensor:
-    """Uniform in [0, 1), [len(token_ids)] fp32.
+    """Uniform numbers in [0, 1) for the `random` ablation, [len(token_ids)] fp32.
 
-    They depend on the tokens and the salt alone, and so neither on the order of the completions nor
-    on the process that has them (`random` ablation).
+    They depend only on the tokens and the salt, not on the order of the completions or the process
+    that has them.
     """
     seed = zlib.crc32(array.array("q", [salt, *token_ids]).tobytes())
     generator = torch.Generator().manual_seed(seed)
@@ -99,16 +99,15 @@ def random_scores(token_ids: Sequence[int], salt: int) -> Tensor:
 def next_tau_p(tau_p: float, silenced_share: float, target: float, given: float) -> float:
     """Adaptive tau_p (experimental; the paper names adaptive thresholds as future work).
 
-    Integral control of log tau_p: a step that silences nothing raises tau_p by a tenth, a step at
-    the target leaves it alone, and a step far above the target lowers it, by a factor of e at most.
-    The change is linear in the share, so that the mean share reaches the target even if each step
-    silences either nothing or too much.
+    Integral control of log tau_p: a step that silences nothing raises tau_p by about a tenth, a
+    step at the target leaves it alone, and one above the target lowers it, at most by a factor of
+    e. The change is linear in the share, so that the mean share reaches the target even if each
+    step silences either nothing or too much.
 
     Args:
-        silenced_share: of the step's completion tokens.
+        silenced_share: silenced share of the step's completion tokens.
         target: the share to stay near.
-        given: tau_p of the config. The result stays between a tenth and ten times of it, and is at
-            most 1.
+        given: tau_p of the config. The result stays within a factor of ten of it, and is at most 1.
     """
     change = 0.1 * max(-10.0, 1 - silenced_share / target)
     return min(1.0, 10 * given, max(given / 10, tau_p * math.exp(change)))

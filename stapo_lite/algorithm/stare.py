@@ -1,11 +1,12 @@
 """STARE, the amplification of surprising tokens (arXiv 2606.19236): the counterpart of S2T.
 
-    omega = weight           if  A > 0  and  log pi <= that of the lowest share of those tokens
-    omega = negative_weight  if  A < 0  and  log pi <= that of the lowest share of those tokens
-    omega = 1                otherwise, and everywhere unless the mean entropy is below its target
+    omega = weight           if  A > 0  and  log pi is in the lowest `share` of tokens with A > 0
+    omega = negative_weight  if  A < 0  and  log pi is in the lowest `share` of tokens with A < 0
+    omega = 1                otherwise
 
-omega multiplies the token's policy loss; the denominator stays. Share and mean are those of the
-whole mini-batch, across micro-batches and processes.
+omega multiplies the token's policy loss, not its denominator. It is 1 everywhere unless the mean
+entropy is below `target_entropy`. Share and mean are taken over the whole mini-batch, across
+micro-batches and processes.
 """
 
 import math
@@ -14,7 +15,7 @@ from torch import Tensor
 
 
 def highest_of_lowest(values: Tensor, share: float) -> float:
-    """The largest of the lowest share of the values. The share is rounded up to whole values.
+    """The largest among the lowest `share` of the values, rounded up to a whole number of them.
 
     Args:
         values: [M] fp32.

@@ -14,11 +14,11 @@ from stapo_lite.types import FP8Weight
 class FP8Linear(nn.Linear):
     """y = (x W^T) scale + bias, in the dtype of x, or in autocast's.
 
-    The products are those of W's exact values: bfloat16 holds every float8_e4m3fn.
+    W enters the product exactly: bfloat16 can represent every float8_e4m3fn.
 
     Attributes:
-        weight: the values' bytes, [out, in] uint8. PEFT would give a new adapter the dtype of a
-            weight that floats.
+        weight: the values' bytes, [out, in] uint8: PEFT would give a new adapter the dtype of a
+            floating-point weight.
         scale: [1] or [out, 1] fp32.
     """
 
@@ -40,7 +40,7 @@ class FP8Linear(nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """(x W^T) scale. Only the 8-bit weight waits for the backward pass."""
+    """(x W^T) scale. Saves only the 8-bit weight and its scale for the backward pass."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, values: Tensor, scale: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ TRANSFORMED_LOGITS = (
 def load_tokenizer(
     model: str, longest_sequence: int, target_modules: Sequence[str]
 ) -> tuple[Any, int | list[int] | None]:
-    """Check a model before its weights are loaded.
+    """Load a model's tokenizer, and check the model before its weights are loaded.
 
     Returns:
         The tokenizer, and the ids of the model's end-of-text tokens.
@@ -125,10 +125,10 @@ def load_model_config(model: str) -> Any:
 
 
 def without_weights(config: Any) -> Any:
-    """A causal language model that has shapes only.
+    """A causal language model on the meta device: shapes only.
 
     Args:
-        config: transformers' one of the model.
+        config: the model's transformers config.
     """
     from transformers import AutoModelForCausalLM
 
@@ -207,8 +207,7 @@ def load_weights(
 
 
 def ready(base: Any) -> Any:
-    """Set what transformers would do by default with a model that has just been loaded; returns
-    it."""
+    """Override transformers' defaults for a model that has just been loaded; returns it."""
     for module in base.modules():
         # bitsandbytes would repack the weights in `generate`, and repacked ones have no backward.
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -225,11 +224,11 @@ def ready(base: Any) -> Any:
 def beside_vllm(config: Any) -> Iterator[None]:
     """Let transformers build a model while vLLM runs in this process, or did.
 
-    vLLM serves some families (SmolLM3, OLMo 2 and 3) with transformers' own modules, and changes
-    the class of their decoder: from then on each new one asks for vLLM's config, to be compiled.
+    vLLM serves some families (SmolLM3, OLMo 2 and 3) with transformers' own modules, and patches
+    their decoder class: every decoder built afterwards asks for vLLM's config, to be compiled.
 
     Args:
-        config: transformers' one of the model.
+        config: the model's transformers config.
     """
     vllm = sys.modules.get("vllm.config")
     if vllm is None:
@@ -245,10 +244,10 @@ def beside_vllm(config: Any) -> Iterator[None]:
 
 @contextmanager
 def default_stream(device: torch.device) -> Iterator[None]:
-    """Make torch work in the card's default stream within the context.
+    """Run torch on the card's default stream within the context.
 
-    bitsandbytes quantises in that stream, whichever one torch uses, and a closed vLLM leaves the
-    process in another one: a base loaded after it would be quantised from unfinished values.
+    bitsandbytes quantises on that stream, whichever one torch uses, and vLLM leaves the process on
+    another one when it closes: a base loaded then would be quantised from unfinished values.
     """
     if device.type != "cuda":
         yield
@@ -288,7 +287,7 @@ def _attend_with_repeated_keys(
 
     groups = query.shape[1] // key.shape[1]
     keys, values = repeat_kv(key, groups), repeat_kv(value, groups)
-    no_module: Any = None  # transformers would read from it that there are groups left to repeat
+    no_module: Any = None  # a module would tell transformers to repeat them again
     return sdpa_attention_forward(no_module, query, keys, values, *mask, **options)
 
 
@@ -331,8 +330,8 @@ def adapter_digest(folder: Path) -> str:
 
 
 def model_digest(model: str) -> str | None:
-    """A digest of a model's folder: names and sizes of its config and weights, and 64 samples of
-    each file's contents, since weights may be large. None for a name on the Hub."""
+    """A digest of a model's folder: names and sizes of its config and weight files, and about 64
+    samples of 4 KiB from each, since they may be large. None for a name on the Hub."""
     folder = Path(model)
     if not folder.is_dir():
         return None
@@ -350,7 +349,7 @@ def model_digest(model: str) -> str | None:
 
 
 def find_start(lora: Lora) -> Path | None:
-    """The folder of the adapter to start from, from `find_adapter`; None without `lora.adapter`."""
+    """The folder of the adapter to start from; None without `lora.adapter`."""
     return find_adapter(lora, lora.adapter, "lora.adapter") if lora.adapter else None
 
 
@@ -404,9 +403,9 @@ def add_adapter(base: Any, lora: Lora, gradient_checkpointing: bool | int) -> An
     """Freeze the base and give it a LoRA adapter (PEFT, in fp32) that changes nothing yet; returns
     the PeftModel, ready to train.
 
-    Of PEFT's `prepare_model_for_kbit_training` this does the frozen base and non-reentrant
-    checkpointing. It makes no fp32 copies of what is not quantised, which would take 2.5 GB in an
-    8B model and agree less with the engine.
+    Like PEFT's `prepare_model_for_kbit_training`, it freezes the base and uses non-reentrant
+    checkpointing. Unlike it, it does not cast unquantised weights to fp32, which would take 2.5 GB
+    in an 8B model and agree less with the engine.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -440,15 +439,15 @@ def checkpoint_layers(base: Any, count: bool | int) -> None:
     """Let layers recompute their activations in the backward pass.
 
     Args:
-        count: True for all layers, or how many of the first ones.
+        count: True for all layers, or how many, counted from the first.
     """
     base.gradient_checkpointing_enable({"use_reentrant": False})
     if count is not True:
-        # The last layers keep their activations, and free them before others recompute.
+        # The last layers keep their activations: backward frees them before others recompute.
         for layer in base.get_decoder().layers[count:]:
             layer.gradient_checkpointing = False
-    # A layer checkpoints only in training mode, so these alone get it, without their modules, and
-    # their own rates of dropout become 0.
+    # A layer checkpoints only in training mode: set it on these layers alone, not on their
+    # submodules, and set their own dropout rates to 0.
     for module in base.modules():
         if getattr(module, "gradient_checkpointing", False):
             module.training = True

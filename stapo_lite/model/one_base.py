@@ -1,4 +1,4 @@
-"""A base model on weights that the rollout engine has loaded: one copy in memory for both.
+"""A base model that uses the rollout engine's weights: one copy in memory for both.
 
 LoRA never changes the base, so trainer and engine may read the same bytes. transformers' model is
 built without weights, and each of its parameters becomes a view of the engine's.
@@ -17,12 +17,12 @@ from stapo_lite.model.loading import attention_for, beside_vllm, load_model_conf
 from stapo_lite.types import BaseWeights, FP8Weight, NF4Weight
 
 ROUNDING_IN_4_BITS = 0.2
-"""Largest relative error (Frobenius) of weights in 4 bits; that of normally distributed ones is
-0.1."""
+"""Largest relative error (Frobenius) allowed for 4-bit weights: twice that of normally distributed
+ones."""
 ROUNDING_IN_8_BITS = 0.06
-"""Twice that of normally distributed ones."""
+"""The same for 8-bit weights."""
 COMPARED_AT_ONCE = 1 << 24
-"""Values: the engine's cache may have left little memory."""
+"""Values compared at a time, since the engine's cache may leave little memory."""
 
 
 def base_on(weights: BaseWeights, model: str, dtype: str, device: torch.device) -> Any:
@@ -39,7 +39,7 @@ def base_on(weights: BaseWeights, model: str, dtype: str, device: torch.device) 
     from transformers import AutoModelForCausalLM
 
     config = load_model_config(model)
-    # Buffers are in no checkpoint: rotary frequencies.
+    # Buffers, such as rotary frequencies, are in no checkpoint and must be computed.
     with beside_vllm(config), init_empty_weights(include_buffers=False):
         base: Any = AutoModelForCausalLM.from_config(
             config, dtype=getattr(torch, dtype), attn_implementation=attention_for(device)
@@ -48,7 +48,7 @@ def base_on(weights: BaseWeights, model: str, dtype: str, device: torch.device) 
         weight = weights.get(f"{path}.weight")
         if isinstance(module, nn.Linear) and isinstance(weight, NF4Weight):
             base.set_submodule(path, linear_4bit(module, weight))
-            base.is_loaded_in_4bit = True  # as transformers says it to PEFT
+            base.is_loaded_in_4bit = True  # transformers' flag, which PEFT reads
         elif isinstance(module, nn.Linear) and isinstance(weight, FP8Weight):
             base.set_submodule(path, FP8Linear(module, weight))
     tied = base.get_output_embeddings() if config.get_text_config().tie_word_embeddings else None
@@ -62,7 +62,7 @@ def base_on(weights: BaseWeights, model: str, dtype: str, device: torch.device) 
 
 
 def take_weights(path: str, module: Any, weights: BaseWeights) -> None:
-    """Make a module's own parameters views.
+    """Replace a module's own parameters with views of the engine's weights.
 
     Raises:
         InputError: one has no counterpart.
@@ -139,7 +139,7 @@ def check_weight(name: str, layer: Any, parameter: Any, stored: Any) -> None:
         stored: safetensors' slice.
 
     Raises:
-        InputError: they differ, by more than rounding to 4 or 8 bits explains if it was rounded.
+        InputError: they differ; for a quantised weight, by more than rounding explains.
     """
     values, allowed = parameter.data, 0.0
     in_8_bits = isinstance(layer, FP8Linear) and parameter is layer.weight
@@ -159,5 +159,5 @@ def check_weight(name: str, layer: Any, parameter: Any, stored: Any) -> None:
         expected = stored[some].to(part)
         difference += (part - expected).float().square().sum().item()
         norm += expected.float().square().sum().item()
-    if not difference <= allowed**2 * norm:  # nor if it is no number
+    if not difference <= allowed**2 * norm:  # also catches NaN
         raise InputError(f"{name} in the engine differs from the checkpoint's file")

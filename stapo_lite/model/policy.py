@@ -30,7 +30,7 @@ def make_policy(base: Any, config: Config, start: Path | None = None) -> "Policy
     torch.manual_seed(config.seed)
     peft_model = add_adapter(base, config.lora, config.train.gradient_checkpointing)
     if config.train.compile:
-        # Layer by layer: they share their code, and checkpointing stays outside.
+        # Layer by layer: they share compiled code, and checkpointing stays outside it.
         module: Any
         for module in base.get_decoder().layers:
             module.compile(dynamic=True)
@@ -43,7 +43,7 @@ def make_policy(base: Any, config: Config, start: Path | None = None) -> "Policy
 
 
 class Policy:
-    """Base model and adapter. The base is never merged into and never changes.
+    """A base model, which never changes, and its adapter, which is never merged into it.
 
     Attributes:
         model: the PeftModel.
@@ -90,7 +90,7 @@ class Policy:
             parameter.data = host.to(self.device, non_blocking=True)
 
     def save_memory(self) -> str | None:
-        """Let updates need less memory and more time.
+        """Make later updates use less memory, at the cost of time.
 
         Returns:
             What has changed; None if nothing is left to change.
@@ -105,8 +105,8 @@ class Policy:
         return None
 
     def drop_base(self) -> None:
-        """Forget the base, whose weights are another's, at the end of a run. Only the adapter's
-        values are left."""
+        """Drop the base, whose weights belong to the engine, at the end of a run. Only the
+        adapter's values are left."""
         self.model = self._causal_lm = None
 
     def statistics(self, completions: Sequence[Completion]) -> TokenStatistics:

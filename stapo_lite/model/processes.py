@@ -16,11 +16,10 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def count_processes(wanted: int | None) -> int:
-    """How many processes this launch has. If it is not launched yet: as many as are wanted, or one
-    for each card.
+    """The number of processes in this launch; before a launch, the number wanted, or one per card.
 
     Raises:
-        InputError: another number is wanted than was launched.
+        InputError: `wanted` is not the number launched.
     """
     if _is_launched():
         launched = int(os.environ.get("WORLD_SIZE", "1"))
@@ -45,7 +44,7 @@ def launch(processes: int, command: Sequence[str]) -> bool:
         False if there is nothing to launch: one process is enough, or this is one of them.
 
     Raises:
-        SystemExit: a process failed, with its status, or a signal ended all of them.
+        SystemExit: with the status of the process that failed, or the signal that ended all.
     """
     if processes == 1 or _is_launched():
         return False
@@ -71,8 +70,7 @@ def _is_launched() -> bool:
 
 
 def check_launch(state: Any) -> None:
-    """Check the processes and the device of a launch, with a warning if torch cannot use an NVIDIA
-    card.
+    """Check a launch's processes and device; warn if torch cannot use an NVIDIA card.
 
     Args:
         state: accelerate's `PartialState` or `Accelerator`.
@@ -104,9 +102,9 @@ def check_launch(state: Any) -> None:
 
 
 def resolve_dtype(dtype: str) -> str:
-    """The data type that `auto` stands for on this machine: bfloat16 if the card, or the CPU,
-    computes in it; else float16 on a card, and float32 on a CPU, which is several times faster
-    there (docs/results.md)."""
+    """The dtype that `auto` stands for on this machine: bfloat16 if the card, or else the CPU, has
+    hardware for it; otherwise float16 on a card, and float32 on a CPU, several times faster there
+    than bfloat16 (docs/results.md)."""
     if dtype != "auto":
         return dtype
     import torch

@@ -30,7 +30,7 @@ class RolloutSettings:
 
     @property
     def decoding(self) -> Decoding:
-        """The same for one completion with a seed of its own."""
+        """The same settings for a single completion with its own seed."""
         return Decoding(self.max_completion_length, self.temperature, top_p=1.0, logprobs=True)
 
 
@@ -68,19 +68,18 @@ def each_sample(
 
 
 def in_groups(completions: list[Completion], size: int) -> list[list[Completion]]:
-    """Cut what was sampled in the order of `each_sample` into groups."""
+    """Cut completions in the order of `each_sample` into groups of `size`."""
     return [completions[i : i + size] for i in range(0, len(completions), size)]
 
 
 def progress_bar(task: str, unit: str, total: int, steps: Iterable[Any] | None = None) -> tqdm:
-    """A progress bar on the terminal of the first process, if there is one, until the task is
-    done."""
+    """A progress bar on the first process's terminal, if it has one; removed when done."""
     quiet = None if os.environ.get("RANK", "0") == "0" else True
     return tqdm(steps, task, total, leave=False, unit=unit, disable=quiet)
 
 
 class Publisher(Protocol):
-    """The side of a policy that engines see."""
+    """What engines see of a policy."""
 
     model: Any
     """The PeftModel."""
@@ -101,21 +100,21 @@ class RolloutEngine(Protocol):
     def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[list[Completion]]:
         """One group of `num_generations` completions per prompt, in order; each has the version
         that it was sampled from, and the log-probability of each token at the sampling temperature.
-        Completion g of a prompt with seed s has the seed `derived_seed(s, g)`; vLLM in the process
-        draws all from the first prompt's seed."""
+        Completion g of a prompt with seed s has the seed `derived_seed(s, g)`; in-process vLLM
+        instead seeds the whole call with the first prompt's seed."""
         ...
 
     def stream(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], decodings: Sequence[Decoding]
     ) -> Iterator[tuple[int, Completion]]:
-        """The index of a prompt and its one completion, as they finish. Each draw follows from the
-        prompt's own seed. Log-probabilities are there for certain only if its decoding asks for
+        """Yield each prompt's index and its one completion, as they finish. Each draw follows from
+        the prompt's own seed. Log-probabilities are guaranteed only if its decoding asks for
         them."""
         ...
 
     def prefetch(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> None:
-        """Learn what later calls of `generate` will ask for. An engine in the trainer's process
-        does nothing with it: it cannot sample while the trainer runs."""
+        """Announce what later calls of `generate` will ask for. An engine in the trainer's process
+        ignores it, since it cannot sample while the trainer runs."""
         return
 
     def shared_base(self) -> BaseWeights | None:
@@ -124,8 +123,7 @@ class RolloutEngine(Protocol):
         return None
 
     def keep_base(self) -> None:
-        """Leave the base's weights where they are while the engine sleeps: the trainer computes
-        with them."""
+        """Keep the base's weights in place while the engine sleeps: the trainer uses them."""
         return
 
     def sleep(self) -> None:
@@ -137,7 +135,7 @@ class RolloutEngine(Protocol):
         return
 
     def close(self) -> None:
-        """Give back what the engine holds."""
+        """Release the engine's resources."""
         return
 
 

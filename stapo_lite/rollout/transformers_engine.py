@@ -43,7 +43,7 @@ class TransformersEngine(RolloutEngine):
     def stream(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], decodings: Sequence[Decoding]
     ) -> Iterator[tuple[int, Completion]]:
-        """Like the protocol's, for decodings of one temperature and top-p.
+        """Like the protocol's, but all decodings must have the same temperature and top-p.
 
         Raises:
             InputError: a decoding has options of vLLM's.
@@ -76,7 +76,7 @@ class TransformersEngine(RolloutEngine):
         checkpointed = [module for module in self._model.modules() if module.training]
         self._model.eval()  # gradient checkpointing would switch the KV cache off
         try:
-            # The adapter is in fp32.
+            # The fp32 adapter computes in the base's dtype, as in training.
             with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
                 output = self._model.generate(
                     input_ids=input_ids,
@@ -104,9 +104,8 @@ class TransformersEngine(RolloutEngine):
 
 
 class _SeededDraws:
-    """A logits processor that leaves one token of each row, drawn by the inverse of the cumulative
-    distribution from a uniform number of the row's own generator: up to rounding, a sample does not
-    depend on what it is batched with.
+    """A logits processor that leaves one token per row, drawn by inverse transform sampling with
+    the row's own generator: up to rounding, a sample does not depend on the rest of its batch.
 
     Attributes:
         logprobs: of the tokens drawn, before top-p; [rows, 1] fp32 for each step.

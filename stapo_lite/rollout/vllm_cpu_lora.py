@@ -1,8 +1,8 @@
 """CPU only: vLLM's LoRA layers as two matrix products per adapter instead of one gather per token.
 
-vLLM's CPU fallback copies the adapter's weights once per token (several times slower than the model
-itself, and by orders of magnitude in prefill). GPUs have their own kernels and never come here. A
-worker of vLLM's imports this module for `WorkerExtension`, and the import replaces
+vLLM's CPU fallback copies the adapter's weights once per token, which takes several times as long
+as the model itself, and in prefill orders of magnitude longer. GPUs use kernels of their own. A
+vLLM worker imports this module for `WorkerExtension`, and the import replaces
 `PunicaWrapperCPU.add_lora_linear` (vLLM 0.32's signature).
 """
 
@@ -49,7 +49,7 @@ def _add_lora_linear(
 
 
 class WorkerExtension:
-    """Adds nothing to vLLM's worker (`worker_extension_cls`)."""
+    """Empty; named as `worker_extension_cls` so that vLLM's worker imports this module."""
 
 
 wrapper: Any = PunicaWrapperCPU

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 STEPS_UNTIL_IDLE = 3
 """Steps without a request until vLLM is idle: it may have scheduled two ahead."""
 REFUSED = "vLLM refuses a request"
-"""An option that an episode gave is unknown or out of range."""
+"""Error if an option that an episode gave is unknown or out of range."""
 
 
 class VLLMEngine(RolloutEngine):
@@ -85,7 +85,7 @@ class VLLMEngine(RolloutEngine):
             arguments["distributed_executor_backend"] = "external_launcher"
         with explained(f"rollout: vLLM cannot serve {model}"), self._uncompiled():
             if not on_cpu:
-                # vLLM works in a stream of its own; up to 0.29 it does not wait for ours.
+                # vLLM works on a stream of its own, which may not wait for ours.
                 torch.cuda.synchronize()
             arguments |= engine_arguments(
                 model, dtype, sampling.max_model_len, options, lora, max_loras=1, on_cpu=on_cpu
@@ -114,7 +114,7 @@ class VLLMEngine(RolloutEngine):
         before.
 
         Raises:
-            InputError: it has layers that vLLM gives no adapter in this model.
+            InputError: it has layers that vLLM cannot adapt in this model.
         """
         from vllm.lora.request import LoRARequest
 
@@ -156,7 +156,7 @@ class VLLMEngine(RolloutEngine):
     def _outputs(
         self, prompts: Sequence[Prompt], parameters: Sequence[Any]
     ) -> Iterator[tuple[int, Any]]:
-        """The index of a prompt and vLLM's output for it, as they finish.
+        """Yield each prompt's index and vLLM's output for it, as they finish.
 
         Raises:
             RunError: vLLM failed, or refuses a request.
@@ -199,8 +199,8 @@ class VLLMEngine(RolloutEngine):
         if not self._sleep_level:
             return
         if self._keeps_base:
-            # The scheduler forgets requests that have ended in its next step, and refuses to give
-            # back the cache before.
+            # The scheduler drops finished requests only in its next step, and does not release the
+            # cache before that.
             for _ in range(STEPS_UNTIL_IDLE):
                 self._engine.step()
             self._llm.sleep(level=0)
@@ -232,13 +232,13 @@ class VLLMEngine(RolloutEngine):
             ) from error
         self._asleep = False
         if self._request is not None:
-            # Level 2 dropped the adapter's weights; the next request reads them again.
+            # Sleep may have dropped the adapter's weights; the next request reads them again.
             self._engine.remove_lora(self._request.lora_int_id)
 
     def close(self) -> None:
         """Free the engine's memory, for another engine in the same process (a notebook)."""
         self._folder.cleanup()
-        if self._asleep:  # memory that is unmapped in sleep would stay so for the next engine
+        if self._asleep:  # memory unmapped by sleep would stay unmapped for the next engine
             torch.cuda.empty_cache()
             with suppress(Exception):
                 self._llm.wake_up()
@@ -251,8 +251,7 @@ class VLLMEngine(RolloutEngine):
 
 @contextmanager
 def kept_process_group(keep: bool) -> Iterator[None]:
-    """Keep accelerate's process group of all processes, which vLLM would end together with its own
-    groups.
+    """Keep accelerate's global process group, which vLLM would destroy along with its own groups.
 
     Args:
         keep: whether it was there before vLLM.
@@ -272,16 +271,15 @@ def kept_process_group(keep: bool) -> Iterator[None]:
 
 def forget_adapter_slots() -> None:
     """Drop the adapter slots that vLLM's CUDA kernels keep in tables for the life of the process
-    (vllm/lora/ops/triton_ops/utils.py). They lie in sleep mode's memory: while it holds any, no
-    other engine starts."""
+    (vllm/lora/ops/triton_ops/utils.py). They are in sleep mode's memory pool, and no other engine
+    starts while it holds any."""
     if kernels := sys.modules.get("vllm.lora.ops.triton_ops.utils"):
         kernels._LORA_A_PTR_DICT.clear()
         kernels._LORA_B_PTR_DICT.clear()
 
 
 def completions(prompt: Prompt, output: Any) -> list[Completion]:
-    """The samples of one of vLLM's `RequestOutput`s, of the adapter version that its request
-    named."""
+    """The samples in a vLLM `RequestOutput`, with the adapter version that its request named."""
     version = output.lora_request.lora_int_id - 1 if output.lora_request else 0
     found = []
     for sample in output.outputs:

@@ -22,9 +22,8 @@ BATCHED_TOKENS = 2048
 a GiB more than with vLLM's own 8,192. A group shares its prompt, so there is little to prefill."""
 CPU_KV_CACHE_BYTES = 1 << 30
 WATERMARK = 0.05
-"""Share of the KV cache that vLLM keeps free for running sequences before it begins another one.
-This spares more than half of the tokens that it would otherwise drop and compute again
-(docs/results.md)."""
+"""Share of the KV cache that vLLM keeps free for running sequences when it admits a new one. This
+saves more than half of the tokens that preemption would otherwise recompute (docs/results.md)."""
 OURS = {
     "model", "dtype", "quantization", "max_model_len", "max_num_seqs", "logprobs_mode",
     "generation_config",
@@ -34,12 +33,12 @@ OURS = {
     "distributed_executor_backend",
     "seed", "worker_extension_cls",
 }  # fmt: skip
-"""Engine arguments that follow from other keys, or that training relies on."""
+"""Engine arguments that the user may not set: other keys decide them, or training needs them."""
 OLDEST = Version("0.31")
 """Older ones may lose the adapter in sleep (vllm#53888), do not count the memory of CUDA graphs
 (vllm#49224), and cannot give back the KV cache alone."""
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
-"""Kinds of layers, in a transformers config, without a state of their own."""
+"""Layer types in a transformers config that have no recurrent state."""
 ALLOWED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vllm.config.lora.MaxLoRARanks
 
 
@@ -52,16 +51,15 @@ def prepare_vllm() -> None:
         os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
-    # Both warn of a missing Triton, which a CPU does not need, while vLLM is imported and has not
-    # read its own level.
+    # Both warn about a missing Triton, which a CPU does not need, during vLLM's import, before vLLM
+    # applies its own level.
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
 
 
 def batched_tokens(options: Engine, max_model_len: int) -> int:
-    """Tokens that vLLM prefills at a time on a GPU if the config leaves it open: no more than there
-    can be, since its warm-up runs batches of this size with as many sequences as it
-    serves."""
+    """Default for the tokens that vLLM prefills at a time on a GPU: at most what all its sequences
+    can hold, since its warm-up spreads a batch of this size over them."""
     return min(BATCHED_TOKENS, options.max_num_seqs * max_model_len)
 
 
@@ -119,8 +117,8 @@ def engine_arguments(
         compilation = options.vllm.get("compilation_config", {})
         if isinstance(compilation, int):  # vLLM's short form
             compilation = {"mode": compilation}
-        # Every request has the adapter: no graphs without one (vLLM's first model runner has two
-        # sets otherwise; its second one keeps both).
+        # Every request has an adapter, so graphs without one are not needed. (Only vLLM's first
+        # model runner heeds this; the second captures both sets.)
         arguments["compilation_config"] = {"cudagraph_specialize_lora": False} | compilation
         if not has_graphs(options, dtype):
             arguments["enforce_eager"] = True
@@ -128,18 +126,18 @@ def engine_arguments(
 
 
 def has_graphs(options: Engine, dtype: str) -> bool:
-    """Whether vLLM may capture CUDA graphs: its 4-bit layers cast to bfloat16, which a compiled
-    graph cannot do on cards before Ampere (T4, RTX 20), whose dtype is another."""
+    """Whether vLLM may capture CUDA graphs. Not for 4-bit layers in a dtype other than bfloat16:
+    they cast to bfloat16, which compiled graphs cannot do on cards before Ampere (T4, RTX 20)."""
     cannot = options.quantization == "bitsandbytes" and dtype not in ("auto", "bfloat16")
     return not cannot and not options.vllm.get("enforce_eager", False)
 
 
 def fp32_head(model: str, options: Engine) -> dict[str, str]:
-    """Changes of the model's config on a GPU: logits in fp32, as the trainer's.
+    """Overrides of the model's config on a GPU: logits in fp32, like the trainer's.
 
-    Rounded to bf16 they add a fifth to the gap between the two (docs/results.md). vLLM refuses it
-    for a quantised head; a CPU would cast the head at every step, which takes 40 % more time per
-    token.
+    Rounding them to bf16 adds a fifth to the gap between engine and trainer (docs/results.md). vLLM
+    refuses fp32 for a quantised head; a CPU would cast the head at every step, which takes 40 %
+    more time per token.
     """
     from transformers import AutoConfig
 
@@ -158,8 +156,8 @@ def vllm_version() -> Version:
 
 
 def has_device() -> bool:
-    """Whether the installed vLLM has something to run on: its CPU build, or a card that torch can
-    use. With a driver older than its CUDA there is none, though the card is there."""
+    """Whether the installed vLLM is a CPU build, or torch can use a card; it cannot if the driver
+    is older than torch's CUDA."""
     import torch
 
     try:
@@ -170,8 +168,8 @@ def has_device() -> bool:
 
 
 def check_on_cpu(model: str) -> None:
-    """Raise InputError if vLLM's CPU build (0.32) cannot serve a model with adapters: that of
-    mixtures of experts needs Triton, and layers with a state need chunked prefill, which is off."""
+    """Raise InputError if vLLM's CPU build (0.32) cannot serve a model with adapters: mixtures of
+    experts need Triton, and layers with a recurrent state need chunked prefill, which is off."""
     from transformers import AutoConfig
 
     try:

@@ -22,7 +22,7 @@ def named_weights(model: Any) -> BaseWeights | None:
         model: the `nn.Module` of vLLM's worker; its layers may have adapters around them.
 
     Returns:
-        None if vLLM's CPU build has packed the weights away, as it does with 16 and 32 bits.
+        None if vLLM's CPU build has repacked the weights, as it does in 16 and 32 bits.
     """
     packed = getattr(model, "packed_modules_mapping", {})
     found: dict[str, Tensor | NF4Weight | FP8Weight] = {}
@@ -36,14 +36,14 @@ def named_weights(model: Any) -> BaseWeights | None:
                 continue
             weights = split(layer, parameter, len(parts))
             if len(weights) != len(parts):
-                continue  # another layout: what is in it will be missed by its name
+                continue  # unknown layout: `take_weights` reports the missing name
             for part, weight in zip(parts, weights, strict=True):
                 found[f"{parent}.{part}.{kind}".removeprefix(".")] = weight
     return found
 
 
 def split(layer: Any, parameter: Any, parts: int) -> Sequence[Tensor | NF4Weight | FP8Weight]:
-    """The weights of the layers that one of vLLM's stands for, as views."""
+    """Views of the weights of the layers that one vLLM layer fuses."""
     if hasattr(parameter, "bnb_quant_state"):
         offsets, states = parameter.bnb_shard_offsets, parameter.bnb_quant_state
         ranges = pairwise(map(int, offsets))
@@ -59,17 +59,17 @@ def split(layer: Any, parameter: Any, parts: int) -> Sequence[Tensor | NF4Weight
 
 
 def row_counts(layer: Any, values: Tensor, parts: int) -> list[int]:
-    """How many rows of a fused layer belong to each part; all of them, if it does not say."""
+    """Rows of each part of a fused layer; one part with all rows if the layer gives no sizes."""
     sizes = getattr(layer, "output_sizes", [])
     return list(sizes) if parts > 1 and sum(sizes) == len(values) else [len(values)]
 
 
 def split_fp8(layer: Any, parameter: Any, parts: int) -> list[FP8Weight]:
-    """The same of a weight that vLLM has rounded to fp8, [in, out], with one scale, [1], or one for
-    each output, [out, 1] (vllm/model_executor/layers/quantization/online/fp8.py)."""
+    """Like `split`, for a weight that vLLM rounded to fp8, [in, out], with one scale, [1], or one
+    per output, [out, 1] (vllm/model_executor/layers/quantization/online/fp8.py)."""
     values, scale = parameter.data.T, getattr(layer, "weight_scale", None)
     if scale is None or scale.numel() not in (1, len(values)):
-        return []  # of blocks, in a checkpoint that was quantised before
+        return []  # scales of blocks: the checkpoint was already quantised
     scale = scale.data
     sizes = row_counts(layer, values, parts)
     scales = [scale] * len(sizes) if scale.numel() == 1 else scale.split(sizes)

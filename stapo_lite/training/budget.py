@@ -14,11 +14,11 @@ T = TypeVar("T")
 
 
 class TokenBudget:
-    """The most tokens of a micro-batch, padding included; halved each time that memory runs out.
+    """The most tokens in a micro-batch, padding included; halved each time memory runs out.
 
     Args:
-        save_memory: called if memory runs out on a single sequence; returns what it changed so that
-            a pass needs less, None if there is nothing left to change.
+        save_memory: called if memory runs out on a single sequence; returns what it changed to save
+            memory, None if nothing is left to change.
 
     Attributes:
         halvings: how often the budget was halved; it is never raised again.
@@ -34,12 +34,12 @@ class TokenBudget:
         return max(1, self._tokens >> self.halvings)
 
     def fit(self, batch: MiniBatch, rows: Sequence[int], work: Callable[[list[list[int]]], T]) -> T:
-        """Do `work` on completions in micro-batches. If memory runs out, do all of it again in
-        smaller ones, or with what saves memory otherwise.
+        """Run `work` on completions, split into micro-batches. If memory runs out, repeat all of it
+        with smaller ones, or after `save_memory`.
 
         Args:
-            rows: of the completions in the mini-batch.
-            work: called with the rows of each micro-batch; returns the result.
+            rows: the completions' rows in the mini-batch.
+            work: called with a list of rows per micro-batch; its result is returned.
 
         Raises:
             RunError: a single sequence is too much.
@@ -61,12 +61,12 @@ class TokenBudget:
                         "or train.lm_head_memory_gb (see `stapo plan`), and continue with --resume "
                         "--force"
                     ) from error
-            # Only out here are the error and the tensors in its traceback gone.
+            # Only after the `except` block are the error and the tensors in its traceback freed.
             clear_device_cache(garbage_collection=True)
             logger.warning("memory ran out: from now on %s", change)
 
     def _shrink(self, single: bool) -> str | None:
-        """Let the passes to come need less memory; says how, or None if that cannot be."""
+        """Make later passes need less memory; returns how, or None if nothing is left to try."""
         if single:
             return self._save_memory()
         self.halvings += 1

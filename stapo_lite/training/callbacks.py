@@ -1,4 +1,4 @@
-"""The one way in for what a run can do without: trackers, evaluations, uploads, your own.
+"""Hooks for everything optional in a run: trackers, evaluations, uploads, your own code.
 
     from stapo_lite import Callback, Trainer
 
@@ -12,9 +12,8 @@
 
     Trainer(config="configs/quickstart.yaml", callbacks=[StopAtReward(0.95)]).train()
 
-The loop calls them in the order of `assemble.make_callbacks`, the user's own last, in every
-process. A callback that raises ends the run with an error that names it. The seconds of a step
-leave them out.
+The loop calls callbacks in every process, in the order of `assemble.make_callbacks`, the user's
+last. One that raises ends the run with an error that names it. A step's seconds exclude them.
 """
 
 from collections.abc import Sequence
@@ -31,18 +30,18 @@ class Callback:
     it has one for the event."""
 
     def on_train_begin(self, run: Run) -> None:
-        """The run is open: everything is loaded, and its folder is noted in."""
+        """Everything is loaded, and the run folder has its config and environment."""
 
     def on_step_begin(self, run: Run, step: int) -> None:
         """The engine is awake and has the adapter that this step samples from."""
 
     def on_mini_batches(self, run: Run, batches: Sequence[MiniBatch]) -> None:
-        """A step's completions are cut into mini-batches, of which this process has a share. Their
-        token advantages may be changed."""
+        """A step's completions are cut into mini-batches; `batches` has this process's share of
+        each. You may change their `advantages`."""
 
     def on_update(self, run: Run, batch: MiniBatch, update: Update) -> None:
-        """An update on a mini-batch has ended; this process has a share of it. The policy is as it
-        was unless `update.changed`. `update.tokens` is dropped afterwards."""
+        """An update has ended; `batch` is this process's share of its mini-batch. The policy is
+        unchanged unless `update.changed`. `update.tokens` is dropped afterwards."""
 
     def on_evaluate(self, run: Run, step: int, results: dict[str, Any] | None) -> None:
         """An evaluation of the adapter after `step` has ended; its results are on the main process,
@@ -56,9 +55,8 @@ class Callback:
         """A new checkpoint was written to `folder`. Called on the main process alone."""
 
     def on_train_end(self, run: Run) -> None:
-        """The run has come to its end, or its caller has seen enough: the adapter is written. Not
-        called if an error or a signal ended it."""
+        """The run has ended, or its caller stopped early; the adapter is written. Not called if an
+        error or a signal ended the run, or if no step was taken."""
 
     def close(self) -> None:
-        """Let go of what the callback holds. Called last, whatever ended the run, even if it has
-        not begun."""
+        """Release resources. Called last, whatever ended the run, even if it never began."""

@@ -1,5 +1,4 @@
-"""Checkpoints: everything that a run needs to continue to the same bytes. Loading one runs no code
-from it.
+"""Checkpoints: everything a run needs to continue bit for bit. Loading one runs no code from it.
 
     checkpoint-20/
         adapter_model.safetensors, adapter_config.json   the adapter in PEFT's format
@@ -8,11 +7,10 @@ from it.
 
 There is no generator state to keep: every draw follows from the config's seed and `Progress`, which
 gives the position in the prompt order, the seed of the next rollout, the adapter's version, the
-learning rate, and the place in the metrics. What is saved is a `Snapshot` from the end of a step:
-if a run is interrupted within a step (SIGTERM, an error, a device that fails), it saves the step
-before.
+learning rate, and the place in the metrics. A checkpoint is a `Snapshot` from the end of a step: a
+run interrupted within a step (SIGTERM, an error, a failing device) saves the step before.
 
-A checkpoint that cannot be read is skipped with a warning, and the one before it is taken.
+An unreadable checkpoint is skipped with a warning, and the one before it is used.
 """
 
 import json
@@ -53,7 +51,7 @@ FREE = (
 computes."""
 FIXED = ("lora.r", "lora.lora_alpha", "lora.use_rslora", "lora.target_modules", "train.optim")
 """Keys that may not change even with --force: adapter or optimiser would not fit."""
-WEIGHTS = ("model", "rollout.model", "lora.adapter")
+WEIGHTS = ("model", "rollout.model", "lora.adapter", "objective.teacher_adapter")
 """Keys whose files have a digest in the environment."""
 
 
@@ -71,10 +69,10 @@ class Progress:
     halvings: NonNegativeInt = 0
     """How often the token budget of a micro-batch was halved because memory ran out."""
     skipped_in_a_row: NonNegativeInt = 0
-    """Updates skipped since the last one that was not."""
+    """Consecutive updates skipped up to now."""
     backoff: NonNegativeFloat = 0.0
-    """Powers of two taken off float16's loss scale: four more for each skipped update, 1/64 less
-    for any other."""
+    """Powers of two by which float16's loss scale is lowered: plus 4 for each skipped update, minus
+    1/64 for any other."""
     recent: list[list[float]] = field(default_factory=list)
     """Entropies of the candidates of the last mini-batches, the newest first (S2T's `window`)."""
 
@@ -109,7 +107,7 @@ def save_checkpoint(
     the newest `limit`.
 
     Returns:
-        False if it was there already.
+        False if an intact one was there already.
 
     Raises:
         Exception: it could not be written (OSError, or an error of torch or safetensors). The other
@@ -140,7 +138,7 @@ def save_checkpoint(
     partial.rename(final)
     sync(run_folder)
     checkpoints = list_checkpoints(run_folder)
-    # A newer one is damaged, or the run would have resumed from it.
+    # Newer ones do not count: they are damaged, or the run would have resumed from them.
     until_now = checkpoints[: checkpoints.index(final) + 1]
     for old in until_now[:-limit]:
         shutil.rmtree(old)
@@ -194,8 +192,8 @@ def check_resume(
         The changes since the checkpoint was written, as lines for the user.
 
     Raises:
-        InputError: a key that decides what the run computes has changed, or the weights that it
-            names, and `force` does not allow it.
+        InputError: a key of FIXED has changed; or, without `force`, any other key that affects what
+            the run computes, or the weights it names.
     """
     state = read_state(folder)
     before, now = flatten(state["config"]), flatten(config)

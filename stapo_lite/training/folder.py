@@ -1,5 +1,4 @@
-"""The files of a run folder that get lines while a run goes on: their names, and what happens to
-them if the run is resumed."""
+"""The logs in a run folder: their names, and how they are cut back if the run is resumed."""
 
 import os
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ ENVIRONMENT_FILE = "environment.json"
 TOKENS_FILE = "tokens.jsonl"
 QUADRANTS_FILE = "quadrants.jsonl"
 LOGS = (METRICS_FILE, EVALUATIONS_FILE, COMPLETIONS_FILE, TOKENS_FILE, QUADRANTS_FILE)
-"""Files that get lines while a run goes on, also those of callbacks: each line has its `step`."""
+"""Files that get lines during a run, those of callbacks included; each line has its `step`."""
 
 
 def existing_logs(folder: Path) -> Iterator[Path]:
@@ -35,8 +34,8 @@ def flush_logs(folder: Path) -> None:
 
 
 def drop_later_lines(folder: Path, step: int) -> None:
-    """Drop the lines of steps after this one, which a resumed run will write again; with step 0
-    all lines, those of an evaluation before the first step too.
+    """Drop the lines of later steps, which a resumed run writes again. Step 0 drops all lines, also
+    those of an evaluation before the first step.
 
     Raises:
         InputError: a file is not a log; then none was changed.

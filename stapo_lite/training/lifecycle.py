@@ -37,7 +37,7 @@ RUN_FILES = (
     ".best",
     "reward.png",
 )
-"""Names that a run writes in its folder: none may be there before it."""
+"""Names that a run writes in its folder; none may exist before it starts."""
 
 
 def make_accelerator(log: Log, folder: Path) -> Accelerator:
@@ -52,15 +52,15 @@ def make_accelerator(log: Log, folder: Path) -> Accelerator:
     for name in log.report_to:
         if importlib.util.find_spec(name) is None:
             raise InputError(f"log.report_to: {name} is not installed; pip install {name}")
-    # Without it micro-batches of many shapes would fragment the allocator's memory. The variable is
-    # read once, before CUDA starts. vLLM up to 0.30 must know the setting, but reads the old name.
+    # Without expandable segments, micro-batches of many shapes would fragment the allocator's
+    # memory. The variable is read once, before CUDA starts; parts of vLLM read only its old name.
     if "PYTORCH_ALLOC_CONF" in os.environ:
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = os.environ["PYTORCH_ALLOC_CONF"]
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     # Processes may finish sampling hours apart.
     patience = InitProcessGroupKwargs(timeout=timedelta(days=7))
     accelerator = Accelerator(
-        cpu=not torch.accelerator.is_available(),  # several processes on a CPU must be told
+        cpu=not torch.accelerator.is_available(),  # needed for several processes on a CPU
         log_with=list(log.report_to) or None,
         project_dir=folder,
         kwargs_handlers=[patience],
@@ -70,10 +70,9 @@ def make_accelerator(log: Log, folder: Path) -> Accelerator:
 
 
 def card_memory() -> float | None:
-    """GiB of the card in use, including those of CUDA itself and of other processes; None without a
-    card.
+    """GiB in use on the card, including by CUDA itself and by other processes; None without a card.
 
-    Torch's allocator keeps what an update has taken, so this is the update's peak until the cache
+    Torch's allocator keeps what an update allocated, so this is the update's peak until the cache
     is emptied. (Torch's own count would include memory that a sleeping vLLM has freed.)
     """
     if not torch.cuda.is_available():
@@ -97,13 +96,13 @@ def environment(engine: str, processes: int) -> dict[str, str]:
 
 
 def check_no_run(folder: Path, resume: bool) -> None:
-    """Check that a run that starts at step 0 overwrites neither another run nor anything else.
+    """Check that a run that starts at step 0 overwrites nothing.
 
-    A run that was killed before its first checkpoint may begin again with `--resume`, and one that
-    was killed before its first step ended may also begin without.
+    A run killed before its first checkpoint may start again with `--resume`; one killed before its
+    first step ended may also start again without it.
 
     Args:
-        resume: continue the run there, which has no checkpoint.
+        resume: whether `--resume` was given; the folder has no checkpoint.
 
     Raises:
         InputError: the folder holds a run, or a file that the run would write.
@@ -132,7 +131,7 @@ def holds_run(folder: Path) -> bool:
 
 def full_disk_is_a_run_error(folder: Path) -> AbstractContextManager:
     """Raise a RunError if a file cannot be written: for the start and end of a run, when nothing
-    tries again."""
+    retries."""
     fix = "; make room, and continue with --resume"
     return explained(
         f"{folder}: cannot be written", OSError, SafetensorError, fix=fix, kind=RunError

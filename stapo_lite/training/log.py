@@ -1,5 +1,5 @@
-"""The log of a run that is always written: metrics and completions in files, a line for each step
-on the terminal."""
+"""The log that every run writes: metrics and completions to files, a line per step to the
+terminal."""
 
 import logging
 import math
@@ -69,7 +69,7 @@ def show_samples(step: int, group: Sequence[Completion]) -> str:
 
 
 def worst_first(reward: float | None) -> float:
-    """Sort key of rewards: those that nobody judged come before the lowest."""
+    """Sort key of rewards: a missing one counts as the lowest."""
     return -math.inf if reward is None else reward
 
 

@@ -70,8 +70,8 @@ def take_step(run: Run, step: int) -> dict[str, Any]:
 def sample_groups(run: Run, step: int) -> Rollouts:
     """Sample groups of completions from the adapter as it is now, and score them.
 
-    One round draws the batch. With dynamic sampling further rounds fill it with groups that have
-    variance (DAPO).
+    One round draws a whole batch. Dynamic sampling (DAPO) keeps only groups whose rewards differ,
+    and fills the batch in further rounds, up to `max_sampling_rounds` in all.
     """
     train, rollout = run.config.train, run.config.rollout
     if rollout.max_lag:  # servers go on with the prompts of later steps while this one trains
@@ -111,8 +111,8 @@ def sample_round(run: Run, step: int, wanted: int, rollouts: Rollouts) -> list[l
 
 
 def prompts_wanted(filled: int, size: int, drawn: int) -> int:
-    """Prompts of the next round: a whole batch at first, then what fills it if the share of usable
-    groups stays."""
+    """Prompts of the next round: a whole batch at first, then enough to fill it if the share of
+    usable groups stays the same."""
     return min(size, math.ceil((size - filled) * drawn / filled)) if filled else size
 
 
@@ -127,8 +127,7 @@ def decode_and_score(
 
 
 def assign_advantages(groups: Sequence[Sequence[Completion]], config: Config) -> None:
-    """Give each completion its group advantage, of the rewards less the soft overlong
-    punishment."""
+    """Set each completion's group advantage, from rewards minus the soft overlong punishment."""
     reward, longest = config.reward, config.rollout.max_completion_length
     scores = []
     for completion in itertools.chain(*groups):
@@ -144,8 +143,8 @@ def assign_advantages(groups: Sequence[Sequence[Completion]], config: Config) ->
 
 
 def without_truncated(groups: Sequence[Sequence[Completion]]) -> list[list[Completion]]:
-    """The groups with copies of their truncated completions of which no token counts as written:
-    they are neither in the loss nor in its denominator."""
+    """The groups, with truncated completions replaced by copies with an all-False loss mask: they
+    are in neither the loss nor its denominator."""
     result = []
     for group in groups:
         result.append([leave_out(c) if c.truncated else c for c in group])
@@ -153,14 +152,14 @@ def without_truncated(groups: Sequence[Sequence[Completion]]) -> list[list[Compl
 
 
 def leave_out(completion: Completion) -> Completion:
-    """A copy that trains nothing."""
+    """A copy that is not trained on."""
     nothing = [False] * len(completion.token_ids)
     return replace(completion, advantage=0.0, loss_mask=nothing)
 
 
 def make_mini_batches(groups: Sequence[Sequence[Completion]], learner: Learner) -> list[MiniBatch]:
-    """Cut a step's groups into mini-batches; return our share of each, as much work as that of any
-    other process."""
+    """Cut a step's groups into mini-batches; return this process's share of each. All processes get
+    about the same work."""
     objective, accelerator, batches = learner.objective, learner.accelerator, list[MiniBatch]()
     for part in cut_evenly(groups, learner.config.train.mini_batch_size):
         completions = list(itertools.chain(*part))
@@ -171,9 +170,9 @@ def make_mini_batches(groups: Sequence[Sequence[Completion]], learner: Learner) 
 
 
 def count_work(completions: Sequence[Completion], objective: Objective, later: bool) -> list[int]:
-    """Tokens that each completion of a mini-batch takes through the decoder, once for each pass:
-    forward, again for checkpointed layers, and a backward one that counts twice; and a forward one
-    more if it is only read.
+    """The work of each completion of a mini-batch: its tokens, prompt included, times its passes
+    through the decoder. Training takes 4 (forward, recomputation of checkpointed layers, and
+    backward, which counts twice), and measuring statistics beforehand 1.
 
     Args:
         later: whether the mini-batch is not the step's first.
@@ -187,8 +186,7 @@ def count_work(completions: Sequence[Completion], objective: Objective, later: b
 
 
 def measure_old(batches: Sequence[MiniBatch], learner: Learner) -> None:
-    """Note the statistics of the policy as it is before the step's first update, which later ones
-    need."""
+    """Store the statistics of the policy before the step's first update, for later updates."""
     for batch in batches:
         rows = old_inputs(batch.completions, learner.objective)
         batch.old = measure(learner.policy, batch, rows, learner.budget)
@@ -200,5 +198,5 @@ def update_on_each(run: Run, batches: Sequence[MiniBatch]) -> list[Update]:
     for batch in progress_bar("update", "mini-batch", len(batches), batches):
         done = update(run.learner, batch)
         run.call("on_update", batch, done)
-        updates.append(done._replace(tokens=None))  # the card's memory, for the next update
+        updates.append(done._replace(tokens=None))  # frees GPU memory for the next update
     return updates

@@ -1,8 +1,7 @@
-"""What a step counts, and the metrics that are computed from it.
+"""What a step counts, and the metrics computed from it.
 
-Counts are plain dictionaries of sums: `count_*` are functions of values, `add_up` puts the sums of
-several mini-batches together, and `reduce_sums` those of all processes. They stay on the device
-until then.
+Counts are plain dictionaries of sums: `count_*` make them, `add_up` adds those of several
+mini-batches, and `reduce_sums` those of all processes. Until then they stay on the device.
 """
 
 import itertools
@@ -23,8 +22,8 @@ from stapo_lite.config import Objective
 from stapo_lite.types import Completion, Gradient, Masks, TokenDetails, Update
 
 Sums = Mapping[str, Any]
-"""Numbers or [] tensors by name. A name of MAXIMA is the largest of its values in place of their
-sum; ENTROPIES is a 1-D tensor of all values."""
+"""Numbers or [] tensors by name. Names in MAXIMA are combined by maximum instead of sum; ENTROPIES
+is a 1-D tensor of all values."""
 MAXIMA = ("lag_max", "gap_max")
 ENTROPIES = "entropies"
 KINDS = ("spurious", "negative_rare", "negative_sure")
@@ -32,7 +31,7 @@ KINDS = ("spurious", "negative_rare", "negative_sure")
 
 
 def has_variance(group: Sequence[Completion]) -> bool:
-    """Whether its rewards differ, those that no reward function judged left out."""
+    """Whether the group's rewards differ, ignoring completions without a reward."""
     return len({c.reward for c in group if c.reward is not None}) > 1
 
 
@@ -91,8 +90,8 @@ def count_gradient(
     tau_h: float | None,
     objective: Objective,
 ) -> dict[str, Tensor]:
-    """Count what tokens with an advantage are and do to the gradient, silenced ones included
-    (docs/metrics.md)."""
+    """Count the kinds of tokens with an advantage and their share of the gradient, silenced tokens
+    included (docs/metrics.md)."""
     active = batch.loss_mask & (batch.advantages != 0)
     trained = active & tokens.keep
     logprobs, entropy, collision = gradient.statistics
@@ -130,9 +129,9 @@ def count_gradient(
 def token_kinds(
     batch: MiniBatch, tokens: TokenDetails, tau_h: float | None, tau_p: float
 ) -> dict[str, Tensor]:
-    """Masks of KINDS, [N] bool each: spurious tokens; those that are the same in incorrect
-    responses (A < 0), which are never silenced for it; and their mirror case, tokens of incorrect
-    responses that were almost certain."""
+    """Masks of KINDS, [N] bool each: spurious tokens; tokens with the same low pi and H in
+    incorrect responses (A < 0), which S2T never silences; and the mirror case, almost certain
+    tokens of incorrect responses."""
     logprobs, entropy, _ = tokens.statistics
     negative = batch.loss_mask & (batch.advantages < 0)
     rare = negative & candidate_mask(logprobs, -batch.advantages, tau_p)
@@ -163,8 +162,8 @@ def add_up(parts: Iterable[Sums]) -> dict[str, Any]:
 
 
 def reduce_sums(sums: Sums, accelerator: Accelerator) -> dict[str, Any]:
-    """Bring the sums of all processes together, as numbers; 0 for a name that no process has, no
-    maximum of nothing, and all entropies, 1-D.
+    """Combine the sums of all processes into numbers, and concatenate their entropies, 1-D. A name
+    that no process has reads as 0; a maximum over nothing is left out.
 
     Collective: every rank must call it.
     """

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class Clock:
-    """Seconds of a step by what they went to.
+    """Seconds of a step, by phase.
 
     Attributes:
         seconds: so far in this step.
@@ -53,24 +53,24 @@ class Clock:
         self._last = time.perf_counter()
 
     def lap(self, name: str) -> None:
-        """Count the time since the last lap."""
+        """Add the time since the last lap to phase `name`."""
         now = time.perf_counter()
         self.seconds[name] += now - self._last
         self._last = now
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Leave out the time of a context."""
+        """Exclude the time spent in the context."""
         last, begin = self._last, time.perf_counter()
         yield
-        self._last = last + time.perf_counter() - begin  # also if it was stopped within
+        self._last = last + time.perf_counter() - begin  # also right for nested stops
 
 
 class Share(NamedTuple):
     """One process's part of the next prompts."""
 
     places: list[int]
-    """Among the next prompts of all."""
+    """Positions among the next prompts of all processes."""
     prompts: list[Prompt]
     seeds: list[int]
 
@@ -87,7 +87,7 @@ class Run:
         snapshot: the run after its last whole step, on the main process: what an interruption
             saves.
         history: metrics of every step.
-        memory: GiB of the card at the ends of the step's two phases.
+        memory: GiB in use on the card after the step's sampling and after its updates.
         stop_reason: why the run ends before `max_steps`; callbacks set it.
     """
 
@@ -139,8 +139,8 @@ class Run:
 
     @contextmanager
     def sampling(self, version: int) -> Iterator[None]:
-        """Lend the device to the engine, which samples from the adapter as it is now and knows it
-        as `version`. Afterwards the engine sleeps, and the trainer is back."""
+        """Lend the device to the engine, with the current adapter published as `version`.
+        Afterwards the engine sleeps, and the trainer has the device again."""
         with lent_device(self.engine, self.policy, self.config.train.park_trainer):
             self.engine.publish(self.policy, version)
             yield
@@ -159,7 +159,8 @@ class Run:
                     getattr(callback, event)(self, *values)
 
     def share(self, count: int) -> Share:
-        """Our share of the next prompts: the draws do not depend on who draws."""
+        """This process's share of the next `count` prompts. Order and seeds do not depend on the
+        number of processes."""
         start, accelerator = self.progress.prompts_drawn, self.accelerator
         order = prompt_order(len(self.prompts), self.config.seed, start, count)
         places = [
@@ -171,7 +172,8 @@ class Run:
         return Share(places, [self.prompts[order[i]] for i in places], seeds)
 
     def record(self, step: int, rollouts: Rollouts, updates: Sequence[Update]) -> dict[str, Any]:
-        """End a step: count, tell the callbacks, save if it is time; returns the metrics."""
+        """End a step: compute its metrics, call the callbacks, save a checkpoint if one is due;
+        returns the metrics."""
         progress, learner = self.progress, self.learner
         progress.step = step
         progress.halvings = learner.budget.halvings = max(gather_object([learner.budget.halvings]))
@@ -211,8 +213,8 @@ class Run:
         )
 
     def save_checkpoint(self) -> None:
-        """Write the last whole step's snapshot, unless that was done; a warning if it cannot be
-        written."""
+        """Write the snapshot of the last whole step, unless it is saved already; only warn if that
+        fails."""
         step = self.snapshot.progress.step
         if not self.accelerator.is_main_process or step == 0:
             return
@@ -229,7 +231,7 @@ class Run:
             self.call("on_save", self.folder / f"checkpoint-{step}")
 
     def finish(self) -> None:
-        """Write the adapter, if a step was taken, and tell the callbacks.
+        """If any step was taken, write the adapter and call the callbacks.
 
         Raises:
             RunError: the disk is full, or a callback failed.
@@ -246,10 +248,10 @@ class Run:
 
 @contextmanager
 def lent_device(engine: RolloutEngine, policy: Policy, park: bool) -> Iterator[None]:
-    """Wake the engine within the context; afterwards it sleeps, and the trainer is back.
+    """Wake the engine within the context; put it to sleep afterwards.
 
     Args:
-        park: whether the policy's base makes room meanwhile.
+        park: whether the policy's base waits in host memory meanwhile.
     """
     if park:
         policy.park()
@@ -276,7 +278,7 @@ def learning_rate(train: Train, step: int) -> float:
 def prompt_order(num_prompts: int, seed: int, position: int, count: int) -> list[int]:
     """Indices of draws `position` to `position + count - 1`: each epoch a fresh permutation.
 
-    A function of its arguments alone, so a resumed run continues the order by knowing its position.
+    Depends only on its arguments, so that a resumed run needs only its position.
     """
     order: list[int] = []
     for draw in range(position, position + count):

@@ -4,9 +4,9 @@ loop.
     J = sum I min(rho A, clip(rho) A) / sum I    over the tokens of the mini-batch on all processes
 
 is STAPO's; the other presets change the mask I, the weights, or add terms. Each process has a share
-of the mini-batch as packed [N] tensors (`types.py`), and cuts it into micro-batches; nothing
-depends on either cut. Nothing here waits for the device within a micro-batch (transformers does
-once, before the first layer); an update waits for thresholds, counts and its gradient's norm.
+of the mini-batch as packed [N] tensors (`types.py`), and cuts it into micro-batches; the result
+depends on neither cut. Within a micro-batch the host never waits for the device (except once in
+transformers, before the first layer); an update waits for thresholds, counts and gradient norm.
 """
 
 import itertools
@@ -62,10 +62,10 @@ from stapo_lite.types import (
 logger = logging.getLogger(__name__)
 
 Collective = Callable[[Tensor], Tensor]
-"""`gather`: a 1-D tensor, of any length, to those of all processes one after the other. `reduce`: a
-tensor to the sum over all processes. Every rank must call them, even with an empty share."""
+"""`gather` concatenates 1-D tensors of any length from all processes; `reduce` sums tensors over
+all processes. Every rank must call them, even with an empty share."""
 MAX_SKIPPED = 5
-"""Updates in a row, skipped because loss or gradient is not finite, that end the run."""
+"""The run ends after this many consecutive updates with a non-finite loss or gradient."""
 
 
 @dataclass
@@ -90,7 +90,7 @@ class Learner:
 
     @property
     def objective(self) -> Objective:
-        """That of the config, with the tau_p of this step."""
+        """The config's objective, with this step's tau_p."""
         s2t = self.config.objective.s2t.model_copy(update={"tau_p": self.progress.tau_p})
         return self.config.objective.model_copy(update={"s2t": s2t})
 
@@ -116,7 +116,7 @@ class Learner:
         self.optimizer.zero_grad()
 
     def skip(self, grad_norm: float) -> None:
-        """Leave an update out.
+        """Drop the gradient, count the skipped update and lower float16's loss scale.
 
         Raises:
             RunError: too many in a row.
@@ -172,8 +172,8 @@ def update(learner: Learner, batch: MiniBatch) -> Update:
 
 
 def mask_statistics(learner: Learner, batch: MiniBatch) -> TokenStatistics:
-    """Statistics that the masks are made of, [N]: those from before the step's first update, or of
-    the policy now, which takes a forward pass through the completions that the masks depend on."""
+    """Statistics that the masks are computed from, [N]: those from before the step's first update,
+    or the current policy's, which take a forward pass over the completions in `mask_inputs`."""
     if batch.old is not None and learner.objective.s2t.statistics == "old":
         return batch.old
     rows = mask_inputs(batch.completions, learner.objective)
@@ -189,12 +189,11 @@ def find_masks(
 ) -> Masks:
     """Find the keep-mask of this process's share, with the thresholds of the whole mini-batch.
 
-    I = 0 for S2T's spurious tokens, and for those below 20-Entropy's quantile; STARE's weights
-    belong to the same thresholds.
+    I = 0 for S2T's spurious tokens, and for those below 20-Entropy's quantile. STARE's weights come
+    from the same statistics.
 
     Args:
-        recent: entropies of the candidates of mini-batches before this one, which count for tau_h,
-            too.
+        recent: candidates' entropies from earlier mini-batches, which also count for tau_h.
     """
     s2t, entropy = objective.s2t, statistics.entropy
     silenced, tau_h, entropies = torch.zeros_like(batch.loss_mask), None, entropy[:0]
@@ -243,7 +242,7 @@ def amplify(
 
 
 def ablation_score(entropy: Tensor, batch: MiniBatch, s2t: S2T) -> Tensor:
-    """What the paper's ablations put in the place of the entropy, [N] fp32."""
+    """The score that replaces the entropy in the paper's ablations, [N] fp32."""
     if s2t.silence == "high-entropy":
         return -entropy
     return batch.random_scores([completion.adapter_version for completion in batch.completions])
@@ -252,8 +251,8 @@ def ablation_score(entropy: Tensor, batch: MiniBatch, s2t: S2T) -> Tensor:
 def collect(score: Tensor, population: Tensor, gather: Collective) -> Tensor:
     """The scores of a population of tokens on all processes, [M].
 
-    A threshold is one number for the whole mini-batch, so the scores are gathered, not the
-    thresholds: the mean of the processes' own would depend on who got which completions.
+    Scores are gathered rather than thresholds: a mean of per-process thresholds would depend on
+    which process got which completions.
     """
     return gather(score[population])
 
@@ -261,15 +260,14 @@ def collect(score: Tensor, population: Tensor, gather: Collective) -> Tensor:
 def weigh_tokens(
     masks: Masks, batch: MiniBatch, objective: Objective, longest: int, reduce: Collective
 ) -> Weights | None:
-    """Find the one denominator, of the mini-batch on all processes, before the first gradient: a
-    micro-batch that divided by its own count would weigh its tokens by how the batch happened to be
-    cut.
+    """Find the denominator, over the mini-batch on all processes, before the first gradient: if
+    micro-batches divided by their own counts, a token's weight would depend on the cut.
 
     Args:
         longest: `rollout.max_completion_length`, Dr. GRPO's constant.
 
     Returns:
-        None if no token that is kept has a gradient.
+        None if no kept token has a gradient.
     """
     counted = masks.keep if objective.renormalize else batch.loss_mask
     counts = segment_sum(counted, batch.rows, len(batch.completions))
@@ -291,7 +289,7 @@ def accumulate_gradient(
     objective, scale = learner.objective, gradient_scale(learner, weights.totals)
 
     def run(micro_batches: list[list[int]]) -> Gradient:
-        learner.optimizer.zero_grad()  # what was begun with too large micro-batches
+        learner.optimizer.zero_grad()  # left by a try with too large micro-batches
         done = blank_gradient(batch)
         for rows in micro_batches:
             loss = add_micro_batch(learner.policy, batch, rows, masks, weights, objective, done)
@@ -307,8 +305,8 @@ def accumulate_gradient(
 
 
 def rehearse(learner: Learner) -> None:
-    """Take the largest micro-batch that there can be forward and backward, without a step: if
-    memory runs out, it does so before the first rollouts, and the budget is halved then.
+    """Run the largest possible micro-batch forward and backward, without an optimiser step: if
+    memory runs out, it does so, and halves the budget, before the first rollouts.
 
     Collective: every rank must call it.
     """
@@ -324,7 +322,7 @@ def rehearse(learner: Learner) -> None:
     masks = Masks(every, ~every, ones, blank_statistics(batch), tau_h=None, population=ones[:0])
     weights = weigh_tokens(masks, batch, learner.objective, length, learner.reduce)
     assert weights is not None
-    states = []  # room for the optimiser's, which come with its first step
+    states = []  # stand-ins for the optimiser's, which its first step allocates
     if not learner.optimizer.state and config.train.optim == "adamw":
         states = [torch.empty_like(p) for p in policy.parameters.values() for _ in range(2)]
     accumulate_gradient(learner, batch, masks, weights)
@@ -333,7 +331,7 @@ def rehearse(learner: Learner) -> None:
 
 
 def gradient_scale(learner: Learner, totals: Totals) -> float:
-    """A power of two that a gradient in float16 is multiplied by on its way; else 1."""
+    """The loss scale in float16, a power of two; 1 in any other dtype."""
     if learner.policy.dtype != torch.float16:
         return 1.0
     longest = learner.config.rollout.max_completion_length
@@ -350,14 +348,13 @@ def add_micro_batch(
     objective: Objective,
     done: Gradient,
 ) -> Tensor:
-    """Run a micro-batch through the forward pass and note it in `done`. Its part of the loss is
+    """Run a micro-batch's forward pass and record its values in `done`. Its part of the loss is
 
     sum over kept tokens of  factor * (correction * token loss + beta * k3 - entropy_coef * H)
 
     Returns:
-        [] float64, a sum that has the gradient of that loss: in place of the token loss it has
-        -w log pi, whose derivative is the same, and 0 for a masked token even if its ratio w is
-        infinite.
+        [] float64, a surrogate with the gradient of that loss: -w log pi replaces the token loss.
+        Its derivative is the same, and 0 for a masked token even if w is infinite.
     """
     completions, tokens = batch.select(rows), batch.tokens(rows)
     keep, factors = masks.keep[tokens], weights.factors[tokens]
@@ -431,8 +428,8 @@ def clip_gradient(learner: Learner, gradient: Gradient) -> tuple[float, bool]:
 def statistics_behind_masks(
     batch: MiniBatch, masks: Masks, now: TokenStatistics, s2t: S2T
 ) -> TokenStatistics:
-    """Statistics that say which tokens are candidates and spurious, [N]: the mask's own for A > 0,
-    those of now for the rest, and for all if S2T is off."""
+    """Statistics that decide which tokens are candidates and spurious, [N]: the mask's own for
+    A > 0, the current policy's for the rest, or for all if S2T is off."""
     by_mask = (batch.advantages > 0) & s2t.enabled
     pairs = zip(masks.statistics, now, strict=True)
     return TokenStatistics(*(torch.where(by_mask, mask, value) for mask, value in pairs))
@@ -441,7 +438,7 @@ def statistics_behind_masks(
 def entropy_threshold(
     judged: TokenStatistics, batch: MiniBatch, s2t: S2T, gather: Collective
 ) -> float | None:
-    """The tau_h that S2T would have, if it were on, over the tokens with an advantage."""
+    """The tau_h that S2T would use if it were on, taken over the tokens with an advantage."""
     population = batch.loss_mask & (batch.advantages != 0)
     if s2t.population == "candidates":
         population &= candidate_mask(judged.logprobs, batch.advantages, s2t.tau_p)
@@ -482,12 +479,12 @@ def measure(
 
 
 def blank_statistics(batch: MiniBatch) -> TokenStatistics:
-    """Statistics to put those of micro-batches into, [N] zeros."""
+    """Statistics of zeros, [N], to fill in from micro-batches."""
     return TokenStatistics(*torch.zeros(3, len(batch.rows), device=batch.rows.device))
 
 
 def blank_gradient(batch: MiniBatch) -> Gradient:
-    """A gradient's values to put those of micro-batches into, zeros."""
+    """A `Gradient` of zeros, to fill in from micro-batches."""
     number, flag = batch.rollout_logprobs, batch.loss_mask
     return Gradient(
         statistics=blank_statistics(batch),
@@ -509,13 +506,14 @@ def scatter_into(whole: Sequence[Tensor], tokens: Tensor, part: Sequence[Tensor]
 def ratio_denominator(
     batch: MiniBatch, tokens: Tensor, logprobs: Tensor, objective: Objective
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities of the ratio's denominator, and the correction for its not being the policy
-    that sampled: the engine rounds differently, and with `rollout.max_lag` had an older adapter.
+    """Log-probabilities of the ratio's denominator, and the correction for the engine, which
+    sampled from another policy: it rounds differently, and with `rollout.max_lag` had an older
+    adapter.
 
-    The denominator is the trainer's policy before the step. The correction weighs each token, or
-    sequence, by its probability there over that in the engine, up to a cap (truncated importance
-    sampling). With `objective.old_logprobs=rollout` the denominator is the engine's, and nothing is
-    left to correct.
+    The denominator is the trainer's policy before the step. The correction weighs each token or
+    sequence by its probability under that policy over that in the engine, within bounds
+    (`sampler_correction`). With `objective.old_logprobs=rollout` the denominator is the engine's,
+    and nothing is left to correct.
 
     Args:
         tokens: places in [N].
@@ -538,8 +536,8 @@ def ratio_denominator(
 
 
 def with_gradient(completions: Sequence[Completion], objective: Objective) -> list[int]:
-    """Rows that add to the gradient; one of zero advantage does only if there is a KL or entropy
-    term, or a teacher."""
+    """Rows that contribute to the gradient; those with zero advantage only if there is a KL or
+    entropy term, or a teacher."""
     every = objective.beta > 0 or objective.entropy_coef > 0 or objective.distills
     return [row for row, completion in enumerate(completions) if every or completion.advantage != 0]
 

@@ -137,19 +137,25 @@ def test_one_evaluation_of_a_folder_at_a_time(tmp_path, evaluation):
     assert len(read_lines(tmp_path / "eval" / "samples-0.jsonl")) == 2
 
 
-@pytest.mark.parametrize("changed", ["model", "lora.adapter"])
+@pytest.mark.parametrize(
+    ("changed", "file"),
+    [
+        ("model", "base/model.safetensors"),
+        ("lora.adapter", "start/adapter_model.safetensors"),
+        ("objective.teacher_adapter", "teacher/adapter_model.safetensors"),
+    ],
+)
 def test_a_resumed_run_notices_other_weights_under_the_same_name(
-    write_config, make_policy, tiny_model, tmp_path, changed, capsys
+    write_config, make_policy, tiny_model, tmp_path, changed, file, capsys
 ):
     shutil.copytree(tiny_model, tmp_path / "base")
     make_policy(scale=0.5).save_adapter(tmp_path / "start")
+    make_policy(scale=0.5).save_adapter(tmp_path / "teacher")
     changes = {"model": str(tmp_path / "base"), "objective__beta": 0.1}
+    changes["objective__teacher_adapter"] = str(tmp_path / "teacher")
     changes["lora"] = {"r": 8, "lora_alpha": 16, "adapter": str(tmp_path / "start")}
     run(write_config(train__max_steps=1, **changes))
     run(write_config(train__max_steps=2, **changes), resume=True)
-    file = {"model": "base/model.safetensors", "lora.adapter": "start/adapter_model.safetensors"}[
-        changed
-    ]
     values = {name: value + 0.01 for name, value in load_file(tmp_path / file).items()}
     save_file(values, tmp_path / file, {"format": "pt"})
     config = write_config(train__max_steps=3, **changes)
