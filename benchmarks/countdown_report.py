@@ -82,10 +82,10 @@ def table(found: dict[str, dict[int, Steps]]) -> str:
 
 
 def primary(found: dict[str, dict[int, Steps]]) -> str:
-    """The primary outcomes of each method less those of BASE."""
+    """The primary outcomes of each method minus those of BASE."""
     rows = [
         [
-            f"less {BASE}",
+            f"minus {BASE}",
             "pairs",
             "step of the break",
             "p",

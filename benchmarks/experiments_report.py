@@ -1,6 +1,6 @@
 """Report what the experiments found: a table, paired differences and a figure.
 
-    python benchmarks/experiments_report.py [STUDY ...] [--less METHOD]
+    python benchmarks/experiments_report.py [STUDY ...] [--minus METHOD]
     [--figure docs/experiments.png]
 
 Reads `results/STUDY/*.csv`, by default those of `writing`. Several studies are read as one and cut
@@ -176,7 +176,7 @@ def mean_difference(a: np.ndarray, b: np.ndarray, axis: int) -> Any:
 def differences(runs: Runs, base: str) -> str:
     """Paired differences of every method from one: mean, standard deviation, and the permutation
     test's p; empty if a seed lacks the measure."""
-    header = ["less " + base, "pairs"]
+    header = ["minus " + base, "pairs"]
     for name in COMPARED:
         header += [name, "p"]
     rows = [header]
@@ -277,7 +277,7 @@ def main() -> None:
     parser.add_argument("studies", nargs="*", default=["writing"], metavar="STUDY")
     add_results_option(parser)
     parser.add_argument(
-        "--less", default="stapo", metavar="METHOD", help="compare the others with this one"
+        "--minus", default="stapo", metavar="METHOD", help="compare the others with this one"
     )
     parser.add_argument("--figure", type=Path)
     given = parser.parse_args()
@@ -286,9 +286,9 @@ def main() -> None:
     if not found:
         raise SystemExit(f"{' '.join(given.studies)}: no finished run")
     runs = measure_runs(found)
-    if given.less not in runs:
-        parser.error(f"--less {given.less}: choose from {', '.join(runs)}")
-    print(f"{table(runs)}\n\n{differences(runs, given.less)}")
+    if given.minus not in runs:
+        parser.error(f"--minus {given.minus}: choose from {', '.join(runs)}")
+    print(f"{table(runs)}\n\n{differences(runs, given.minus)}")
     if given.figure:
         draw(found, given.figure)
 

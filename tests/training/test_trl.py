@@ -149,7 +149,8 @@ def test_the_page_about_trl():
     page = (ROOT / "docs" / "from_trl.md").read_text(encoding="utf-8")
     table = page[page.index("| TRL | here |") : page.index("| our metric | TRL's |")]
     rows = re.findall(r"^\| (`.*?`) \| (.*) \|$", table, re.MULTILINE)
-    assert TRL_NAMES == {name: here for names, here in rows for name in re.findall("`(.+?)`", names)}
+    found = {name: here for names, here in rows for name in re.findall("`(.+?)`", names)}
+    assert found == TRL_NAMES
     keys = flatten(load_config(MINIMAL).model_dump())
     sections = "|".join(
         name for name, value in load_config(MINIMAL).model_dump().items() if isinstance(value, dict)
