@@ -298,7 +298,11 @@ def make_callbacks(inputs: Inputs, grader: MathGrader, accelerator: Accelerator)
         callbacks.append(ServerTeacher(weight, url, api_key()))
     callbacks += [RunLog(), Symptoms()]  # after a teacher, so that its metric is logged
     if config.evaluation.steps:
-        callbacks.append(PeriodicEvaluation(config, inputs.tokenizer, grader, inputs.rollout_func))
+        callbacks.append(
+            PeriodicEvaluation(
+                config, inputs.tokenizer, grader, inputs.rollout_func, inputs.stop_tokens
+            )
+        )
     if log.audit_tokens:
         callbacks.append(TokenLog(log.audit_tokens))
     if log.report_to:

@@ -1,9 +1,8 @@
 """The command line: `stapo train configs/quickstart.yaml`, or `python -m stapo_lite train ...`.
 
-A command is a function below. Its positional parameters are the command's arguments, its
-keyword-only parameters the options, each with a help text; the docstring describes the command.
-Commands import what is slow to import when they run, so that --help and typing errors answer at
-once.
+Each command is a function below: its positional parameters are arguments, its keyword-only ones
+options, each with a help text; its docstring is the description. Slow imports are inside the
+functions, so that --help and usage errors respond at once.
 """
 
 import os
@@ -54,14 +53,14 @@ def train(
 
 
 def _train(config: "Config", resume: bool, force: bool = False) -> None:
-    """Run a training in this process."""
+    """Train in this process."""
     from stapo_lite.assemble import open_run
     from stapo_lite.training.lifecycle import end_on_sigterm
     from stapo_lite.training.loop import train
 
     end_on_sigterm()
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # a log file shows each step when it ends
+        sys.stdout.reconfigure(line_buffering=True)  # log files show each step as it ends
     with open_run(config, resume, force) as run:
         for _ in train(run):
             pass
@@ -69,7 +68,7 @@ def _train(config: "Config", resume: bool, force: bool = False) -> None:
 
 
 def _end_processes() -> None:
-    """Stop the threads of the process group, which may abort a process that exits."""
+    """Stop the process group's threads, which may abort the process at exit."""
     from accelerate import PartialState
 
     PartialState().destroy_process_group()
@@ -278,7 +277,7 @@ def env(
 
 
 def _self_check(model: str) -> str:
-    """The difference between engine and trainer, as a run measures it before its first step."""
+    """Measure the difference between engine and trainer, as a run does before its first step."""
     from stapo_lite.assemble import open_run
     from stapo_lite.config import load_config
 
@@ -301,9 +300,9 @@ COMMANDS = (
 
 
 def main(command: str | None = None) -> None:
-    """Run a command, by default the one that is the program's first argument."""
+    """Run a command; by default the program's first argument names it."""
     if command is None:
-        sys.path.insert(0, "")  # `python -m` finds the user's modules there, too
+        sys.path.insert(0, "")  # finds the user's modules, as `python -m` does
     else:
         sys.argv.insert(1, command)
     functions = {function.__name__: function for function in COMMANDS}
@@ -321,7 +320,7 @@ def main(command: str | None = None) -> None:
 
 
 def _add_argument(parser: ArgumentParser, parameter: Parameter) -> None:
-    """Add the argument or the option that a parameter of a command stands for."""
+    """Add a command's parameter to its parser, as an argument or an option."""
     kind, about = get_args(parameter.annotation)
     name, parts = parameter.name, get_args(kind)
     options: dict[str, Any] = {"help": about}
@@ -342,7 +341,7 @@ def _add_argument(parser: ArgumentParser, parameter: Parameter) -> None:
 
 
 def _positive(number: type[int] | type[float]) -> Callable[[str], float]:
-    """A reader for an argument that must be finite and greater than 0."""
+    """A parser of finite numbers greater than 0."""
 
     def read(text: str) -> float:
         value = number(text)
@@ -350,5 +349,5 @@ def _positive(number: type[int] | type[float]) -> Callable[[str], float]:
             raise ArgumentTypeError(f"must be greater than 0, got {text}")
         return value
 
-    read.__name__ = number.__name__  # argparse's message names it if the text is no number
+    read.__name__ = number.__name__  # argparse names it if the text is not a number
     return read

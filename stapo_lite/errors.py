@@ -1,4 +1,4 @@
-"""The two errors that a user sees, each of one line, and how a message becomes one."""
+"""The two errors that users see, one line each, and helpers to raise and print them."""
 
 import logging
 import os
@@ -13,8 +13,8 @@ class InputError(Exception):
 
 
 class RunError(Exception):
-    """A run that cannot go on through no mistake in its input. Its message is one line; the
-    programs print it and exit with status 1."""
+    """A failure that is not a mistake in the input, after which a run cannot go on. Its message is
+    one line; the command-line programs print it and exit with status 1."""
 
 
 @contextmanager
@@ -24,11 +24,11 @@ def explained(
     fix: str = "",
     kind: type[InputError | RunError] = InputError,
 ) -> Iterator[None]:
-    """Turn errors into one for the user: `what (reason)fix`.
+    """Turn exceptions into an error for the user with the message `what (reason)fix`.
 
     Args:
-        kinds: of errors to turn; by default all but those that are for the user already.
-        kind: of the error that is raised.
+        kinds: exceptions to convert; by default all but InputError and RunError.
+        kind: the error to raise.
     """
     caught = kinds or (Exception,)
     try:
@@ -48,7 +48,7 @@ def explained(
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """Print an InputError or RunError as one line and exit with its status."""
-    logging.basicConfig(format="%(levelname)s: %(message)s")  # of the warnings
+    logging.basicConfig(format="%(levelname)s: %(message)s")  # for warnings
     try:
         yield
     except (InputError, RunError) as error:
@@ -58,14 +58,14 @@ def one_line_errors() -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """An error's text, or its beginning, for an InputError to quote."""
+    """An error's text on one line, cut to 300 characters."""
     text = " ".join(str(error).split())
     return text if len(text) <= 300 else f"{text[:300]} ..."
 
 
 def out_of_memory(error: RuntimeError) -> bool:
-    """Whether the device's or the host's memory ran out, by the words of torch, CUDA, cuBLAS and
-    vLLM."""
+    """Whether device or host memory ran out, judging by the messages of torch, CUDA, cuBLAS, cuDNN
+    and vLLM."""
     kinds = (
         "out of memory",
         "can't allocate memory",

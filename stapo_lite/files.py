@@ -1,4 +1,4 @@
-"""JSON lines, and files that are replaced as a whole."""
+"""JSON lines files, and atomic replacement of files."""
 
 import json
 import os
@@ -12,14 +12,14 @@ from filelock import FileLock, Timeout
 from stapo_lite.errors import InputError, RunError, explained
 
 SURROGATES = "backslashreplace"
-"""Half of a surrogate pair, which UTF-8 cannot hold, is written as JSON's escape (`\\ud800`)."""
+"""Error handler: writes lone surrogates, which UTF-8 cannot encode, as JSON escapes (`\\ud800`)."""
 
 
 def lock(folder: Path) -> AbstractContextManager:
-    """Make an output folder and keep other processes out of it.
+    """Create an output folder and lock it against other processes.
 
-    The lock ends with its process, whatever ends that. On a file system without locks it is a mark,
-    which a process that was killed on another machine leaves behind.
+    The lock ends with its process, however that ends. On a file system without locks it is a plain
+    file, which stays behind if the process is killed on another machine.
 
     Raises:
         InputError: another process writes to the folder, or it cannot be written.
@@ -40,10 +40,10 @@ def check_nothing_overwritten(folder: Path, patterns: Iterable[str]) -> None:
     """Check that nothing in an output folder would be overwritten.
 
     Args:
-        patterns: names of files and folders to come, as `Path.glob` takes them.
+        patterns: `Path.glob` patterns of the files and folders that will be written.
 
     Raises:
-        InputError: one of them is there.
+        InputError: one of them exists.
     """
     for pattern in patterns:
         if there := sorted(folder.glob(pattern)):
@@ -54,8 +54,8 @@ def check_nothing_overwritten(folder: Path, patterns: Iterable[str]) -> None:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """A user's file: one JSON object per line, values as they are (the `datasets` reader turns text
-    into dates).
+    """Read a user's file with one JSON object per line. Values stay as they are; the `datasets`
+    reader would turn text into dates.
 
     Raises:
         InputError: no such file, or a line is not a JSON object.
@@ -69,20 +69,20 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def check_writable(path: Path) -> None:
-    """Check, before the work whose result it is to hold, that the file of `--out` can be written.
+    """Check, before the work starts, that the file of `--out` can be written; create it if missing.
 
     Raises:
-        InputError: it cannot.
+        InputError: it cannot be written.
     """
     with explained(f"--out={path}: cannot be written", OSError):
         path.open("a").close()
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a JSON lines file that may have been cut off; none if there is no file.
+    """Read the complete lines of a JSON lines file; none if there is no file.
 
     Raises:
-        InputError: one is not a JSON object.
+        InputError: a complete line is not a JSON object.
     """
     return list(stream_lines(path))
 
@@ -94,7 +94,7 @@ def stream_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def size_up_to_step(path: Path, step: int) -> int:
-    """Bytes of a JSON lines file up to the first line that is of a later step, or not complete.
+    """Bytes of a JSON lines file before the first line that is incomplete or of a later step.
 
     Raises:
         InputError: a line before that is not a JSON object, or has no step.
@@ -109,8 +109,7 @@ def size_up_to_step(path: Path, step: int) -> int:
 
 
 def _complete_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The offset in bytes at which each line ends, and its object; a last line that was cut off is
-    left out."""
+    """Yield each complete line's end, as an offset in bytes, and its object."""
     end = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -120,10 +119,10 @@ def _complete_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON file that holds an object.
+    """Read a JSON file that holds an object.
 
     Raises:
-        InputError: there is no such file, or it holds something else.
+        InputError: it cannot be read, or holds something else.
     """
     with explained(f"{path}: cannot be read", OSError):
         return _parse(path.read_bytes(), str(path))
@@ -162,7 +161,7 @@ def _dump(line: dict[str, Any]) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file as a whole: a process that is killed meanwhile leaves the old file."""
+    """Replace a file atomically: a process killed meanwhile leaves the old file."""
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(text, encoding="utf-8", errors=SURROGATES)
     sync(partial)
@@ -170,7 +169,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Write what the system still holds of a file or folder to the disk."""
+    """Flush a file or folder from the system's cache to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -11,7 +11,7 @@ import psutil
 
 CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 UNLIMITED = (OSError, ValueError, KeyError)
-"""Raised when a limit is read that is not set: its file is missing, or says "max"."""
+"""Errors from reading a limit that is not set: its file is missing, or says "max"."""
 
 
 def cores() -> int:
@@ -25,7 +25,7 @@ def cores() -> int:
 
 
 def host_memory() -> int:
-    """Bytes of host memory, free or not."""
+    """Total host memory, in bytes."""
     total = psutil.virtual_memory().total
     for group in _cgroups():
         with suppress(*UNLIMITED):
@@ -34,25 +34,25 @@ def host_memory() -> int:
 
 
 def host_memory_left() -> int:
-    """Bytes of host memory that are free."""
+    """Free host memory, in bytes."""
     free = psutil.virtual_memory().available
     for group in _cgroups():
         with suppress(*UNLIMITED):
             limit = int((group / "memory.max").read_text())
             used = int((group / "memory.current").read_text())
             lines = (group / "memory.stat").read_text().splitlines()
-            cached = int(dict(map(str.split, lines))["inactive_file"])  # makes room
+            cached = int(dict(map(str.split, lines))["inactive_file"])  # reclaimable
             free = min(free, limit - used + cached)
     return free
 
 
 def _cgroups() -> Iterator[Path]:
-    """The folder of this process's cgroup, and those of the cgroups around it."""
+    """Folders of this process's cgroup and of its ancestors."""
     with suppress(OSError):
         own = CGROUPS / OWN_CGROUP.read_text().partition("0::/")[2].strip()
         yield from (own, *own.parents)
 
 
 def on_wsl() -> bool:
-    """Whether this is Linux in Windows (WSL2), which pins no more than half of the memory."""
+    """Whether this is WSL2, which can pin at most half of the memory."""
     return "microsoft" in platform.release().lower()

@@ -1,5 +1,4 @@
-"""The door for `accelerate launch -m stapo_lite.train CONFIG ...`; else `stapo train CONFIG ...`
-does the same."""
+"""Entry point for `accelerate launch -m stapo_lite.train CONFIG ...`; same as `stapo train`."""
 
 from stapo_lite.cli import main
 

@@ -15,7 +15,7 @@ from stapo_lite.config import IN_PYTHON, Config, Prompting, load_config, load_ev
 from stapo_lite.errors import InputError
 from stapo_lite.extras.evaluation.evaluate import evaluate
 from stapo_lite.extras.publish.export import export
-from stapo_lite.extras.turns.episodes import RolloutFunction, chat_with, check_argument
+from stapo_lite.extras.turns.episodes import RolloutFunction, chat_with, check_function
 from stapo_lite.extras.turns.tools import Tool, schemas_of
 from stapo_lite.training.callbacks import Callback
 from stapo_lite.training.loop import train
@@ -88,7 +88,7 @@ class Trainer:
             keys["data.chat_template_kwargs.tools"] = schemas_of(tools)  # each prompt has them
             rollout_func = chat_with(tools)
         if rollout_func is not None:
-            check_argument(rollout_func, "rollout_func")
+            check_function(rollout_func, "rollout_func")
             keys["rollout.function"] = _name(rollout_func)
         if isinstance(callbacks, Callback) or not all(isinstance(c, Callback) for c in callbacks):
             raise InputError("callbacks: must be a list of stapo_lite.Callback objects")

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import datasets
+import pandas
 import pytest
 import torch
 import yaml
@@ -13,6 +14,7 @@ from helpers import ROOT, without_times
 
 from stapo_lite import Config, InputError, Trainer, load_config
 from stapo_lite.config.schema import EvalPrompting
+from stapo_lite.extras.evaluation import periodic
 from stapo_lite.extras.publish import hub as push
 from stapo_lite.files import read_lines, write_lines
 from stapo_lite.rewards.functions import RewardModel
@@ -206,6 +208,11 @@ def test_several_turns(tree, tmp_path, monkeypatch):
         RewardModel, "score", lambda self, c, *rest: (score(self, c, *rest), seen.extend(c))
     )
 
+    settings, play = [], periodic.play
+    monkeypatch.setattr(
+        periodic, "play", lambda *given: (play(*given), settings.append(given[1]))[0]
+    )
+
     def even(completion_ids, **_):
         return [sum(i % 2 == 0 for i in ids) for ids in completion_ids]
 
@@ -244,6 +251,7 @@ def test_several_turns(tree, tmp_path, monkeypatch):
     assert all(c.prompt.columns["wanted"] in c.text and not all(c.loss_mask) for c in evaluated)
     before, _ = read_lines(tmp_path / "path" / "evaluations.jsonl")
     assert before["reward"] == pytest.approx(sum(c.reward for c in evaluated) / 3)
+    assert all(given.stop_token_ids for given in settings)  # turns end as in training
 
 
 def run_with(tree, overrides):
@@ -360,6 +368,14 @@ def of_trl(prompts, trainer):
         (
             {"train_dataset": ROWS, "rollout_func": of_trl},
             "rollout_func: must take one argument, the episode",
+        ),
+        (
+            {"train_dataset": ROWS, "rollout_func": lambda episode: None},
+            "rollout_func: must be a coroutine function",
+        ),
+        (
+            {"train_dataset": pandas.DataFrame(ROWS)},
+            "must be a list of rows or a datasets.Dataset",
         ),
     ],
 )

@@ -21,7 +21,7 @@ S = TypeVar("S", bound=Section)
 NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)
 """Errors of the YAML reader; a ValueError for bad UTF-8 and huge numbers."""
 CONFIGS = Path(__file__).parents[1] / "configs"
-"""Example configs of the repository, which come with the package."""
+"""Example configs, shipped with the package."""
 
 
 def load_config(
@@ -30,11 +30,11 @@ def load_config(
     """Read a YAML config and apply overrides.
 
     Args:
-        source: the file, or what it would hold as nested dictionaries. If there is no
-            `configs/NAME.yaml`, the package's example of that name is read.
-        overrides: `key.sub=value` texts, whose values are YAML, or keys with their values. A key
-            of a dictionary needs no section: `learning_rate` is `train.learning_rate`. A section's
-            dictionary is merged.
+        source: a file, or its contents as nested dictionaries. If `configs/NAME.yaml` is missing,
+            the package's example of that name is read.
+        overrides: `key.sub=value` strings with YAML values, or a mapping from keys to values. Keys
+            of a mapping need no section: `learning_rate` is `train.learning_rate`. Values that are
+            dictionaries are merged.
 
     Raises:
         InputError: the file is missing or not a mapping; a key is unknown (with the nearest match);
@@ -114,8 +114,8 @@ def _read_override(override: str) -> tuple[str, Any]:
 
 
 def _full_key(schema: type[Section], name: str) -> str:
-    """The key that a name without its section means. Those of an evaluation during training have no
-    short names, since the run's own are often the same."""
+    """The full key of a name without its section. Keys of `evaluation` have no short names, since
+    other sections have many of the same names."""
     if name in schema.model_fields:
         return name
     meant = [key for key in _by_name(schema).get(name, []) if not key.startswith("evaluation.")]
@@ -151,8 +151,8 @@ def _explain(schema: type[Section], error: Any) -> str:
 
 
 def _hint(schema: type[Section], path: tuple[Any, ...]) -> str:
-    """The key that an unknown one was meant to be: one of TRL's names, one of another section, or
-    one with a similar spelling."""
+    """Suggest a replacement for an unknown key: what TRL's name is called here, a key of another
+    section, or one with a similar spelling."""
     *parents, last = path
     if schema is Config and last in TRL_NAMES:
         return f"TRL's name; here {TRL_NAMES[last]}"
@@ -174,7 +174,7 @@ def _hint(schema: type[Section], path: tuple[Any, ...]) -> str:
 
 
 def _by_name(schema: type[Section]) -> dict[str, list[str]]:
-    """The keys by their last part."""
+    """Full keys by their last part."""
     found: dict[str, list[str]] = {}
     for key in _keys(schema):
         found.setdefault(key.rpartition(".")[2], []).append(key)
@@ -182,7 +182,7 @@ def _by_name(schema: type[Section]) -> dict[str, list[str]]:
 
 
 def _keys(section: Any, prefix: str = "") -> list[str]:
-    """All keys of a section, those of its sections with a dot."""
+    """All keys of a section; those of nested sections are dotted."""
     found: list[str] = []
     for name, field in section.model_fields.items():
         if hasattr(field.annotation, "model_fields"):

@@ -1,14 +1,14 @@
-"""Presets: the algorithms that the paper compares, ablations of S2T, decodings.
+"""Presets: algorithms, variants of S2T, decodings.
 
-Each is a set of values for other keys, used if the user leaves those open. docs/deviations.md has
-the sources.
+Each sets other keys that the user has not given. docs/methods.md and docs/deviations.md have the
+sources.
 """
 
 from typing import Any
 
 Presets = dict[str, dict[str, dict[str, Any]]]
-"""Key of the preset -> its value -> the keys that it sets and their values; if two set a key, the
-first wins."""
+"""Preset key -> its value -> the keys it sets and their values. If two presets set a key, the first
+wins."""
 
 _NO_S2T = {"objective.s2t.enabled": False, "objective.entropy_coef": 0.0}
 _ALGORITHMS: dict[str, dict[str, Any]] = {

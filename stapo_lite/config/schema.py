@@ -1,7 +1,7 @@
 """The sections of a run's config and of an evaluation's.
 
-Every field carries its own docstring; `docs/config.md` is generated from them (`make docs`). Names
-are TRL's and PEFT's if those have the setting.
+Every field has a docstring; `make docs` generates `docs/config.md` from them. Names are TRL's or
+PEFT's if those have the setting.
 """
 
 import math
@@ -62,7 +62,7 @@ class Section(BaseModel):
         frozen=True,
         use_attribute_docstrings=True,
         allow_inf_nan=False,
-        # Each config gets sections of its own, which its presets may fill.
+        # Copies nested sections, since presets fill them in place.
         revalidate_instances="always",
         validate_default=True,
     )
@@ -72,13 +72,13 @@ class Section(BaseModel):
     def _no_number_is_true_or_false(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse booleans for numbers. Pydantic would read them as 1 and 0, and some numbers here
         are switches in TRL, such as `log_completions`."""
-        numbers = (int, float, PositiveInt | None, float | None)
+        numbers = (int, float, PositiveInt | None, float | None, Literal[0, 1, 2])
         if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation in numbers:
             raise PydanticCustomError("number", "must be a number")
         return value
 
     def conflicts(self) -> Iterator[str]:
-        """Yield a message for each set of values that do not go together: the keys and the fix."""
+        """Yield a message for each conflict between values: the keys and the fix."""
         return iter(())
 
     @model_validator(mode="after")
@@ -244,8 +244,9 @@ class Rollout(Engine):
 
     def conflicts(self) -> Iterator[str]:
         for name in PLANNED:
-            if type(self.vllm.get(name, 1)) is not int:
-                yield f"rollout.vllm.{name}={self.vllm[name]}: must be a whole number"
+            value = self.vllm.get(name, 1)
+            if type(value) is not int or value < 1:
+                yield f"rollout.vllm.{name}={value}: must be a whole number above 0"
         parallel = {"tensor_parallel_size", "data_parallel_size"}
         if self.engine != "server" and self.vllm.keys() & parallel:
             keys = "rollout.vllm.tensor_parallel_size and data_parallel_size"
@@ -303,7 +304,7 @@ class Stare(Section):
 
     @property
     def enabled(self) -> bool:
-        """Whether any token gets another weight."""
+        """Whether any weight differs from 1."""
         return (self.weight, self.negative_weight) != (1, 1)
 
 
@@ -473,19 +474,19 @@ class Evaluation(Section):
 
 
 class Preset(Section):
-    """A section whose presets fill in fields that are left open. Those do not count as given
-    (`model_fields_set`)."""
+    """A section with presets, which fill fields that are not given. Filled fields stay out of
+    `model_fields_set`."""
 
     _presets: ClassVar[Presets] = {}
 
     def model_post_init(self, context: Any) -> None:
-        for preset, table in reversed(self._presets.items()):  # the first one has the last word
+        for preset, table in reversed(self._presets.items()):  # so that the first one wins
             chosen = attrgetter(preset)(self)
             for key, value in table[chosen].items():
                 path, _, name = key.rpartition(".")
                 section = attrgetter(path)(self)
                 if name not in section.model_fields_set:
-                    section.__dict__[name] = value  # past `frozen` and `model_fields_set`
+                    section.__dict__[name] = value  # bypasses `frozen` and `model_fields_set`
 
 
 class Config(Preset):
@@ -530,7 +531,7 @@ class Config(Preset):
 
     @property
     def max_sequence_length(self) -> int:
-        """Tokens of the longest prompt and completion."""
+        """Tokens of the longest prompt plus the longest completion."""
         return self.data.max_prompt_length + self.rollout.max_completion_length
 
     @property
@@ -540,7 +541,7 @@ class Config(Preset):
 
     @property
     def may_share_base(self) -> bool:
-        """Whether vLLM in the trainer's process would have the trainer's weights."""
+        """Whether the config allows trainer and in-process vLLM to share the base's weights."""
         rollout = self.rollout
         return (
             rollout.share_base != "off"
@@ -552,7 +553,7 @@ class Config(Preset):
 
     @property
     def bytes_per_value(self) -> int:
-        """Bytes of a value in `dtype`; `auto` counts as a card's."""
+        """Bytes of a value in `dtype`; 2 for `auto`, as on a GPU."""
         return 4 if self.dtype == "float32" else 2
 
     @property
@@ -584,10 +585,13 @@ class Config(Preset):
         if judged and not self.reward.functions:
             keys = "rollout.dynamic_sampling, reward.overlong_penalty and evaluation.source"
             yield f"reward.functions=[]: {keys} need one"
-        negative = min(self.reward.correct, self.reward.incorrect) < 0
-        if objective.scale_rewards == "mean" and "math" in self.reward.functions and negative:
-            fix = "set reward.incorrect=0"
-            yield f"objective.scale_rewards=mean divides by the mean reward: {fix}"
+        if objective.scale_rewards == "mean":
+            why = "objective.scale_rewards=mean divides by the mean reward"
+            negative = min(self.reward.correct, self.reward.incorrect) < 0
+            if "math" in self.reward.functions and negative:
+                yield f"{why}: set reward.incorrect=0"
+            if self.reward.overlong_penalty:
+                yield f"{why}: leave reward.overlong_penalty out"
         if train.batch_size % train.mini_batch_size:
             sizes = f"train.batch_size={train.batch_size} is not divisible by train.mini_batch_size"
             divisor = math.gcd(train.batch_size, train.mini_batch_size)

@@ -1,5 +1,5 @@
-"""The keys of TRL's GRPOConfig, ModelConfig and GRPOTrainer that have another name here
-(docs/from_trl.md)."""
+"""Keys of TRL's GRPOConfig, ModelConfig and GRPOTrainer that have another name here, or no
+counterpart (docs/from_trl.md)."""
 
 _PROMPTS = "per_device_train_batch_size x gradient_accumulation_steps x processes / num_generations"
 

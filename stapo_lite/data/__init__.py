@@ -1,1 +1,1 @@
-"""From rows to prompts; the benchmarks; contamination."""
+"""From rows to prompts."""

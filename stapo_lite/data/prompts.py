@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 
 
 def load_rows(data: Data, key: str = "data.source") -> Sequence[dict[str, Any]]:
-    """Rows of the data set. One of the Hub stays on the disk; each row is read when it is asked
-    for.
+    """Load the rows of the data set. A dataset from the Hub stays on disk; each row is read on
+    access.
 
     Args:
         key: the config key of the source, for messages.
@@ -42,17 +42,20 @@ def load_rows(data: Data, key: str = "data.source") -> Sequence[dict[str, Any]]:
 
 
 def check_rows(rows: Sequence[Any], where: str) -> Sequence[dict[str, Any]]:
-    """Return the rows themselves.
+    """Check the rows and return them.
 
     Raises:
-        InputError: there are none, they have no number (a stream), or they are no dictionaries.
+        InputError: there are none, they have no length (a stream), or they are not dictionaries.
     """
-    if isinstance(rows, Mapping) or not hasattr(rows, "__len__"):  # a DatasetDict, a stream
+    if isinstance(rows, Mapping) or not hasattr(rows, "__len__"):  # a DatasetDict; a stream
         kind = type(rows).__name__
         raise InputError(f"{where}: must be a list of rows or a datasets.Dataset, got {kind}")
     if not len(rows):
         raise InputError(f"{where}: no rows")
-    checked = rows if isinstance(rows, list) else [rows[0]]  # others may be on the disk
+    with explained(
+        f"{where}: must be a list of rows or a datasets.Dataset", LookupError, TypeError
+    ):
+        checked = rows if isinstance(rows, list) else [rows[0]]  # others may be on disk
     if not all(isinstance(row, dict) for row in checked):
         raise InputError(f"{where}: rows must be dictionaries")
     return rows
@@ -72,7 +75,7 @@ def _read_dataset(data: Data) -> Sequence[dict[str, Any]]:
 
 
 def prompt_text(prompt: Any) -> str:
-    """The text of a prompt that is text or messages; empty for anything else."""
+    """A prompt's text, or that of its messages; empty for anything else."""
     if isinstance(prompt, str):
         return prompt
     if _fault(prompt, templated=True):
@@ -81,15 +84,14 @@ def prompt_text(prompt: Any) -> str:
 
 
 class Prompts(Sequence[Prompt]):
-    """The prompts of a data set, each rendered and tokenized when it is asked for: rows on the disk
-    stay there.
+    """The prompts of a data set, rendered and tokenized on access, so that rows on disk stay there.
 
-    All are rendered once at the beginning, to be checked.
+    The constructor renders every prompt once, to check it.
 
     Args:
         tokenizer: a transformers tokenizer.
         graded: whether each row must have an answer.
-        left_out: numbers of the rows, from 0, to leave out.
+        left_out: indices of rows to leave out.
         key: the config key of the source, for messages.
 
     Attributes:
@@ -151,7 +153,7 @@ class Prompts(Sequence[Prompt]):
         return f"{self._source}, row {number + 1}"
 
     def _warn_of_markers(self, number: int, prompt: Any) -> None:
-        """Warn, once, of a text that seems to have been through a chat template already."""
+        """Warn once if a prompt seems to have been rendered with a chat template already."""
         for marker in self._markers:
             if isinstance(prompt, str) and marker in prompt:
                 message = (
@@ -205,7 +207,7 @@ def _read_answer(row: dict[str, Any], column: str, where: str) -> Any:
 
 
 def _render(prompt: Any, tokenizer: Any, prompting: Prompting, where: str) -> str:
-    """The text that the model reads: by the chat template, with system prompt and suffix."""
+    """Render a prompt with system prompt and suffix, by the chat template if it is on."""
     templated = prompting.apply_chat_template
     if fault := _fault(prompt, templated):
         raise InputError(f"{where}: {fault}")
@@ -233,7 +235,8 @@ def conversation(prompt: str | list[dict[str, Any]], prompting: Prompting) -> li
 def apply_template(
     messages: list[dict[str, Any]], tokenizer: Any, arguments: Mapping[str, Any]
 ) -> str:
-    """The text that the model goes on with. A last message of the assistant's is left open.
+    """Render messages for the model to continue. If the last message is the assistant's, it is left
+    open; otherwise a new assistant turn is begun.
 
     Args:
         arguments: of the chat template, such as `enable_thinking` or `tools`.
@@ -251,8 +254,8 @@ def apply_template(
 def stop_token_ids(
     tokenizer: Any, model_eos: int | list[int] | None, apply_chat_template: bool
 ) -> tuple[int, ...]:
-    """Tokens that end a completion: the tokenizer's and the model's end of text, and the chat
-    template's end of an assistant turn, which base models with a chat template do not declare."""
+    """Tokens that end a completion: end of text of tokenizer and model, and the chat template's end
+    of an assistant turn, which base models with a chat template do not declare."""
     ids = {tokenizer.eos_token_id}
     ids.update([model_eos] if isinstance(model_eos, int) else model_eos or [])
     if apply_chat_template:
@@ -268,7 +271,7 @@ def stop_token_ids(
 
 
 def _fault(prompt: Any, templated: bool) -> str:
-    """Say why a prompt is neither text nor, for a chat template, messages; empty if it is."""
+    """Why a prompt is neither text nor (with a chat template) messages; empty if it is one."""
     if isinstance(prompt, str):
         return ""
     expected = "text or a list of {role, content} messages" if templated else "text"
@@ -286,8 +289,8 @@ def _fault(prompt: Any, templated: bool) -> str:
 
 
 def _without_none(value: Any) -> Any:
-    """Copy messages without the fields that are None: a data set has one in each row that lacks
-    another row's field."""
+    """Copy messages without fields that are None: a data set fills in None for fields that only
+    other rows have."""
     if isinstance(value, dict):
         return {key: _without_none(part) for key, part in value.items() if part is not None}
     if isinstance(value, list):

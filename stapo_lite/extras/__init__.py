@@ -1,3 +1,3 @@
-"""What a run can do without. Each module or folder here may be deleted with its command and its
-line in `assemble.py`; the core imports none of them, and they do not import each other, but for
-what `pyproject.toml` lists."""
+"""What a run can do without. Each module or folder here can be deleted along with its command and
+its line in `assemble.py`: the core imports none of them, and they import each other only as
+`pyproject.toml` lists."""

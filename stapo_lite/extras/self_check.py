@@ -1,9 +1,9 @@
-"""A check before a run's first step: does the engine compute what the trainer computes?
+"""Check before a run's first step: does the engine compute what the trainer computes?
 
 vLLM has had bugs in which an adapter silently did nothing, or was lost while the engine slept
 (vllm#49354, #34186, #53888). Such a run would sample from one policy and train another. The check
-gives the adapter random values, lets the engine sample a few tokens, and compares
-log-probabilities: with those of the trainer's policy, and of the base alone.
+gives the adapter random values, samples a few tokens with the engine, and compares their
+log-probabilities with those of the trainer's policy and of the base alone.
 """
 
 import itertools
@@ -22,25 +22,25 @@ from stapo_lite.types import Completion, Prompt
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 64, 16
 LEAST_EFFECT = 0.5
-"""Nats by which the random adapter must move log-probabilities on average, to stand out from
+"""Mean change in nats that the random adapter must make to log-probabilities, to stand out from
 rounding."""
 LARGEST_GAP = 0.25
-"""Largest mean difference between engine and trainer, as a share of the adapter's effect, if both
-have the same weights."""
+"""Limit of the mean difference between engine and trainer, as a share of the adapter's effect, if
+both have the same weights."""
 ROUNDING = 0.02
-"""Nats of difference that are no fault if the engine is at least twice as far from the base: if
-the sampled tokens are nearly certain, the adapter moves them little, and bfloat16 as much."""
+"""A gap of at most this many nats passes if the engine is at least twice as far from the base: the
+adapter moves nearly certain tokens no more than bfloat16 rounding does."""
 
 
 def check_engine(engine: RolloutEngine, learner: Learner, prompts: Sequence[Prompt]) -> float:
     """Sample with a random adapter, freshly loaded and after sleep and wake, and compare with the
     trainer.
 
-    Collective: every rank must call it, while the engine sleeps. Afterwards it sleeps again, and
-    the adapter has its own values.
+    Collective: every rank must call it, while the engine sleeps. Afterwards the engine sleeps again
+    and the adapter has its own values back.
 
     Args:
-        prompts: of the run; their first tokens are sampled from.
+        prompts: the run's; sampling continues their first tokens.
 
     Returns:
         The mean difference between the log-probabilities of engine and trainer, in nats.
@@ -67,8 +67,12 @@ def check_engine(engine: RolloutEngine, learner: Learner, prompts: Sequence[Prom
 
 
 def random_adapter(learner: Learner, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
-    """Random values for the adapter, as large as `LEAST_EFFECT` needs; by the names of
-    `Policy.parameters`."""
+    """Random values for the adapter, large enough for `LEAST_EFFECT`, by the names of
+    `Policy.parameters`.
+
+    Raises:
+        RunError: no scale has that effect.
+    """
     policy, generator = learner.policy, torch.Generator().manual_seed(0)
     drawn = {
         name: torch.randn(parameter.shape, generator=generator).to(policy.device)
@@ -106,7 +110,7 @@ def measure_gap(learner: Learner, completions: Sequence[Completion], moment: str
     effect = (adapted - base).abs().mean().item()
     config, limit = learner.config, LARGEST_GAP * effect
     its = config.quantization_in_vllm
-    # Rounded in another way; in fp8 the layers' inputs. The difference is logged and corrected.
+    # The engine rounds differently (in fp8 also layer inputs); the gap is logged and corrected.
     if config.rollout.model or config.rollout.quantization != its or its == "fp8":
         limit = to_base
     if gap <= limit or (gap <= ROUNDING and 2 * gap <= to_base):

@@ -1,8 +1,7 @@
-"""Symptoms: signs in a run's metrics that something is wrong, with the likely cause and the keys
-to change.
+"""Symptoms: signs in a run's metrics that something is wrong, with likely cause and keys to change.
 
-Symptoms depend on the metrics alone, which are the same on every process, and come back from the
-metrics file after `--resume`.
+They depend only on the metrics, which are the same on every process and are read from the metrics
+file on `--resume`.
 """
 
 import logging
@@ -19,21 +18,21 @@ logger = logging.getLogger(__name__)
 
 Metrics = Sequence[dict[str, Any]]
 SHORT, LONG = 10, 50
-"""Numbers of steps at the beginning and at the end of a run whose means are compared."""
+"""Window sizes, in steps, for comparing the beginning of a run with its end."""
 
 
 class Rule(NamedTuple):
     holds: Callable[[Metrics], bool]
     cause: str
-    """The likely origin, and the keys to change."""
+    """The likely cause, and the keys to change."""
 
 
 def _is(*names: str, when: Callable[[float, float], bool]) -> Callable[[Metrics], bool]:
     """A condition on the sum of some metrics.
 
     Args:
-        when: called with the means over the first and over the last SHORT steps that have all of
-            these metrics.
+        when: called with the means over the first and the last SHORT steps that have all of these
+            metrics.
     """
 
     def holds(history: Metrics) -> bool:
@@ -45,7 +44,7 @@ def _is(*names: str, when: Callable[[float, float], bool]) -> Callable[[Metrics]
 
 
 def _not_rising(history: Metrics) -> bool:
-    """Whether the mean reward of the last LONG steps is not above that of the first ones by two
+    """Whether the mean reward of the last LONG steps exceeds that of the first LONG by at most two
     standard errors."""
     first, last = (
         [m["reward"] for m in part if m["reward"] is not None]
@@ -101,7 +100,7 @@ RULES: dict[Symptom, Rule] = {
 
 
 def new_symptoms(history: Metrics) -> list[Symptom]:
-    """Symptoms that hold after the last of these steps and did not after the one before."""
+    """Symptoms that hold after the last of these steps but not after the one before."""
     return [
         name for name, rule in RULES.items() if rule.holds(history) and not rule.holds(history[:-1])
     ]
@@ -113,10 +112,10 @@ def ending_symptom(symptoms: Sequence[Symptom], stop_on: Sequence[Symptom]) -> S
 
 
 class Symptoms(Callback):
-    """Warns of new symptoms, and ends the run with one of `stop_on`."""
+    """Warns of new symptoms, and ends the run if one is in `stop_on`."""
 
     def on_train_begin(self, run: Run) -> None:
-        self._end(run)  # what ended the run ends it still
+        self._end(run)  # a resumed run that had ended this way ends again
 
     def on_step_end(self, run: Run, metrics: dict[str, Any], rollouts: Rollouts) -> None:
         if run.accelerator.is_main_process:

@@ -2,11 +2,10 @@
 
     A_t = group advantage + weight * (log pi_teacher(y_t) - log pi_student(y_t))
 
-With this advantage the policy gradient is that of the reverse KL divergence of each token's
-distribution, KL(student || teacher), estimated at the sampled token: arXiv 2306.13649 with
-on-policy data, in the form of "On-Policy Distillation" by Thinking Machines. The student's
-log-probability is the engine's when it sampled. The teacher is another adapter on the same base, or
-a model behind a vLLM server.
+With the second term, the policy gradient minimises each token's reverse KL divergence, KL(student
+|| teacher), estimated at the sampled token: arXiv 2306.13649 with on-policy data, in the form of
+"On-Policy Distillation" by Thinking Machines. The student's log-probability is the engine's at
+sampling. The teacher is another adapter on the same base, or a model on a vLLM server.
 """
 
 import json
@@ -34,14 +33,14 @@ AT_ONCE = 16
 TIMEOUT = 600.0
 """Seconds that a request may take."""
 ATTEMPTS, PAUSE = 4, 5.0
-"""How often a request is made before the run ends, and the seconds between two attempts."""
+"""Attempts per request before the run ends, and the seconds between two."""
 
 
 class Teacher(Callback):
-    """Adds the teacher's opinion to the advantage of each token.
+    """Adds the teacher's term to the advantage of each token.
 
     Args:
-        weight: of the teacher's part of the advantage.
+        weight: factor on this term.
     """
 
     def __init__(self, weight: float):
@@ -49,7 +48,7 @@ class Teacher(Callback):
         self._kl = self._tokens = 0.0
 
     def logprobs(self, run: Run, batch: MiniBatch) -> Tensor:
-        """Log-probabilities that the teacher gives to the tokens of a mini-batch, [N] fp32."""
+        """The teacher's log-probabilities of a mini-batch's tokens, [N] fp32."""
         raise NotImplementedError
 
     def on_mini_batches(self, run: Run, batches: Sequence[MiniBatch]) -> None:
@@ -68,10 +67,10 @@ class Teacher(Callback):
 
 
 class AdapterTeacher(Teacher):
-    """Another adapter on the student's base, which the trainer computes.
+    """Another adapter on the student's base, run by the trainer.
 
     Args:
-        folder: of an adapter with the student's rank, scale and layers.
+        folder: an adapter with the student's rank, scale and layers.
     """
 
     def __init__(self, weight: float, folder: Path):
@@ -91,12 +90,12 @@ class AdapterTeacher(Teacher):
 
 
 class ServerTeacher(Teacher):
-    """The base model, with the student's vocabulary, of `vllm serve` or `stapo serve`. It must hold
-    a token more than prompt and completion, since it writes one.
+    """The base model of a `vllm serve` or `stapo serve`, with the student's vocabulary. Its context
+    must fit prompt, completion and one more token, which every request generates.
 
     Args:
-        url: of the server.
-        key: of its API, if it asks for one.
+        url: address of the server.
+        key: API key, if the server asks for one.
 
     Raises:
         RunError: it does not answer.
@@ -105,7 +104,9 @@ class ServerTeacher(Teacher):
     def __init__(self, weight: float, url: str, key: str):
         super().__init__(weight)
         self._url, self._key = url.rstrip("/"), key
-        self._model = self._ask("/v1/models")["data"][0]["id"]
+        failed = f"objective.teacher_server={url}: does not say what it serves"
+        with explained(failed, LookupError, TypeError, kind=RunError):
+            self._model = self._ask("/v1/models")["data"][0]["id"]
 
     def logprobs(self, run: Run, batch: MiniBatch) -> Tensor:
         with ThreadPoolExecutor(AT_ONCE) as threads:

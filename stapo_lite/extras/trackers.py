@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 
 
 class Trackers(Callback):
-    """Tells the trackers of `log.report_to`, which the accelerator was made with, what a run
-    logs."""
+    """Sends a run's metrics, completions and evaluations to the accelerator's trackers
+    (`log.report_to`)."""
 
     def __init__(self, accelerator: Accelerator):
         self._accelerator = accelerator
@@ -39,7 +39,7 @@ class Trackers(Callback):
                 self._log_completions(step, kept)
 
     def _log_completions(self, step: int, completions: Sequence[Completion]) -> None:
-        """Log a table of completions with the trackers that have tables or texts."""
+        """Log a table of completions to trackers that support tables or text."""
         lines = [completion_line(step, completion) for completion in completions]
         names = list(lines[0])
         cells = [[shorten(str(value)) for value in line.values()] for line in lines]
@@ -72,8 +72,8 @@ class Trackers(Callback):
 
     @contextmanager
     def _or_untracked(self) -> Iterator[None]:
-        """Go on without trackers, with a warning, if they fail: a service out of reach, a folder
-        that cannot be written."""
+        """Warn and go on without trackers if they fail, such as on a lost connection or an
+        unwritable folder."""
         try:
             yield
         except Exception as error:

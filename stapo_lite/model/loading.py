@@ -308,7 +308,7 @@ def read_adapter(folder: Path) -> dict[str, Any]:
         raise InputError(
             f"adapter={folder}: its target_modules must be a list of layer names, got {modules}"
         )
-    if rank > 512:
+    if not isinstance(rank, int) or rank > 512:
         raise InputError(f"adapter={folder}: its rank must be at most 512, got {rank}")
     with (
         explained(f"adapter={folder}: cannot be read"),
@@ -371,12 +371,12 @@ def find_adapter(lora: Lora, adapter: str, key: str) -> Path:
     its = {"use_rslora": False} | read_adapter(folder)  # an old PEFT does not write this key
     differing = []
     for name in ("r", "lora_alpha", "use_rslora"):
-        if its[name] != getattr(lora, name):
+        if its.get(name) != getattr(lora, name):
             differing.append(name)
     if set(lora.target_modules) not in ({"all-linear"}, set(its["target_modules"])):
         differing.append("target_modules")
     if differing:
-        settings = " ".join(f"lora.{name}={json.dumps(its[name])}" for name in differing)
+        settings = " ".join(f"lora.{name}={json.dumps(its.get(name))}" for name in differing)
         raise InputError(f"{key}={adapter} is another kind of adapter: set {settings}")
     return folder
 

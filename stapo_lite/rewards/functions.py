@@ -1,5 +1,4 @@
-"""Rewards: functions of the package, and the user's own, given by import path or, in Python, as
-they are."""
+"""Rewards: the package's functions and the user's, given by import path or as Python objects."""
 
 import asyncio
 import inspect
@@ -21,24 +20,24 @@ from stapo_lite.types import Completion
 logger = logging.getLogger(__name__)
 
 LARGEST = 1e30
-"""Bound of a reward, with room below fp32's largest number (3e38): losses and gradients are
-computed in fp32."""
+"""Exclusive bound on a score's magnitude. It leaves room below fp32's maximum (3e38) for losses and
+gradients."""
 MAX_FAILURES = 3
-"""A run ends if a user's function fails on so many batches in a row."""
+"""Batches in a row on which a user's function may fail before the run ends."""
 
 Judgements = list[float | None]
-"""A number for each completion; None if the function does not judge it."""
+"""A score per completion; None if the function does not judge it."""
 RewardFunction = Callable[[Sequence[Completion], int, SimpleNamespace], Judgements]
 """Called with completions, a seed and TRL's `trainer_state`."""
 
 
 class RewardModel:
-    """The weighted sum of a run's reward functions, which run side by side.
+    """The weighted sum of a run's reward functions, which run concurrently.
 
     Args:
-        max_steps: of the run, for `trainer_state`.
-        own: functions of this process by their names in `settings.functions`.
-        built_in: functions of the package by their names there, such as `math`.
+        max_steps: the run's, for `trainer_state`.
+        own: the caller's functions, called in this process, by name in `settings.functions`.
+        built_in: the package's functions, such as `math`, by name.
 
     Raises:
         InputError: a function cannot be imported.
@@ -67,13 +66,13 @@ class RewardModel:
         """Set `scores` and `reward` of each completion.
 
         Args:
-            step: of the run, for `trainer_state`.
+            step: the run's, for `trainer_state`.
 
         Raises:
             RunError: a user's function failed too often.
-            Exception: what a function of this process raised.
+            Exception: raised by a function called in this process.
         """
-        # TRL's global_step counts the steps that are done.
+        # TRL's global_step counts finished steps.
         state = SimpleNamespace(global_step=step - 1, max_steps=self._max_steps)
         running = {
             name: self._threads.submit(function, completions, seed, state)
@@ -87,18 +86,17 @@ class RewardModel:
         for number, completion in enumerate(completions):
             scores = {name: judged[number] for name, judged in values.items()}
             completion.scores = {name: score for name, score in scores.items() if score is not None}
-            # A weight of 0 only logs: such a function does not make a completion judged.
+            # A function of weight 0 is only logged; it alone does not make a completion judged.
             weighted = [
                 self._weights[name] * score
                 for name, score in completion.scores.items()
                 if self._weights[name]
             ]
-            # To 12 digits: 0.1 + 0.2 and 0.3 are equal rewards, from which nothing is to be
-            # learned.
+            # Rounded to 12 digits so that equal rewards (0.1 + 0.2 and 0.3) give no advantage.
             completion.reward = float(f"{sum(weighted):.12g}") if weighted else None
 
     def close(self) -> None:
-        """End all calls, also those under way."""
+        """End all calls, including those in progress."""
         for function in self._functions.values():
             if isinstance(function, SandboxedFunction | LocalFunction):
                 function.close()
@@ -118,7 +116,7 @@ def reward_arguments(
         as_message = [{"role": "assistant", "content": c.text}]
         answers.append(c.text if isinstance(c.prompt.prompt, str) else as_message)
     columns = {name: [p.columns.get(name) for p in prompts] for name in names}
-    return columns | {  # columns of these names stay out
+    return columns | {  # these win over columns of the same name
         "prompts": [p.prompt for p in prompts],
         "completions": answers,
         "completion_ids": [c.token_ids for c in completions],
@@ -127,11 +125,11 @@ def reward_arguments(
 
 
 def judgements(name: str, values: Any, count: int) -> Judgements:
-    """Check the values that a function returned; those that are not finite, or reach LARGEST,
-    become None.
+    """Check the values that a function returned. Those that are not numbers, not finite or at least
+    LARGEST in magnitude become None.
 
     Raises:
-        SandboxError: it returned no list of `count` values, or none of them can be used.
+        SandboxError: the values are not a list of `count`, or every value is unusable.
     """
     if not isinstance(values, list):
         raise SandboxError(f"returned {values!r:.100}, not a list")
@@ -155,24 +153,24 @@ def judgements(name: str, values: Any, count: int) -> Judgements:
 
 @cache
 def event_loop() -> asyncio.AbstractEventLoop:
-    """The loop, in a thread of its own, of all coroutines of this process's reward functions. The
-    thread of a notebook has a loop that runs already."""
+    """The event loop, in its own thread, for coroutine reward functions of this process. (In a
+    notebook, the main thread already runs a loop.)"""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="reward-coroutines", daemon=True).start()
     return loop
 
 
 class LocalFunction:
-    """A function of this process: it may be a lambda or a closure, and keeps its state. It runs
-    without limits and without seeds of its own; what it raises ends the run.
+    """A reward function called in this process: it may be a lambda or closure, and keeps its state.
+    It has no time or memory limit and is not seeded; an exception in it ends the run.
 
     Args:
         name: for messages.
         function: called as TRL calls it; may be a coroutine function.
 
     Attributes:
-        in_this_thread: whether it must be called in the run's own thread, whose device and signals
-            it may need. True unless it is a coroutine function.
+        in_this_thread: whether to call it in the run's own thread, since it may need that thread's
+            device or signals. False only for coroutine functions.
     """
 
     def __init__(self, name: str, function: Callable):
@@ -187,7 +185,7 @@ class LocalFunction:
         """Judge completions.
 
         Raises:
-            RunError: it returned something else than a list with a value for each.
+            RunError: it did not return a list with a value for each completion.
         """
         values = self._function(**reward_arguments(completions, trainer_state))
         if inspect.iscoroutine(values):
@@ -200,18 +198,18 @@ class LocalFunction:
             raise RunError(f"reward_funcs: {self._name} {error}; {fix}") from None
 
     def close(self) -> None:
-        """Cancel a coroutine under way."""
+        """Cancel a running coroutine."""
         if self._running:
             self._running.cancel()
 
 
 class SandboxedFunction:
     """The user's reward function at `package.module:function`, called as TRL calls it
-    (`reward_arguments`), in a process of its own; it may be a coroutine function.
+    (`reward_arguments`), in its own process; it may be a coroutine function.
 
     It returns a list of numbers, with None for a completion that it does not judge. If it raises,
-    hangs, takes more than half of the machine's memory, or returns anything else, it judges none
-    of these completions.
+    hangs, takes more than half of the machine's memory, or returns anything else, all completions
+    of the call count as not judged.
 
     Args:
         timeout: seconds of one call, and of the module's import.
@@ -236,7 +234,7 @@ class SandboxedFunction:
         """Judge completions.
 
         Args:
-            seed: of Python's, numpy's and torch's generators in the function's process.
+            seed: for Python's, numpy's and torch's generators in the function's process.
 
         Raises:
             RunError: it failed on MAX_FAILURES batches in a row.
@@ -263,18 +261,17 @@ class SandboxedFunction:
             )
 
     def close(self) -> None:
-        """End its process, and with it a call under way."""
+        """Kill its process, and with it a running call."""
         self._closed = True
         self.sandbox.kill()
 
 
 def overlong_share(length: int, max_completion_length: int, buffer: float) -> float:
-    """The share of DAPO's soft overlong punishment (eq. 13) that a completion earns, from 0 to 1.
+    """The share of DAPO's soft overlong punishment (eq. 13) that a completion gets, from 0 to 1.
 
     Args:
         length: tokens of the completion, at most `max_completion_length`.
-        buffer: share of `max_completion_length`, at its end, over which the punishment grows
-            linearly.
+        buffer: the last share of `max_completion_length`, over which the punishment grows linearly.
     """
     width = buffer * max_completion_length
     return max(0.0, length - (max_completion_length - width)) / width

@@ -1,13 +1,12 @@
-"""A function in a process of its own, where it may hang, crash or take all memory.
+"""Run a function in its own process, where it may hang, crash or exhaust its memory limit.
 
-The process is `python -m stapo_lite.rewards.sandbox CONNECTION`. It imports neither torch nor
-anything of the trainer, only what the function asks for, so that starting another one is quick.
-The parent sends pickled arguments. The process answers in JSON: with pickled values the parent
-would have to import the user's types, or numpy's, to read them.
+The process is `python -m stapo_lite.rewards.sandbox CONNECTION`. It imports neither torch nor the
+trainer, only what the function needs, so that a restart is quick. The parent sends pickled
+arguments; the process replies in JSON, since unpickling could make the parent import the user's
+types or numpy.
 
-Libraries with limits for each task (pebble, loky) start their workers by `multiprocessing`. Each
-worker then imports the trainer's main module, and with it torch, and processes that a function
-started outlive it.
+Libraries with limits per task (pebble, loky) start workers with `multiprocessing`: each worker
+imports the trainer's main module, and so torch, and processes that a function starts outlive it.
 """
 
 import asyncio
@@ -46,8 +45,8 @@ class Sandbox:
 
     Args:
         function: `package.module:function`.
-        timeout: seconds of one call, and of the module's import.
-        memory_bytes: limit for the process together with all that it started.
+        timeout: limit in seconds for one call, and for importing the module.
+        memory_bytes: limit for the process and its descendants together.
     """
 
     def __init__(self, function: str, timeout: float, memory_bytes: int):
@@ -57,10 +56,10 @@ class Sandbox:
         self._process: subprocess.Popen | None = None
 
     def start(self) -> bool:
-        """Start the process unless it runs; returns whether it was started.
+        """Start the process unless it is running; returns whether it was started.
 
         Raises:
-            SandboxError: the function cannot be imported, or the system starts no process.
+            SandboxError: the function cannot be imported, or no process can be started.
         """
         if self._process is not None:
             return False
@@ -71,7 +70,7 @@ class Sandbox:
                 [sys.executable, "-m", "stapo_lite.rewards.sandbox", str(number)],
                 pass_fds=[number],
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # a process group, which ends as a whole
+                start_new_session=True,  # its own process group, to kill as a whole
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
         except OSError as error:
@@ -80,38 +79,42 @@ class Sandbox:
         finally:
             theirs.close()
         try:
-            self._ask(self.function, self.timeout)
+            self._ask(pickle.dumps(self.function), self.timeout)
         except SandboxError:
             self.close()
             raise
         return True
 
     def call(self, arguments: dict[str, Any], seed: int = 0, timeout: float | None = None) -> Any:
-        """Call the function; returns its value as Python's own numbers, texts and lists.
+        """Call the function; returns its value as decoded from JSON.
 
         Args:
-            arguments: by keyword.
-            seed: of Python's, numpy's and torch's generators in the process.
-            timeout: seconds; by default the sandbox's.
+            arguments: keyword arguments.
+            seed: for Python's, numpy's and torch's generators in the process.
+            timeout: limit in seconds; by default the sandbox's.
 
         Raises:
-            SandboxError: it raised, passed a limit, or ended its process. If the process has
-                ended, the next call starts another one.
+            SandboxError: it raised, exceeded a limit, or ended its process. If the process is
+                gone, the next call starts a new one.
         """
-        self.start()
         timeout = timeout or self.timeout
-        return self._ask((arguments, seed % 2**32, timeout), timeout)
+        try:
+            question = pickle.dumps((arguments, seed % 2**32, timeout))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise SandboxError(f"cannot be sent its arguments: {error}") from error
+        self.start()
+        return self._ask(question, timeout)
 
-    def _ask(self, question: Any, timeout: float) -> Any:
+    def _ask(self, question: bytes, timeout: float) -> Any:
         process = self._process
         assert process is not None
         deadline = time.monotonic() + timeout
         limit_waiting(self._connection, timeout)
         try:
-            # Nobody would read a long message to a process that has ended, if one that it started
-            # holds the connection open.
+            # If a child keeps the connection of an ended process open, a long message would block:
+            # nobody reads it.
             if process.poll() is None:
-                self._connection.send_bytes(pickle.dumps(question))
+                self._connection.send_bytes(question)
             while not self._connection.poll(0.1):
                 if process.poll() is not None:
                     raise EOFError
@@ -135,14 +138,14 @@ class Sandbox:
         return value
 
     def kill(self) -> None:
-        """End the process and what it started; a call under way in another thread then fails."""
+        """Kill the process and its children; a call running in another thread then fails."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """End the process and what it started, when no call is under way. The next call starts
-        another one."""
+        """Kill the process and its children; no call may be running. The next call starts a new
+        one."""
         if self._process is not None:
             self.kill()
             self._process.wait()
@@ -151,8 +154,8 @@ class Sandbox:
 
 
 def limit_waiting(connection: Connection, timeout: float) -> None:
-    """Let a connection raise BlockingIOError if a message makes no progress for so many seconds,
-    since its other end was stopped, or has ended while another process holds it open."""
+    """Make a connection raise BlockingIOError if a message makes no progress for `timeout` seconds:
+    the other end was stopped, or it ended while another process holds the connection open."""
     limit = struct.pack("ll", math.ceil(timeout), 0)
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
         same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
@@ -160,11 +163,11 @@ def limit_waiting(connection: Connection, timeout: float) -> None:
 
 
 def used_bytes(pid: int, limit: int) -> int:
-    """Memory of a process and of those that it started; 0 if one of them ends just now.
+    """Memory of a process and its descendants, in bytes; 0 if one of them has just ended.
 
-    Pages that they share count once: each process has its part of them (PSS). Finding that out
-    takes a walk through all pages, so it is done only if the resident sizes, in which shared pages
-    count for every process, pass the limit.
+    Shared pages should count once, as in PSS. That takes a walk through all pages, so PSS is read
+    only if the sum of resident sizes, which counts shared pages for every process, exceeds the
+    limit.
     """
     with suppress(psutil.Error):
         process = psutil.Process(pid)
@@ -177,11 +180,11 @@ def used_bytes(pid: int, limit: int) -> int:
 
 
 def answer_calls(connection: Connection) -> None:
-    """Receive the function's path, then (keyword arguments, seed, seconds) of each call; answer
-    [value, problem] to each.
+    """Receive the function's path, then (keyword arguments, seed, timeout in seconds) of each call;
+    reply to each with [value, problem].
 
     Raises:
-        EOFError: the parent has closed the connection, or ended.
+        EOFError: the parent closed the connection or ended.
     """
     path, own_pid = connection.recv(), os.getpid()
     try:
@@ -190,11 +193,11 @@ def answer_calls(connection: Connection) -> None:
     except Exception as error:  # the module is the user's
         problem = f"cannot be imported ({type(error).__name__}: {one_line(error)})"
     connection.send_bytes(to_json([None, problem]))
-    # One loop for all calls: what a coroutine function holds, such as a client, belongs to a loop.
+    # One loop for all calls: what a coroutine function keeps, such as a client, is tied to a loop.
     loop = asyncio.Runner()
     while problem is None:
         arguments, seed, timeout = connection.recv()
-        # Without a handler the signal ends even C code. It does so, too, if the parent is gone.
+        # With no handler, SIGALRM kills the process even in C code, and even without a parent.
         signal.alarm(math.ceil(timeout) + 1)
         random.seed(seed)
         if numpy := sys.modules.get("numpy"):
@@ -210,13 +213,13 @@ def answer_calls(connection: Connection) -> None:
             reason = f"raised {type(error).__name__}: {one_line(error)}{_place(error, path)}"
             answer = to_json([None, reason])
         signal.alarm(0)
-        if os.getpid() != own_pid:  # the function has forked, and came back twice
+        if os.getpid() != own_pid:  # the function forked and returned twice
             os._exit(1)
         connection.send_bytes(answer)
 
 
 def _place(error: Exception, path: str) -> str:
-    """Describe the line of the function's own file that raised an error; empty if none did."""
+    """The line in the function's own file that raised an error; empty if there is none."""
     module = sys.modules[path.partition(":")[0]]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if frame.filename == getattr(module, "__file__", None):
@@ -225,8 +228,8 @@ def _place(error: Exception, path: str) -> str:
 
 
 def to_json(value: Any) -> bytes:
-    """Encode a value, with arrays and other iterables as lists, other numbers as floats, and NaN
-    for anything else."""
+    """Encode a value: arrays and other iterables as lists, other numbers as floats, anything else
+    as NaN."""
     return json.dumps(value, default=_plain).encode()
 
 
@@ -241,7 +244,7 @@ def _plain(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    # If the machine's memory ends before the limit, let the kernel end this process first.
+    # If the machine runs out of memory first, let the kernel kill this process.
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     with suppress(EOFError, ConnectionError):  # the trainer has ended

@@ -17,8 +17,8 @@ class TokenBudget:
     """The most tokens in a micro-batch, padding included; halved each time memory runs out.
 
     Args:
-        save_memory: called if memory runs out on a single sequence; returns what it changed to save
-            memory, None if nothing is left to change.
+        save_memory: called if a single sequence is the largest micro-batch, which halving would not
+            make smaller; returns what it changed to save memory, None if nothing is left to change.
 
     Attributes:
         halvings: how often the budget was halved; it is never raised again.
@@ -46,15 +46,18 @@ class TokenBudget:
         """
         lengths = [sequence_length(completion) for completion in batch.select(rows)]
         while True:
-            micro_batches = []
-            for part in split_by_tokens(lengths, self.tokens):
-                micro_batches.append([rows[i] for i in part])
+            parts = split_by_tokens(lengths, self.tokens)
+            micro_batches = [[rows[i] for i in part] for part in parts]
             try:
                 return work(micro_batches)
             except RuntimeError as error:
                 if not out_of_memory(error):
                     raise
-                change = self._shrink(single=len(micro_batches) == len(rows))
+                largest = max(parts, key=lambda part: len(part) * max(lengths[i] for i in part))
+                change = self._save_memory() if len(largest) == 1 else None
+                if change is None and len(parts) < len(rows):
+                    self.halvings += 1
+                    change = f"micro-batches have at most {self.tokens} tokens"
                 if change is None:
                     raise RunError(
                         "memory ran out on a single sequence: lower rollout.max_completion_length "
@@ -64,10 +67,3 @@ class TokenBudget:
             # Only after the `except` block are the error and the tensors in its traceback freed.
             clear_device_cache(garbage_collection=True)
             logger.warning("memory ran out: from now on %s", change)
-
-    def _shrink(self, single: bool) -> str | None:
-        """Make later passes need less memory; returns how, or None if nothing is left to try."""
-        if single:
-            return self._save_memory()
-        self.halvings += 1
-        return f"micro-batches have at most {self.tokens} tokens"

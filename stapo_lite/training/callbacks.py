@@ -37,7 +37,8 @@ class Callback:
 
     def on_mini_batches(self, run: Run, batches: Sequence[MiniBatch]) -> None:
         """A step's completions are cut into mini-batches; `batches` has this process's share of
-        each. You may change their `advantages`."""
+        each. A teacher changes their `advantages` (`objective.distills`): without one, completions
+        with a group advantage of 0 stay out of the update."""
 
     def on_update(self, run: Run, batch: MiniBatch, update: Update) -> None:
         """An update has ended; `batch` is this process's share of its mini-batch. The policy is

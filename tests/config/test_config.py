@@ -131,6 +131,8 @@ def test_the_mean_reward_divides_rewards_that_are_not_negative():
     with pytest.raises(InputError, match="scale_rewards=mean divides .* set reward.incorrect=0"):
         load_config(MINIMAL | {"reward": {"incorrect": -1.0}}, ["algorithm=maxrl"])
     assert load_config(MINIMAL, ["algorithm=maxrl"]).objective.scale_rewards == "mean"
+    with pytest.raises(InputError, match="leave reward.overlong_penalty out"):
+        load_config(MINIMAL, ["algorithm=maxrl", "reward.overlong_penalty=1"])
 
 
 @pytest.mark.parametrize(
@@ -265,6 +267,7 @@ BAD = [
     ),
     (["log.completions=true"], "key 'log.completions': must be a number, got True"),
     (["evaluation.limit=yes"], "key 'evaluation.limit': must be a number, got True"),
+    (["rollout.sleep_level=on"], "key 'rollout.sleep_level': must be a number, got True"),
     (
         ["stop_on=ratio"],
         "key 'stop_on': input should be a valid list, got 'ratio': write [ratio]",
@@ -309,6 +312,10 @@ BAD = [
     (
         ["rollout.vllm.kv_cache_memory_bytes=4G"],
         "rollout.vllm.kv_cache_memory_bytes=4G: must be a whole number",
+    ),
+    (
+        ["rollout.engine=server", "rollout.vllm.tensor_parallel_size=0"],
+        "rollout.vllm.tensor_parallel_size=0: must be a whole number above 0",
     ),
     (["rollout.max_lag=1"], "rollout.max_lag needs rollout.engine=server"),
     (

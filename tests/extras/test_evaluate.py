@@ -93,6 +93,24 @@ def adapter(make_policy, tmp_path):
     return tmp_path / "adapter"
 
 
+def test_an_engine_is_closed_also_if_sampling_fails(run, tmp_path, monkeypatch):
+    class Engine:
+        closed = False
+
+        def close(self):
+            self.closed = True
+
+    def interrupted(*given):
+        raise KeyboardInterrupt
+
+    engine = Engine()
+    monkeypatch.setattr("stapo_lite.extras.evaluation.evaluate.start_engine", lambda *_: engine)
+    monkeypatch.setattr("stapo_lite.extras.evaluation.evaluate.draw_samples", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(output_dir=str(tmp_path / "other"))
+    assert engine.closed
+
+
 def drawn(folder):
     lines = [line for path in sorted(folder.glob("samples-*.jsonl")) for line in read_lines(path)]
     return {sample_key(line)[:3]: (line["seed"], line["response"]) for line in lines}
@@ -222,6 +240,7 @@ def test_bad_input_is_one_line(run, adapter, tmp_path, monkeypatch, changes, mes
         ({"target_modules": ["mlp.up_proj"]}, "must be a list of layer names"),
         ({"target_modules": ["up_proj"]}, "the adapter does not fit the model"),
         ({"r": 600}, "its rank must be at most 512, got 600"),
+        ({"r": None}, "its rank must be at most 512, got None"),
         (None, "cannot be read .No such file or directory: .*adapter_model.safetensors"),
     ],
 )

@@ -37,7 +37,6 @@ from stapo_lite.extras.planning.plan import (
     model_sizes,
     served_bytes,
 )
-from stapo_lite.extras.planning.speed import time_range
 from stapo_lite.machine import on_wsl
 from stapo_lite.model.loading import load_model_config
 from stapo_lite.model.policy import make_optimizer
@@ -386,12 +385,21 @@ def test_the_command_names_what_shortens_a_step(planned):
     assert "quantization=" not in already.partition("what would shorten")[2]
 
 
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [(3, "2 to 4 s"), (150, "100 to 225 s"), (240, "3 to 6 min"), (86400, "16 to 36 h")],
-)
-def test_a_guess_is_a_range(seconds, words):
-    assert time_range(seconds) == words
+def test_steps_in_some_hours_are_those_of_the_plan_that_is_printed(planned):
+    for card, *overrides in (
+        ("79", "memory=off", "rollout.max_num_seqs=64"),
+        ("48", "rollout.engine=server", "rollout.max_completion_length=8192"),
+    ):
+        out = planned("8B", card, "--hours", "100", *overrides)[1].out
+        low, high = re.search(r"(\d+) to (\d+) min a step", out).groups()
+        steps = int(re.search(r"^100 hours: train.max_steps=(\d+)", out, re.MULTILINE)[1])
+        assert 6000 / float(high) < steps < 6000 / float(low)
+
+
+def test_a_batch_is_not_smaller_than_the_number_of_processes(planned):
+    status, output = planned("8B", "80", "--hours", "0.02", "--processes", "8")
+    assert status == 0
+    assert "0.02 hours: train.max_steps=" in output.out
 
 
 def test_the_command_names_the_smallest_changes_that_would_fit(planned):
@@ -407,6 +415,10 @@ def test_the_command_names_the_smallest_changes_that_would_fit(planned):
                 "quantization=nf4 rollout.quantization=bitsandbytes",
                 "a card of 21.9 GiB",
             ],
+        ),
+        (  # without the second key the first one is refused
+            ("14B", "14.6", "rollout.num_generations=256", "rollout.max_num_seqs=256"),
+            ["quantization=nf4 rollout.quantization=bitsandbytes", "a card of 31.3 GiB"],
         ),
     ]:
         status, output = planned(*arguments)

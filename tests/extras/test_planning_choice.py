@@ -34,7 +34,7 @@ from stapo_lite.extras.planning.plan import (
     checkpointed_layers,
     make_plan,
 )
-from stapo_lite.extras.planning.speed import KNOWN_CARDS, READING, step_seconds
+from stapo_lite.extras.planning.speed import KNOWN_CARDS, READING, step_seconds, time_range
 
 MEMORY = (10.7, 14.6, 21.9, 23.5, 31.3, 44.4, 79.1, 139.7)
 FOUR_BITS = {"quantization": "nf4", "rollout__quantization": "bitsandbytes"}
@@ -228,6 +228,14 @@ def test_torch_2_11_has_no_cache_of_host_memory_to_empty(card, monkeypatch):
     monkeypatch.delattr(torch.accelerator, "empty_host_cache", raising=False)
     assert fit(config(), "vllm", None, 1).rollout.gpu_memory_utilization > 0.5
     assert card["card"] == 0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(3, "2 to 4 s"), (150, "100 to 225 s"), (240, "3 to 6 min"), (86400, "16 to 36 h")],
+)
+def test_a_guess_is_a_range(seconds, words):
+    assert time_range(seconds) == words
 
 
 def test_seconds_of_a_step_by_hand():

@@ -29,6 +29,7 @@ from helpers import (
     same_metrics,
     write_yaml,
 )
+from hub import Hub
 
 from stapo_lite.algorithm.microbatches import pack
 from stapo_lite.config import Rollout, load_config
@@ -190,6 +191,20 @@ def test_servers_that_cannot_serve_the_run(engine, server, tmp_path, monkeypatch
     monkeypatch.setattr(server_engine, "START_TIMEOUT", 0.2)
     with pytest.raises(InputError, match=r"http://127.0.0.1:9 did not come up in 0.2 s: start it"):
         connected(tmp_path, server, "http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize("document", [{"data": []}, {"data": [{"id": "a"}]}, [], {"models": 1}])
+def test_other_servers_are_refused(tmp_path, document):
+    class Other(Hub):
+        def answer(self, *request):
+            return 200, document
+
+    url = Other().url
+    with pytest.raises(InputError, match=f"rollout.servers: {url} does not say what it serves"):
+        connected(tmp_path, url)
+    if document != {"data": [{"id": "a"}]}:  # enough for a teacher
+        with pytest.raises(RunError, match=f"teacher_server={url}: does not say what it serves"):
+            ServerTeacher(1.0, url, "")
 
 
 def lose_connections(monkeypatch, lost):

@@ -17,7 +17,7 @@ from stapo_lite.config import Prompting
 from stapo_lite.errors import InputError, RunError
 from stapo_lite.extras.evaluation.tasks import make_tasks
 from stapo_lite.extras.turns.episodes import chat_with, play
-from stapo_lite.extras.turns.tools import Chat, schemas_of
+from stapo_lite.extras.turns.tools import Chat, schema_of, schemas_of
 from stapo_lite.files import write_lines
 from stapo_lite.rollout.transformers_engine import TransformersEngine
 from stapo_lite.types import Completion, Prompt
@@ -220,6 +220,37 @@ def test_what_a_model_or_a_tool_may_write(chat):
     _, read = talk(chat, chat_with([echo]), *script)
     found = results(read[-1])
     assert found == ["nothing found for ?", "error: SystemExit: 3", '"a/b"', "nothing found for b"]
+
+
+def test_what_json_cannot_hold_is_an_error_of_the_tool(chat):
+    def table(word: str) -> dict:
+        """Return a table.
+
+        Args:
+            word: the word
+        """
+        return {(word, 1): 2}
+
+    _, read = talk(chat, chat_with([table]), call("table", word="a"), "Done.<|im_end|>")
+    (found,) = results(read[-1])
+    assert found.startswith("error: TypeError: keys must be str")
+
+
+def test_tools_that_episodes_define_are_forgotten():
+    def make(episode):
+        def look(word: str) -> str:
+            """Return a word.
+
+            Args:
+                word: the word
+            """
+            return word + episode
+
+        return look
+
+    for number in range(200):
+        schemas_of([make(str(number))])
+    assert schema_of.cache_info().currsize < 100
 
 
 def test_tools_of_a_turn_wait_side_by_side(chat):

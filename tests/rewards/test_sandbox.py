@@ -50,6 +50,15 @@ def test_a_process_that_reads_nothing_ends_the_call_in_time(tmp_path, monkeypatc
         assert sandbox.call({"text": "in a new one"}) == 12
 
 
+def test_arguments_that_cannot_be_sent_are_an_error_of_the_call(tmp_path, monkeypatch):
+    (tmp_path / "plain.py").write_text("def f(text): return 1\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with closing(Sandbox("plain:f", GENEROUS, 1 << 30)) as sandbox:
+        with pytest.raises(SandboxError, match="cannot be sent its arguments: "):
+            sandbox.call({"text": lambda: None})
+        assert sandbox.call({"text": "abc"}) == 1
+
+
 def test_a_function_that_forks_and_returns_answers_once(tmp_path, monkeypatch):
     source = "import os\ndef f(number): os.fork(); return number\n"
     (tmp_path / "forks.py").write_text(source, encoding="utf-8")

@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import interrupted
 import pytest
@@ -42,6 +43,7 @@ from stapo_lite.training.folder import read_metrics
 from stapo_lite.training.log import step_line
 from stapo_lite.training.run import Run
 from stapo_lite.training.update import rehearse
+from stapo_lite.types import Completion, Prompt
 
 loop = importlib.import_module("stapo_lite.training.loop")
 
@@ -176,6 +178,31 @@ def test_a_single_sequence_that_does_not_fit_is_checkpointed_then_offloaded(make
             "activations wait in host memory (train.offload_activations=true)",
         )
     ]
+
+
+def test_one_long_sequence_does_not_make_the_others_single():
+    """Halving would not make it smaller, so memory is saved in another way first."""
+    completions = [
+        Completion(Prompt("", [0], None), [0] * (length - 1), [], True, 0)
+        for length in [800] + [10] * 100
+    ]
+    batch = SimpleNamespace(select=lambda rows: [completions[row] for row in rows])
+    changes = iter(["checkpointed", "offloaded"])
+    saved = []
+
+    def save_memory():
+        saved.append(next(changes, None))
+        return saved[-1]
+
+    def work(micro_batches):
+        if any(0 in rows for rows in micro_batches) and saved != ["checkpointed", "offloaded"]:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return micro_batches
+
+    budget = TokenBudget(800, save_memory=save_memory)
+    assert len(budget.fit(batch, range(101), work)) == 3
+    assert budget.halvings == 0
+    assert saved == ["checkpointed", "offloaded"]
 
 
 def test_the_rehearsal_finds_the_budget_before_the_first_step(make_policy):

@@ -1,1 +1,1 @@
-"""A page about a run's tokens, the log that it is made from, and pictures of a run."""
+"""A page about a run's tokens, the token log behind it, and charts."""

@@ -6,19 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 from typing import Any, NamedTuple
 
-# Okabe and Ito's
+# the Okabe-Ito palette and two more
 COLOURS = (
     "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#999999",
 )  # fmt: skip
 CANDIDATE_COLOURS = ("#d55e00", "#0072b2")
 QUADRANT_COLOURS = ("#d55e00", "#009e73", "#0072b2", "#8c6bb1")
 LONG = 100
-"""Steps beyond which curves are smoothed: a single step is a few dozen rewards."""
+"""Runs of more steps get smoothed curves, since a single step has few rewards."""
 
 
 class Curve(NamedTuple):
-    """One line of a chart, with a band around it if `low` and `high` are given; the value of a
-    step may be None."""
+    """One line of a chart, with a band if `low` and `high` are given. None marks a step without a
+    value."""
 
     label: str
     steps: Sequence[int]
@@ -28,10 +28,10 @@ class Curve(NamedTuple):
 
 
 def png(draw: Callable[..., None], *arguments: Any) -> bytes:
-    """A picture that fits a column of text, and can be read on a phone.
+    """Draw a chart, as PNG, that fits a column of text and is readable on a phone.
 
     Args:
-        draw: `lines`, `plane` or `bars`, which gets axes and the arguments.
+        draw: `lines`, `plane` or `bars`; called with axes and the arguments.
     """
     from matplotlib.figure import Figure
 
@@ -47,19 +47,19 @@ def png(draw: Callable[..., None], *arguments: Any) -> bytes:
 
 
 def lines(axes: Any, curves: Sequence[Curve], label: str, log: bool = False) -> None:
-    """Draw curves over the steps. Those of a long run are running means over a thirtieth of it, in
-    front of the pale values of each step.
+    """Draw curves over the steps. For a long run these are running means over a thirtieth of it,
+    with each step's values pale behind them.
 
     Args:
-        label: of the vertical axis.
-        log: logarithmic; zeros are left out.
+        label: label of the vertical axis.
+        log: use a logarithmic axis, without values of 0 or less.
     """
     for curve, colour, style in zip(curves, cycle(COLOURS), cycle(("-", "--", ":")), strict=False):
         values = _drawn(curve.values, log)
         if len(values) > LONG:
             axes.plot(curve.steps, values, color=colour, linewidth=0.6, alpha=0.25)
             values = _drawn(running_mean(curve.values, len(values) // 30), log)
-        # Points mark the steps if they are few, or if there are gaps between them.
+        # Mark single steps if there are few, or gaps between them.
         marker = "." if len(values) < 40 or any(map(math.isnan, values)) else None
         look = {"color": colour, "linestyle": style, "linewidth": 1.6, "marker": marker}
         axes.plot(curve.steps, values, label=curve.label, **look)
@@ -75,7 +75,7 @@ def lines(axes: Any, curves: Sequence[Curve], label: str, log: bool = False) -> 
     axes.set(xlabel="step", ylabel=label)
     if len(curves) > 1:
         axes.figure.legend(fontsize=8, loc="outside upper left", ncols=len(curves), frameon=False)
-        axes.figure.set_figheight(axes.figure.get_figheight() + 0.17)  # of the legend's row
+        axes.figure.set_figheight(axes.figure.get_figheight() + 0.17)  # for the legend's row
 
 
 def plane(
@@ -84,8 +84,8 @@ def plane(
     """Draw tokens by probability and entropy; the thresholds cut the plane into quadrants.
 
     Args:
-        places: (probability, entropy) of tokens, by what they are called: some of all tokens, the
-            candidates that are silenced, and the other candidates.
+        places: (probability, entropy) of tokens, by the label of their group: a sample of tokens
+            with A > 0, silenced candidates, other candidates.
         tau_h: None if there were no candidates.
     """
     styles = zip(("#999999", *CANDIDATE_COLOURS), (4, 14, 14), strict=True)
@@ -99,7 +99,7 @@ def plane(
     if tau_h is not None:
         axes.axhline(tau_h, color=COLOURS[3], linewidth=1.2, linestyle="--", label="tau_h, mean")
     axes.set(xlabel="probability of the token", ylabel="entropy [nats]")
-    # No token lies there: a probable token has low entropy.
+    # The corner is empty: a probable token has low entropy.
     axes.legend(fontsize=8, loc="upper right")
 
 
@@ -117,7 +117,7 @@ def bars(
 
 
 def running_mean(values: Sequence[float | None], window: int) -> list[float | None]:
-    """Means of the last `window` values, without those that are None; None if all are."""
+    """Means of the last `window` values, ignoring None; None if all are."""
     means: list[float | None] = []
     for end in range(1, len(values) + 1):
         found = [value for value in values[max(0, end - window) : end] if value is not None]
@@ -126,5 +126,5 @@ def running_mean(values: Sequence[float | None], window: int) -> list[float | No
 
 
 def _drawn(values: Sequence[float | None], log: bool) -> list[float]:
-    """The values with NaN, which matplotlib leaves out, for those that cannot be drawn."""
+    """Replace values that cannot be drawn by NaN, which matplotlib skips."""
     return [math.nan if value is None or (log and value <= 0) else value for value in values]

@@ -1,7 +1,6 @@
-"""A page about a run's tokens, and what became of them.
+"""A page about a run's tokens and what became of them.
 
-The page needs neither network nor other files. A run with `log.audit_tokens` shows its tokens; any
-other run shows its curves alone.
+The page is self-contained. Without `log.audit_tokens` it shows only curves, no tokens.
 """
 
 import base64
@@ -23,13 +22,13 @@ from stapo_lite.training.folder import QUADRANTS_FILE, TOKENS_FILE, run_metrics
 from stapo_lite.training.log import show
 
 MOST_TOKENS = 4000
-"""Tokens in the table of a page."""
+"""Most tokens in the table of a page."""
 MOST_POINTS = 2000
-"""Points of each kind in the plane."""
+"""Most points of each kind in the plane."""
 MOST_FREQUENT = 15
-"""Tokens in a list of the most frequent ones."""
+"""Length of the list of most frequent tokens."""
 MARKS = str.maketrans({" ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍"})
-"""Visible signs in place of white space."""
+"""Maps white space to visible signs."""
 FATES = {
     "low-entropy": "silenced them",
     "high-entropy": "silenced candidates of high entropy",
@@ -59,9 +58,9 @@ CAPTIONS = {
     ),
 }
 Lines = list[dict[str, Any]]
-"""Lines of one of the run's files, a dictionary each."""
+"""Lines of one of the run's files."""
 Charts = dict[str, bytes]
-"""PNGs by their names in CAPTIONS."""
+"""PNGs by name, as in CAPTIONS."""
 
 
 def audit(run_folder: str | Path, out: str | Path | None = None) -> Path:
@@ -124,7 +123,7 @@ def find_spurious(metrics: Lines, s2t: S2T) -> str:
 
 
 def run_charts(metrics: Lines) -> Charts:
-    """Charts of what every run logs."""
+    """Charts of metrics that every run logs."""
     steps = [line["step"] for line in metrics]
 
     def curve(label: str, *names: str) -> Curve:
@@ -149,7 +148,7 @@ def token_charts(groups: dict[str, Lines], quadrants: Lines, counts: list[int]) 
 
     Args:
         groups: candidates by kind, such as silenced and kept.
-        counts: of the tokens in each quadrant.
+        counts: number of tokens in each quadrant.
     """
     points = [point[:2] for line in quadrants for point in line["points"]]
     places = {"tokens with A > 0": thin(points, MOST_POINTS)}
@@ -169,14 +168,14 @@ def token_charts(groups: dict[str, Lines], quadrants: Lines, counts: list[int]) 
 
 
 def count_tokens(quadrants: Lines) -> list[int]:
-    """Tokens in each quadrant, over all steps."""
+    """Number of tokens in each quadrant, over all steps."""
     return [sum(counts) for counts in zip(*(line["tokens"] for line in quadrants), strict=True)]
 
 
 def frequent(tokens: Iterable[dict[str, Any]]) -> list[tuple[str, int]]:
     """The most frequent tokens and their counts, with visible white space.
 
-    Tokens that are parts of a character have the same text; their id tells them apart.
+    Tokens that are only part of a character decode to the same text; their ids tell them apart.
     """
     counts = Counter((token["token"], token["token_id"]) for token in tokens)
     found = []

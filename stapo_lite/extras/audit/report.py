@@ -25,7 +25,7 @@ ROWS = (
 
 
 def summary_table(metrics: list[dict[str, Any]], window: int = 5) -> str:
-    """A table of means over the first and over the last `window` steps."""
+    """A table of means over the first and the last `window` steps."""
     lines = [f"{'':<18} {f'first {window}':>10} {f'last {window}':>10}", "-" * 40]
     for label, name, form in ROWS:
         first = show(mean(metrics[:window], name), form)
@@ -56,14 +56,14 @@ def write_report(run_folder: Path) -> str:
 
 
 def show_completions(folder: Path, worst: int, step: int | None) -> str:
-    """The completions of a run with the lowest rewards, those that nobody judged first; nothing if
-    none are kept.
+    """The kept completions with the lowest rewards, unjudged ones first; empty if none are kept.
 
     Args:
-        step: show those of this step alone; None for all.
+        worst: how many to show.
+        step: show only completions of this step; None for all.
 
     Raises:
-        InputError: none of the step are kept.
+        InputError: none of this step are kept.
     """
     kept = stream_lines(folder / COMPLETIONS_FILE)
     wanted = (line for line in kept if step in (None, line["step"]))

@@ -1,13 +1,13 @@
 """The token log: what became of S2T's candidates in each step, and where tokens lie in the
 probability-entropy plane.
 
-What it notes is computed anyway while the policy trains, except for the alternatives of a
-candidate: at the end of a step, the beginnings of the noted completions run once more through the
-policy that the step began with. `page.py` draws the log.
+Training computes all of it anyway, except a candidate's alternatives: at the end of a step, each
+logged candidate's prefix runs once more through the policy that the step began with. `page.py`
+draws the log.
 
-    tokens.jsonl      one candidate a line: in its context, with alternatives
-    quadrants.jsonl   one step a line: thresholds; tokens and mean of gradient norm / A in each
-                      quadrant; points
+    tokens.jsonl      one line per candidate: in context, with alternatives
+    quadrants.jsonl   one line per step: thresholds; number of tokens and mean of gradient norm / A
+                      in each quadrant; points
 """
 
 import heapq
@@ -37,11 +37,11 @@ Candidate = dict[str, Any]
 
 
 class TokenLog(Callback):
-    """Notes the tokens of a step and writes them at its end, on the main process.
+    """Collects tokens during a step; the main process writes them at its end.
 
     Args:
-        tokens_per_step: most candidates, and most points of the plane, that a step writes. Of more
-            candidates a random share is written, the same for any number of processes.
+        tokens_per_step: most candidates, and most points of the plane, written per step. If there
+            are more candidates, a random subset is written, the same for any number of processes.
     """
 
     def __init__(self, tokens_per_step: int):
@@ -61,11 +61,11 @@ class TokenLog(Callback):
         values = torch.stack([logprobs.exp(), entropy, tokens.gradient_norm], 1)
         positive = (batch.loss_mask & (batch.advantages > 0)).nonzero()[:, 0]
         self._points += values[thin(positive, self._limit)].tolist()
-        if tau_h is None:  # without candidates there is nothing to note, and no quadrant
+        if tau_h is None:  # without candidates there are no quadrants
             return
         likely = logprobs >= math.log(run.progress.tau_p)
         unsure = entropy.double() >= tau_h
-        quadrant = 2 * likely + unsure  # as in QUADRANTS
+        quadrant = 2 * likely + unsure  # index into QUADRANTS
         norms = (tokens.gradient_norm / batch.advantages)[positive]  # at equal advantages
         counted = torch.stack([torch.ones_like(norms), norms]).double().cpu()
         self._sums.index_add_(1, quadrant[positive].cpu(), counted)
@@ -74,9 +74,9 @@ class TokenLog(Callback):
     def _note_candidates(
         self, batch: MiniBatch, tokens: TokenDetails, values: Tensor, tau_h: float
     ) -> None:
-        """Draw some of a mini-batch's candidates and write them down in their context."""
+        """Draw some of a mini-batch's candidates and store them in context."""
         places = tokens.candidate.nonzero()[:, 0]
-        # Another salt than the `random` ablation's, whose numbers decide what is silenced.
+        # Not the salt of the `random` ablation, whose scores decide what is silenced.
         salts = [~completion.adapter_version for completion in batch.completions]
         lots = batch.random_scores(salts)[places]
         drawn = lots.topk(min(self._limit, len(lots)), largest=False).indices
@@ -124,10 +124,10 @@ class TokenLog(Callback):
 
 
 def in_context(completion: Completion, position: int, advantage: float) -> Candidate:
-    """A token of a completion, with what stands before and after it, as token ids.
+    """A token of a completion with what comes before and after it, as token ids.
 
     Args:
-        position: in the completion.
+        position: index in the completion.
     """
     text = completion.prompt.token_ids + completion.token_ids
     at = len(completion.prompt.token_ids) + position
@@ -144,7 +144,7 @@ def in_context(completion: Completion, position: int, advantage: float) -> Candi
 
 @torch.no_grad()
 def add_alternatives(run: Run, candidates: Sequence[Candidate]) -> None:
-    """Note the most probable tokens in each candidate's place, by the policy before the step."""
+    """Add the most probable tokens at each candidate's position, by the policy before the step."""
     if not candidates:
         return
     policy = run.policy
@@ -167,7 +167,7 @@ def add_alternatives(run: Run, candidates: Sequence[Candidate]) -> None:
 
 
 def readable(candidate: Candidate, tokenizer: Any) -> Candidate:
-    """A candidate as a line of the log: text in place of token ids."""
+    """A candidate as a line of the log, with token ids decoded to text."""
     ids, shares = zip(*candidate["alternatives"], strict=True)
     parts = [candidate[name] for name in ("token", "before", "after")]
     token, before, after, *texts = tokenizer.batch_decode([*parts, *([i] for i in ids)])
@@ -178,10 +178,10 @@ def readable(candidate: Candidate, tokenizer: Any) -> Candidate:
 
 
 def thin(values: Any, limit: int) -> Any:
-    """At most `limit` of a list's or tensor's elements, evenly spaced."""
+    """At most `limit` evenly spaced elements of a list or tensor."""
     return values[:: math.ceil(len(values) / limit) or 1]
 
 
 def _short(value: float) -> float:
-    """Four significant digits, for the file's sake."""
+    """Round to four significant digits, to keep files small."""
     return float(f"{value:.4g}")

@@ -15,10 +15,9 @@ class Source:
 
     Attributes:
         dataset, subset, split: on the Hub.
-        problem, answer: names of columns; an answer that is a list of one element stands for that
-            element.
-        num_samples: per problem, as in the paper.
-        problems: how many there are.
+        problem, answer: column names; an answer that is a list of one element is unwrapped.
+        num_samples: samples per problem, as in the paper.
+        problems: number of problems.
     """
 
     dataset: str
@@ -59,22 +58,22 @@ class Problem:
     tolerance: float
 
     def seed(self, run_seed: int, sample: int) -> int:
-        """The seed of one sample: the same whatever else is sampled."""
+        """The seed of one sample, independent of what else is sampled."""
         return derived_seed(run_seed, self.benchmark, self.id, sample)
 
 
 def load_benchmark(name: str, limit: int | None = None) -> tuple[str, list[Problem], int]:
-    """A benchmark's short name, its problems, and the samples per problem that it asks for.
+    """Load a benchmark: its short name, its problems, and its default samples per problem.
 
     Args:
-        name: of `BENCHMARKS`, or a `.jsonl` file with `problem` and `answer` and optionally `id`,
-            `answer_type` (`list`: its order counts) and `tolerance`. A file whose name begins with
-            one of `BENCHMARKS` is taken for that one.
-        limit: only the first so many problems.
+        name: one of `BENCHMARKS`, or a `.jsonl` file with `problem`, `answer` and optionally `id`,
+            `answer_type` (`list`: order counts) and `tolerance`. A file whose name begins with one
+            of `BENCHMARKS` counts as that one.
+        limit: take only the first `limit` problems.
 
     Raises:
-        InputError: there is no such benchmark or file; it cannot be read; a row lacks its problem
-            or answer, or an id occurs twice.
+        InputError: there is no such benchmark or file, or it cannot be read; a row lacks problem or
+            answer; an id occurs twice.
     """
     path = Path(name).expanduser()
     columns = ("problem", "answer")

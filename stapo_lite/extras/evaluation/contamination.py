@@ -29,16 +29,16 @@ class Overlap(NamedTuple):
     row: int
     problem: Problem
     share: float
-    """Part of the problem's n-grams that the row holds."""
+    """Share of the problem's n-grams that the row holds."""
 
 
 def find_overlaps(
     texts: Iterable[str], problems: Sequence[Problem], n: int = 8, share: float = 0.6
 ) -> list[Overlap]:
-    """The pairs of a text and a problem of which the text holds a part of `share` or more, counted
-    in `n`-grams of words.
+    """Find pairs of a text and a problem where the text holds at least `share` of the problem's
+    word `n`-grams.
 
-    Words are runs of letters and digits, in lower case. A problem of fewer than `n` words counts as
+    Words are lower-cased runs of letters and digits. A problem of fewer than `n` words counts as
     one n-gram.
     """
     grams = [_grams(problem.text, n) for problem in problems]
@@ -68,12 +68,12 @@ def _grams(text: str, n: int) -> set[tuple[str, ...]]:
 def check_dataset(
     data: Data, column: str | None, benchmarks: Sequence[str], out: Path | None
 ) -> str:
-    """Report the share of each benchmark's problems that some row of a data set holds, and every
-    pair.
+    """Report which share of each benchmark's problems overlaps with a data set, and every pair of
+    row and problem.
 
     Args:
-        column: of the prompts; by default `prompt`, `problem` or `question`.
-        out: file for the rows that overlap none.
+        column: column of the prompts; by default `prompt`, `problem` or `question`.
+        out: file for the rows without overlap.
 
     Raises:
         InputError: rows or a benchmark cannot be read; there is no such column; `out` cannot be
@@ -108,7 +108,7 @@ def check_dataset(
 
 
 def find_contaminated(rows: Sequence[Any], d: Data, show: Callable[[str], None]) -> set[int]:
-    """Numbers of the rows that hold a benchmark's problem.
+    """Indices of rows that overlap a problem of `data.drop_contaminated`'s benchmarks.
 
     Raises:
         InputError: a benchmark cannot be read, or no row is left.

@@ -2,13 +2,13 @@
 intervals.
 
 An interrupted evaluation continues where it stopped: finished samples are in `output_dir`, and each
-sample has a seed of its own. A finished evaluation leaves `samples*.jsonl`, `verdicts.jsonl`,
-`results.json` and `results.md`.
+sample has its own seed. A finished one leaves `samples-*.jsonl`, `verdicts.jsonl`, `results.json`
+and `results.md`.
 """
 
 import json
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -55,7 +55,7 @@ from stapo_lite.rollout import (
 from stapo_lite.rollout.vllm_options import check_vllm, prepare_vllm, vllm_version
 
 SETTINGS_FILE = "settings.json"
-"""What the samples depend on; the file that an evaluation writes first."""
+"""Records what the samples depend on; an evaluation writes it first."""
 FILES = ("config.yaml", "samples-*.jsonl", "verdicts.jsonl", "results.json", "results.md")
 """The other files of an evaluation."""
 FREE_KEYS = (
@@ -75,19 +75,19 @@ FREE_KEYS = (
     "rollout.vllm.cpu_offload_gb",
     "rollout.vllm.enforce_eager",
 )
-"""Keys, and sections, that may differ between samples in one folder. They decide which samples are
-drawn, or on what, but not what is in one. The adapter counts by its files."""
+"""Keys and sections that may differ between samples in one folder: they decide which samples are
+drawn or on what hardware, not what is in one. The adapter is compared by its files."""
 
 
 def evaluate(config: EvalConfig) -> dict[str, Any] | None:
-    """Run an evaluation, or the rest of it; return the results, on the main process only.
+    """Run or continue an evaluation; return the results on the main process, None elsewhere.
 
     Collective: every rank must call it.
 
     Raises:
         InputError: something in the config, the benchmarks, the model or the adapter cannot be
-            used; `output_dir` holds samples that were drawn in another way, or anything but an
-            evaluation; another evaluation is writing to it.
+            used; `output_dir` holds samples drawn with other settings, or files that would be
+            overwritten; another evaluation is writing to it.
         RunError: the disk is full.
     """
     # Processes may finish sampling hours apart.
@@ -115,10 +115,9 @@ def evaluate(config: EvalConfig) -> dict[str, Any] | None:
         state.wait_for_everyone()  # all have read the samples, before one appends
         if missing:  # the same for every process: vLLM starts in all
             stops = stop_token_ids(tokenizer, model_eos, config.data.apply_chat_template)
-            engine = start_engine(engine_name, config, lora, stops, state.device)
             share = missing[state.process_index :: state.num_processes]
-            draw_samples(config, engine, share, tokenizer, state.process_index)
-            engine.close()
+            with closing(start_engine(engine_name, config, lora, stops, state.device)) as engine:
+                draw_samples(config, engine, share, tokenizer, state.process_index)
             del engine
             state.wait_for_everyone()  # all samples are written
         if state.is_main_process:
@@ -130,7 +129,7 @@ def check_models(config: EvalConfig) -> str:
     """Check engine and verifier before anything slow begins; return the engine's name.
 
     Raises:
-        InputError: vLLM is needed but missing, or refuses an option; the verifier is no language
+        InputError: vLLM is needed but missing, or refuses an option; the verifier is not a language
             model.
     """
     engine_name = resolve_engine(config.rollout.engine)
@@ -145,7 +144,7 @@ def check_models(config: EvalConfig) -> str:
 
 
 def read_lora(adapter: str) -> Lora:
-    """Rank and layers of an adapter, unchecked: training here may not offer its layers.
+    """Rank and layers of an adapter, not validated: training here may not support its layers.
 
     Raises:
         InputError: it is not a plain LoRA adapter in PEFT's format.
@@ -155,7 +154,7 @@ def read_lora(adapter: str) -> Lora:
 
 
 def sample_settings(config: EvalConfig, engine: str) -> dict[str, Any]:
-    """What a sample depends on, besides its problem and its number.
+    """What a sample depends on besides its problem and number.
 
     Raises:
         InputError: the adapter cannot be read.
@@ -176,7 +175,7 @@ def check_folder(folder: Path, settings: dict[str, Any]) -> None:
     """Check that an evaluation may begin, or continue, in a folder.
 
     Raises:
-        InputError: it holds samples that were drawn in another way, or files of something else.
+        InputError: it holds samples drawn with other settings, or files that would be overwritten.
     """
     path = folder / SETTINGS_FILE
     if not path.exists():
@@ -208,14 +207,13 @@ def start_engine(
     stops: tuple[int, ...],
     device: torch.device,
 ) -> RolloutEngine:
-    """An engine that serves the model, with the adapter if there is one.
+    """Start an engine with the model, and with the adapter if there is one.
 
     Args:
         stops: tokens that end a completion.
 
     Raises:
-        InputError: the engine does not start, or the adapter does not have values for exactly its
-            layers.
+        InputError: the engine does not start, or the adapter's tensors do not match its layers.
     """
     rollout, longest = config.rollout, config.rollout.max_completion_length
     whole = config.data.max_prompt_length + longest
@@ -236,7 +234,7 @@ def start_engine(
 
         model = get_peft_model(model, LoraConfig.from_pretrained(config.adapter))
         load_adapter(model, Path(config.adapter))
-    policy: Any = SimpleNamespace(model=model)  # all that this engine reads of a policy
+    policy: Any = SimpleNamespace(model=model)  # all that this engine needs of a policy
     engine.publish(policy, version=0)
     return engine
 
@@ -244,15 +242,15 @@ def start_engine(
 def draw_samples(
     config: EvalConfig, engine: RolloutEngine, tasks: Sequence[Task], tokenizer: Any, process: int
 ) -> None:
-    """Draw this process's share of the missing samples, and append them to its file.
+    """Draw this process's share of the missing samples and append them to its file.
 
     Raises:
         RunError: the disk is full.
     """
     folder = Path(config.output_dir)
-    (folder / "results.json").unlink(missing_ok=True)  # of fewer samples
+    (folder / "results.json").unlink(missing_ok=True)  # it covers fewer samples
     path = folder / f"samples-{process}.jsonl"
-    write_lines(path, read_lines(path))  # without a line that was cut off
+    write_lines(path, read_lines(path))  # drops a line that was cut off
     rollout = config.rollout
     decoding = Decoding(rollout.max_completion_length, rollout.temperature, rollout.top_p)
     lines = draw(engine, tasks, decoding, config.seed, tokenizer)
@@ -263,13 +261,12 @@ def draw_samples(
 def grade_samples(
     config: EvalConfig, engine_name: str, tasks: Sequence[Task], device: torch.device
 ) -> dict[str, Any]:
-    """Judge the samples in the folder, which is complete; write and return the results."""
+    """Judge the samples in the folder, which has all of them; write and return the results."""
     folder = Path(config.output_dir)
     lines = read_samples(folder)
     verifier = ModelVerifier(config, device) if config.verifier.model else None
-    grader = MathGrader()
-    samples = judge(tasks, [lines[task.key] for task in tasks], grader, verifier)
-    grader.close()
+    with closing(MathGrader()) as grader:
+        samples = judge(tasks, [lines[task.key] for task in tasks], grader, verifier)
     packages = ("stapo-lite", "math-verify", "transformers", "torch")
     versions = {name: version(name) for name in packages}
     if engine_name == "vllm":

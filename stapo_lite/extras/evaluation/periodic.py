@@ -1,5 +1,5 @@
-"""The evaluation during training: held-out rows with the run's own rewards, and benchmarks; and the
-adapter that was best at it."""
+"""Evaluation during training, on held-out rows with the run's own rewards and on benchmarks; keeps
+the best adapter."""
 
 import itertools
 import json
@@ -36,9 +36,9 @@ logger = logging.getLogger(__name__)
 
 USUAL_BENCHMARKS = ["aime24", "aime25", "amc23"]
 BEST, NEXT_BEST = "best", ".best"
-"""Folders of the best adapter, and of one that is taking its place."""
+"""Folders of the best adapter, and of one that is about to replace it."""
 SCORE_FILE = "score.json"
-"""Metric, score and step of the adapter in them, and the settings that the score depends on."""
+"""In these folders: metric, score and step of the adapter, and the settings behind the score."""
 SCORED_BY: Any = {
     "evaluation": True,
     "reward": True,
@@ -46,19 +46,18 @@ SCORED_BY: Any = {
     "rollout": {"function", "max_completion_length"},
 }
 UNSCORED: Any = {"evaluation": {"steps"}, "reward": {"function_timeout"}}
-"""Sections and keys of these settings, and those that are none."""
+"""Sections and keys that belong to these settings, and exceptions."""
 
 
 class PeriodicEvaluation(Callback):
     """Evaluates before the first step, every `evaluation.steps` and at the end.
 
     Args:
-        function: makes a completion of a held-out row in several turns; None if the engine alone
-            does.
+        function: makes completions of held-out rows in several turns; None for plain sampling.
+        stop_tokens: as in training.
 
     Raises:
-        InputError: rows or a benchmark cannot be read, or there is no metric called
-            `evaluation.best`.
+        InputError: rows or a benchmark cannot be read, or `evaluation.best` names no metric.
     """
 
     def __init__(
@@ -67,12 +66,15 @@ class PeriodicEvaluation(Callback):
         tokenizer: Any,
         grader: MathGrader,
         function: RolloutFunction | None = None,
+        stop_tokens: tuple[int, ...] = (),
     ):
         settings, rollout = config.evaluation, config.rollout
         self._settings, self._grader, self._function = settings, grader, function
         self._chat = Chat(tokenizer, config.data)
         self._turns = replace(
-            rollout_settings(config, ()), num_generations=1, temperature=settings.temperature
+            rollout_settings(config, stop_tokens),
+            num_generations=1,
+            temperature=settings.temperature,
         )
         self._decoding = Decoding(
             rollout.max_completion_length, settings.temperature, settings.top_p
@@ -96,7 +98,7 @@ class PeriodicEvaluation(Callback):
 
     def on_train_begin(self, run: Run) -> None:
         lines = read_lines(run.folder / EVALUATIONS_FILE)
-        self._done = {line["step"] for line in lines}  # steps after which there was an evaluation
+        self._done = {line["step"] for line in lines}  # steps after which the adapter was evaluated
         if run.accelerator.is_main_process:
             take_next_best(run.folder)
             drop_best(run.folder / BEST, run.progress.step)
@@ -111,24 +113,24 @@ class PeriodicEvaluation(Callback):
                 self._evaluate(run)
 
     def _evaluate(self, run: Run) -> None:
-        """Evaluate the adapter that the engine has now, unless that is done."""
+        """Evaluate the engine's current adapter, unless that is done."""
         step = run.progress.step
         if step in self._done:
             return
         results = self._take(run, step + 1)
         self._done.add(step)
         if results is not None:
-            # Before the line: who is killed between the two evaluates again.
+            # Before the line is written: a run killed between the two evaluates again.
             keep_best(run, results)
             append_lines(run.folder / EVALUATIONS_FILE, [{"step": step} | results])
             tqdm.write(describe(step, results))
         run.call("on_evaluate", step, results)
 
     def _take(self, run: Run, step: int) -> dict[str, Any] | None:
-        """The results, on the main process.
+        """Sample and score; return the results on the main process, None elsewhere.
 
         Args:
-            step: of the run, which the reward functions are told.
+            step: passed to the reward functions.
         """
         accelerator = run.accelerator
         rewards = self._held_out_reward(run, step) if self._prompts else {}
@@ -148,11 +150,11 @@ class PeriodicEvaluation(Callback):
         return results
 
     def _held_out_reward(self, run: Run, step: int) -> dict[str, Any]:
-        """Mean reward of the held-out prompts, and what each function gave."""
+        """Mean reward of the held-out prompts, and mean score of each function."""
         count, accelerator = len(self._prompts), run.accelerator
         numbers = range(accelerator.process_index, count, accelerator.num_processes)
         prompts = [self._prompts[number] for number in numbers]
-        # The same at every step.
+        # The same seeds at every step.
         seeds = [derived_seed(run.config.seed, "held out", number) for number in numbers]
         completions = self._answer(run, prompts, seeds)
         decode_and_score(completions, run.tokenizer, run.rewards, run.config.seed, step)
@@ -181,7 +183,7 @@ class PeriodicEvaluation(Callback):
 
 
 def load_held_out(config: Config, tokenizer: Any) -> list[Prompt]:
-    """The prompts of `evaluation.source`, each as often as it is sampled.
+    """Load the prompts of `evaluation.source`, each repeated once per sample.
 
     Raises:
         InputError: they cannot be read.
@@ -196,7 +198,7 @@ def load_held_out(config: Config, tokenizer: Any) -> list[Prompt]:
 
 
 def describe(step: int, results: dict[str, Any]) -> str:
-    """An evaluation's results for a person."""
+    """An evaluation's results as text."""
     lines = [
         f"held out after step {step}: {name} {value:.3f}"
         for name, value in results.items()
@@ -216,8 +218,8 @@ def main_score(results: dict[str, Any], metric: str) -> float | None:
 
 
 def keep_best(run: Run, results: dict[str, Any]) -> None:
-    """Write the adapter to `best/`, with its score, if it beats the one there, or if that comes
-    from an evaluation with other settings; a warning if it cannot be written."""
+    """Write adapter and score to `best/` if it beats the one there, or if that one was evaluated
+    with other settings. Only warn if it cannot be written."""
     config, best, partial = run.config, run.folder / BEST, run.folder / NEXT_BEST
     metric = config.evaluation.best
     now = main_score(results, metric) if metric else None
@@ -240,8 +242,9 @@ def keep_best(run: Run, results: dict[str, Any]) -> None:
 
 
 def take_next_best(folder: Path) -> None:
-    """Put a complete `.best` in the place of `best`, or finish doing so after a kill: either has
-    its score file, which comes last and goes first, or counts as none."""
+    """Replace `best` with `.best` if that is complete; also finishes a replacement that a kill
+    interrupted. The score file is written last and deleted first, so a folder without it is
+    incomplete."""
     best, new = folder / BEST, folder / NEXT_BEST
     if (new / SCORE_FILE).exists():
         (best / SCORE_FILE).unlink(missing_ok=True)
@@ -250,8 +253,8 @@ def take_next_best(folder: Path) -> None:
 
 
 def drop_best(best: Path, step: int) -> None:
-    """Delete the best adapter if it is of a later step than the one that the run goes on from, or
-    of a run that was killed in its first. A folder without a score is not a run's."""
+    """Delete the best adapter if the run starts over or resumes from an earlier step. A folder
+    without a score file is not a run's and stays."""
     try:
         of_step = read_object(best / SCORE_FILE)["step"]
     except (InputError, KeyError):

@@ -54,14 +54,14 @@ def pass_table(results: dict[str, Any]) -> str:
 
 
 def compare_evaluations(folders: Sequence[Path]) -> str:
-    """avg@N of evaluations side by side, and the difference of each from the first.
+    """avg@N of evaluations side by side, and each one's difference from the first.
 
     Args:
         folders: `output_dir` of each evaluation.
 
     Raises:
-        InputError: there are fewer than two folders; one holds no results; the evaluations share no
-            benchmark with the same problems.
+        InputError: there are fewer than two folders; one has no results; no benchmark has the same
+            problems in all of them.
     """
     if len(set(folders)) < 2:
         raise InputError("compare: give the output_dir of two evaluations or more")

@@ -31,17 +31,16 @@ class Sample:
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Unbiased estimate, from n samples, of the chance that one of k samples is right (Chen et al.
-    2021, eq. 1)."""
+    """Unbiased estimate, from n samples, of the probability that at least one of k is right (Chen
+    et al. 2021, eq. 1)."""
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
 def majority(samples: Sequence[Sample]) -> float:
-    """1 if the most frequent answer is right, else 0; if several answers tie, the share of them
-    that is right.
+    """1 if the most frequent answer is right, else 0; if answers tie, the share of them that is
+    right.
 
-    All right answers count as one answer. A sample without an answer, or with one that could not be
-    read, has no vote.
+    All right answers count as one answer. Samples without a readable answer do not vote.
     """
     right = "right"  # wrong answers begin with "="
     votes: Counter[str] = Counter()
@@ -110,11 +109,10 @@ def average_scores(per_problem: Sequence[Sequence[float]]) -> dict[str, float]:
 def paired_difference(
     a: Sequence[Sequence[float]], b: Sequence[Sequence[float]]
 ) -> dict[str, float]:
-    """The lead of run `b` over run `a` on the same problems, as `average_scores` returns it.
+    """The lead of run `b` over run `a` on the same problems, in the form of `average_scores`.
 
     Args:
-        a, b: as in `average_scores`, with the problems in the same order. Both are resampled
-            together.
+        a, b: as in `average_scores`, with problems in the same order; resampled in pairs.
     """
     differences = []
     for before, after in zip(a, b, strict=True):

@@ -25,19 +25,19 @@ class Task:
 
     problem: Problem
     number: int
-    """The sample's, from 0."""
+    """Index of the sample, from 0."""
     prompt: Prompt
 
     @cached_property
     def key(self) -> tuple[str, str, int, str]:
-        """Its identity, with a digest of the prompt: another text under the same id is another
-        problem."""
+        """Identity of the sample. It includes a digest of the prompt: another text under the same
+        id is another problem."""
         digest = hashlib.sha256(str(self.prompt.token_ids).encode()).hexdigest()[:12]
         return self.problem.benchmark, self.problem.id, self.number, digest
 
 
 def sample_key(line: dict[str, Any]) -> tuple[str, str, int, str]:
-    """`Task.key` of a line of `samples.jsonl`."""
+    """`Task.key` of a line of `samples-*.jsonl`."""
     return line["benchmark"], line["id"], line["sample"], line["prompt"]
 
 
@@ -48,11 +48,11 @@ def make_tasks(
     tokenizer: Any,
     prompting: Prompting,
 ) -> list[Task]:
-    """Every sample of every benchmark, those of a problem together.
+    """Make a task for every sample of every benchmark; those of a problem are adjacent.
 
     Args:
-        num_samples: per problem; None for what each benchmark asks for.
-        limit: only the first so many problems of each.
+        num_samples: samples per problem; None for each benchmark's default.
+        limit: take only the first `limit` problems of each.
 
     Raises:
         InputError: a benchmark is unknown, given twice, or cannot be read or rendered.
@@ -64,7 +64,7 @@ def make_tasks(
             raise InputError(f"benchmarks: {short} is given twice: leave one out")
         rows = [{"problem": problem.text} for problem in problems]
         rendered = {key: getattr(prompting, key) for key in Prompting.model_fields}
-        # Nobody runs tools here.
+        # An evaluation runs no tools.
         rendered["chat_template_kwargs"] = dict(prompting.chat_template_kwargs)
         rendered["chat_template_kwargs"].pop("tools", None)
         data = Data(source=name, prompt_column="problem", **rendered)
@@ -77,7 +77,7 @@ def make_tasks(
 def draw(
     engine: RolloutEngine, tasks: Sequence[Task], decoding: Decoding, seed: int, tokenizer: Any
 ) -> Iterator[dict[str, Any]]:
-    """The samples as they finish, each as a line of `samples.jsonl`."""
+    """Yield samples as they finish, each as a line of `samples-*.jsonl`."""
     prompts = [task.prompt for task in tasks]
     seeds = [task.problem.seed(seed, task.number) for task in tasks]
     for index, completion in engine.stream(prompts, seeds, [decoding] * len(prompts)):
@@ -97,8 +97,7 @@ def judge(
     grader: MathGrader,
     verifier: ModelVerifier | None = None,
 ) -> list[Sample]:
-    """Grade the line of each task by rules; the verifier is asked about answers that they
-    reject."""
+    """Grade each task's line by rules; the verifier, if any, judges the answers they reject."""
     questions = [
         Question(p.gold, line["response"], not line["truncated"], p.ordered, p.tolerance)
         for p, line in zip((task.problem for task in tasks), lines, strict=True)
@@ -123,7 +122,7 @@ def judge(
 
 
 def summarise(tasks: Sequence[Task], samples: Sequence[Sample]) -> dict[str, Any]:
-    """The scores of each benchmark, their average, and the share of right samples of each problem
+    """Scores of each benchmark, their average, and each problem's share of right samples
     (`rates`)."""
     grouped: dict[str, dict[str, list[Sample]]] = {}
     for task, sample in zip(tasks, samples, strict=True):

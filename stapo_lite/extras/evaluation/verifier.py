@@ -37,10 +37,10 @@ class Case(NamedTuple):
 
 
 class ModelVerifier:
-    """The model of `config.verifier`: asked for one letter, of which the likeliest counts.
+    """The model of `config.verifier`. It replies with one letter: the likeliest of LETTERS.
 
-    If a case is longer than `verifier.max_prompt_length` tokens, the beginning of its response is
-    cut off.
+    If a case is longer than `verifier.max_prompt_length` tokens, its response is truncated from the
+    left.
 
     Raises:
         InputError: there is no such causal language model, or it has no chat template.
@@ -64,13 +64,13 @@ class ModelVerifier:
     def accepts(
         self, cases: Sequence[Case], on_case: Callable[[int], object] = lambda count: None
     ) -> list[bool]:
-        """Whether the model takes each answer for right.
+        """Whether the model judges each answer to be right.
 
         Args:
             on_case: called with the number of cases just judged.
         """
         texts = [self._render(case) for case in cases]
-        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # little padding
+        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # to limit padding
         accepted = [False] * len(texts)
         size = self._settings.batch_size
         for start in range(0, len(order), size):
@@ -91,7 +91,7 @@ class ModelVerifier:
         return output.logits[:, -1, self._letters]
 
     def _render(self, case: Case) -> str:
-        """The prompt of a case, with as much of the response's end as there is room for."""
+        """The prompt of a case, with as much of the end of the response as fits."""
         frame = self._prompt(case._replace(response=""))
         room = self._settings.max_prompt_length - len(self._encode(frame))
         if room <= 0:

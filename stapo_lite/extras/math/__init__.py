@@ -1,1 +1,1 @@
-"""Final answers of math problems: found, compared and graded in processes that may be killed."""
+"""Find, compare and grade final answers of math problems, in processes that can be killed."""

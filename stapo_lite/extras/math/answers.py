@@ -1,22 +1,22 @@
 r"""Final answers: find one in a response, and compare two. A thin layer over math-verify.
 
-math-verify parses, compares expressions, sets, intervals, matrices and relations, and finds an
-answer outside of a box. Added here, each for answers of real benchmarks that it misjudges
+math-verify parses and compares expressions, sets, intervals, matrices and relations, and finds
+answers outside a box. Added here, each for answers of real benchmarks that it misjudges
 (docs/grading.md):
 
-- what counts as the answer: the last box alone, nothing inside <think>;
-- plain numbers are compared as fractions: math-verify reads e-notation (Minerva) as a product with
-  Euler's number, and rounds decimals below 1e-6 to zero; the tolerance of OlympiadBench;
-- lists are compared part by part: how often each occurs, `\pm`, the order if the benchmark says
-  that it counts;
-- words and single letters are compared as they are, and so are bases (`52_8` of MATH500), which it
-  drops;
-- symbols of Minerva's formulas, which it confuses: capitals with small letters, `E_1` with `E_2`,
-  derivatives with zero;
-- units after a number (`\text{...}` of MATH and Minerva) are taken off only if the gold has no
+- the answer is the last box only, and nothing inside <think>;
+- plain numbers are compared as fractions, with OlympiadBench's tolerance: math-verify reads
+  e-notation (Minerva) as a product with Euler's number, and rounds decimals below 1e-6 to zero;
+- lists are compared part by part, with repetitions and `\pm`, and in order if the benchmark says
+  so;
+- words, single letters and numbers with a base are compared literally: it drops the base of `52_8`
+  (MATH500);
+- symbols of Minerva's formulas are kept apart: it confuses capital and small letters, `E_1` and
+  `E_2`, derivatives and zero;
+- units after a number (`\text{...}` of MATH and Minerva) are removed only if the gold has no
   letters.
 
-Time limits are up to the caller (`grading.py`): sympy may never finish with an answer.
+Time limits are up to the caller (`grading.py`): sympy may never finish.
 """
 
 import logging
@@ -34,12 +34,11 @@ from sympy import Float, I, Symbol
 from stapo_lite.extras.math.spelling import GREEK, NUMBERS, plain_key, respell, rewrite
 
 LONGEST = 1000
-"""Characters of an answer; a longer one is compared as it is."""
+"""Most characters of an answer to parse; longer ones are compared literally."""
 TAIL = 4000
 """Characters at the end of a response that are searched for an answer without a box."""
 SAME = Fraction(5, 10**6)
-"""Relative difference between an exact value and a decimal that gives it: six significant
-digits."""
+"""Largest relative difference between an exact value and a decimal with six significant digits."""
 
 _BOX = r"\\(?:boxed|fbox)\s*\{"
 _UNIT = re.compile(  # \text{ cm}^2, \mathrm{~erg} / \mathrm{s}, ^\circ
@@ -84,21 +83,21 @@ _DERIVATIVES = [
     (rf"\\frac\{{d\^\{{?2\}}?\s*{_OF}\}}\{{d\s*t\^\{{?2\}}?\}}", r"\1''"),
     (rf"\\frac\{{d\s*{_OF}\}}\{{d\s*t\}}", r"\1'"),
 ]
-"""Derivatives by the time: x^{\\prime}, \\dot{x} and dx/dt are x'."""
+"""Time derivatives: x^{\\prime}, \\dot{x} and dx/dt all become x'."""
 _CONFUSED = re.compile(
     rf"[A-Z]|_|'|\\prime|\\d+ot|{GREEK}|\\frac\{{d|(?<![a-zA-Z\\])[a-z]?\s*i(?![a-zA-Z])"
 )
 
 
-# It logs each answer that it cannot parse.
+# math-verify logs every answer it cannot parse.
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
 
 def grade(
     gold: Any, response: str, finished: bool, ordered: bool, tolerance: float
 ) -> tuple[bool, str | None]:
-    """Whether a response is right, and its final answer in one spelling, None if it has none. The
-    arguments are those of `final_answer` and `equivalent`."""
+    """Whether a response is right, and its final answer in canonical form (None if it has none).
+    The arguments are those of `final_answer` and `equivalent`."""
     answer = final_answer(response, finished)
     if answer is None:
         return False, None
@@ -108,7 +107,7 @@ def grade(
 def final_answer(response: str, finished: bool = True) -> str | None:
     r"""The final answer of a response, as written; None if there is none.
 
-    Boxes that make up one list (`\boxed{1} and \boxed{2}`) are taken together.
+    Boxes that form a list (`\boxed{1} and \boxed{2}`) are joined.
 
     Args:
         finished: False for a response that was cut off: only a box counts as its answer.
@@ -123,9 +122,9 @@ def final_answer(response: str, finished: bool = True) -> str | None:
         return answer.strip()
     if not finished:
         return None
-    # Chinese sets no spaces around numbers.
+    # Chinese has no spaces around numbers.
     text = re.sub(r"([\u3040-\u9fff\uff00-\uffef])", r" \1 ", response[-TAIL:])
-    # $ $ is within a line, as in Markdown.
+    # $ $ must be on one line, as in Markdown.
     text = re.sub(r"(?<!\$)\$[ \t]*\n[^$]*\n[ \t]*\$(?!\$)", " ", text)
     return _stated(text) or _found(text)
 
@@ -150,8 +149,8 @@ def _found(text: str) -> str | None:
 
 
 def _boxes(text: str) -> list[tuple[int, int, str]]:
-    r"""(start, end, content) of each complete \boxed{...} or \fbox{...} with content; the innermost
-    of nested ones."""
+    r"""(start, end, content) of each complete, non-empty \boxed{...} or \fbox{...}; only the
+    innermost of nested ones."""
     found = []
     opened: list[tuple[int, int] | None] = []  # start and content of a box; None: another brace
     for match in re.finditer(rf"{_BOX}|(?<!\\)\\[{{}}]|[{{}}]", text):
@@ -165,8 +164,8 @@ def _boxes(text: str) -> list[tuple[int, int, str]]:
 
 
 def _is_list(gap: str) -> bool:
-    """Whether the boxes on both sides of a gap make up a list: between them is only punctuation,
-    `and`, `or`, or a label."""
+    """Whether the boxes on both sides of a gap form a list: the gap is punctuation, `and`, `or` or
+    a label."""
     gap = re.sub(r"\\(?:text\s*\{([^{}]*)\}|q?quad|[()\[\],;: ])|\$", r" \1 ", gap)
     gap = " ".join(gap.split())
     pattern = rf"(?:[,;]?|[^.!?:]{{,40}}?\b(?:and|or)\b) ?(?:{_NAME} ?=)?"
@@ -174,7 +173,7 @@ def _is_list(gap: str) -> bool:
 
 
 def canonical(answer: str) -> str:
-    r"""An answer in one spelling, for counting votes: `\dfrac12`, `1/2` and `0.5` are all `1/2`."""
+    r"""Canonical form of an answer, for counting votes: `\dfrac12`, `1/2` and `0.5` give `1/2`."""
     if len(answer) > LONGEST:
         return plain_key(answer)
     text = respell(answer)
@@ -186,8 +185,8 @@ def equivalent(gold: Any, answer: str, *, ordered: bool = False, tolerance: floa
     r"""Whether an answer equals the gold.
 
     Args:
-        gold: text or number; a whole solution with a \boxed{} will do, or one that ends as GSM8K's,
-            `#### 72`.
+        gold: text or number; may be a whole solution, with a \boxed{} or ending in `#### 72` as in
+            GSM8K.
         answer: as `final_answer` returns it.
         ordered: whether the order of a plain list counts (`1, 2`). It always does in tuples.
         tolerance: absolute difference up to which numbers are equal.
@@ -215,20 +214,20 @@ def _equal(gold: str, answer: str, ordered: bool, tolerance: Fraction) -> bool:
     number, other = _number(gold, units), _number(answer, units)
     if number and other:
         return _close(number, other, tolerance)
-    if gold.endswith("%") or answer.endswith("%"):  # 17.5 % is 17.5 here, and 0.175 below
+    if gold.endswith("%") or answer.endswith("%"):  # here 17.5 % is 17.5; below it is 0.175
         share, of_answer = (_number(side.rstrip("\\% "), units) for side in (gold, answer))
         if share and of_answer and _close(share, of_answer, tolerance):
             return True
     golds, answers = _parts(gold), _parts(answer)
     if number and len(answers) > 1:
-        return False  # whatever else it says
-    # `x = 1, y = 2` against `1, 2`: the order says which is which.
+        return False  # whatever else the answer says
+    # `x = 1, y = 2` against `1, 2`: the order assigns the values.
     names = {match[1] for part in golds if (match := _LABELLED.fullmatch(part))}
     ordered |= len(names) == len(golds) == len(answers) and "=" not in answer
     if len(golds) == len(answers) > 1:
         return _equal_lists(golds, answers, ordered, tolerance)
     if len(golds) != len(answers):
-        # math-verify makes sets of lists: `7, 7` would be 7.
+        # math-verify turns lists into sets: `7, 7` would equal 7.
         same_set = set(map(plain_key, golds)) == set(map(plain_key, answers))
         if same_set or (ordered and len(golds) > 1):
             return False
@@ -236,8 +235,8 @@ def _equal(gold: str, answer: str, ordered: bool, tolerance: Fraction) -> bool:
 
 
 def _one_value(text: str) -> str:
-    r"""The exact side of `\frac{1}{3} \approx 0.33`, and the number in `x \approx 0.33`: a chain of
-    many values must not be right for each."""
+    r"""Pick one side: the exact one of `\frac{1}{3} \approx 0.33`, the number of `x \approx 0.33`.
+    A chain of several values must not be right for each of them."""
     sides = [side.strip() for side in re.split(r"\\(?:approx|simeq)(?![a-zA-Z])|≈", text)]
     if len(sides) == 1:
         return sides[0]
@@ -248,7 +247,7 @@ def _one_value(text: str) -> str:
 
 
 def _without_labels(gold: str, answer: str) -> tuple[str, str]:
-    """The right sides of `x = 5` against `5` or `x = 6`."""
+    """Strip labels: `x = 5` against `5` or `x = 6` compares the right sides."""
     a, b = _LABELLED.fullmatch(gold), _LABELLED.fullmatch(answer)
     if a and b:
         if plain_key(a[1]) == plain_key(b[1]):
@@ -272,23 +271,22 @@ def _of_choice(answer: str, by_letter: bool) -> str:
 
 
 def _has_letters(text: str) -> bool:
-    r"""Whether a text has variables; `\text{cents}`, other commands and words of four letters or
-    more are none."""
+    r"""Whether a text has variables. `\text{cents}`, other commands and words of four or more
+    letters do not count."""
     text = re.sub(GREEK, "x", text)
     text = re.sub(r"\\text\{[^{}]*\}|\\[a-zA-Z]+|(?<![a-zA-Z])[a-z]{4,}", "", text)
     return re.search("[a-zA-Z]", text) is not None
 
 
 class _Number(NamedTuple):
-    """A plain number; `digits` are the significant ones of a decimal, infinity of an integer or a
-    fraction."""
+    """A plain number. `digits` counts a decimal's significant digits; infinity for others."""
 
     value: Fraction
     digits: float
 
 
 def _number(text: str, units: bool) -> _Number | None:
-    """Read a plain number, after which units may stand; None if it is anything else."""
+    """Read a plain number, with units after it if `units`; None if it is anything else."""
     if units:
         text = _PLAIN_UNIT.sub("", _UNIT.sub("", text))
     text = rewrite(text, NUMBERS)
@@ -316,8 +314,8 @@ def _significant(decimal: str) -> int:
 
 
 def _close(a: _Number, b: _Number, tolerance: Fraction) -> bool:
-    """Whether two numbers are equal, or one is a decimal of six significant digits or more that
-    gives the other, a fraction whose decimals do not end."""
+    """Whether two numbers are equal, or one is a non-terminating fraction and the other a decimal
+    with at least six significant digits that approximates it."""
     difference = abs(a.value - b.value)
     exact, decimal = sorted((a, b), key=lambda number: -number.digits)
     rounded = decimal.digits >= 6 and exact.digits == math.inf and not _ends(exact.value)
@@ -325,13 +323,13 @@ def _close(a: _Number, b: _Number, tolerance: Fraction) -> bool:
 
 
 def _ends(value: Any) -> bool:
-    """Whether the decimals of a fraction end."""
+    """Whether a fraction has a terminating decimal."""
     return 10 ** value.denominator.bit_length() % value.denominator == 0
 
 
 def _parts(text: str) -> list[str]:
-    r"""The parts of a list, at commas, semicolons, `and`, `or` outside of brackets, with two for a
-    `\pm`; the text itself if it is no list."""
+    r"""Split a list at commas, semicolons, `and` and `or` outside brackets; a part with one `\pm`
+    gives two. The text itself if it is not a list."""
     text = re.sub(r",?\s*(?<![a-zA-Z\\])(?:and|or)(?![a-z])\s*", ",", text)
     parts, depth, start = [], 0, 0
     for match in re.finditer(r"\\?[(\[{]|\\?[)\]}]|(?<!\\)[,;]", text):
@@ -374,7 +372,7 @@ def _symbolic(gold: str, answer: str, units: bool, tolerance: Fraction) -> bool:
         numbers = getattr(a, "is_number", False) and getattr(b, "is_number", False)
         if not numbers or not (tolerance or a.has(Float) or b.has(Float)):
             return bool(verify(a, b, allow_set_relation_comp=True, timeout_seconds=None))
-        # math-verify rounds to six decimals, so that small numbers are all alike.
+        # math-verify rounds to six decimals, which makes all small numbers equal.
         a, b = a.doit(), b.doit()
         exact = a.is_Rational or b.is_Rational
         decimals = re.findall(r"\d*\.\d+", f"{gold} {answer}")
@@ -382,7 +380,7 @@ def _symbolic(gold: str, answer: str, units: bool, tolerance: Fraction) -> bool:
         relative = float(SAME) if rounded else 1e-12
         difference = abs((a - b).evalf(30))
         return bool(difference <= max(float(tolerance), relative * abs(a.evalf(30))))
-    except Exception:  # sympy raises what it likes
+    except Exception:  # sympy raises errors of any type
         return False
 
 
@@ -391,10 +389,10 @@ def _parse(text: str, units: bool, renamed: bool) -> Any:
     """The sympy expression of an answer, or of what follows its last `=`; None if it has none.
 
     Args:
-        units: take off units at its end.
-        renamed: give symbols that math-verify confuses names that it keeps apart.
+        units: remove units at its end.
+        renamed: rename symbols that math-verify would confuse.
     """
-    if units:  # the parser would take off all that follows the first \text
+    if units:  # the parser would drop everything after the first \text
         if len(_parts(text)) == 1:
             text = _UNIT.sub("", text)
         units = r"\text" not in text
@@ -415,7 +413,7 @@ def _parse(text: str, units: bool, renamed: bool) -> Any:
 
 
 def _with_real_symbols(expression: Any) -> Any:
-    """An expression whose symbols are real, with the imaginary unit for `i`."""
+    """An expression with real symbols, and `i` as the imaginary unit."""
     names = {}
     for symbol in getattr(expression, "free_symbols", ()):
         names[symbol] = I if symbol.name == "i" else Symbol(symbol.name, real=True)

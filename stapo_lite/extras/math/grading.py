@@ -1,7 +1,7 @@
 """Grading in processes that are killed when they overrun.
 
-Answers such as `9^{9^{9^{9}}}` hang sympy in C code, which handles no signals: only killing the
-process ends them.
+Answers such as `9^{9^{9^{9}}}` hang sympy in C code, which handles no signals; only killing the
+process stops it.
 """
 
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ from stapo_lite.machine import cores
 from stapo_lite.rewards.sandbox import Sandbox, SandboxError
 
 UNREADABLE = "?"
-"""Stands for the answer if grading it took too long or too much memory, or raised an error."""
+"""Replaces the answer if grading took too long or too much memory, or raised an error."""
 TIMEOUT = 5.0
-"""Seconds of wall-clock time after which a worker is killed and its answer counts as wrong."""
+"""Wall-clock seconds after which a worker is killed and the answer counts as wrong."""
 NUM_WORKERS = min(8, cores())
 WORKER_MEMORY_BYTES = 4 << 30
 START_SECONDS = 120.0
-"""Seconds in which a new process must import sympy and the parser and grade a first answer."""
+"""Seconds that a new process has to import sympy and the parser, and again for a first answer."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Question:
 
 
 class Verdict(NamedTuple):
-    """A judgement; `answer` is in one spelling, None if the response has none."""
+    """A judgement; `answer` is in canonical form, None if the response has none."""
 
     correct: bool
     answer: str | None
@@ -52,8 +52,8 @@ class MathGrader:
     """Grades responses in parallel.
 
     Args:
-        timeout: wall-clock seconds per response, not counting a process's start.
-        num_workers: processes; started on first use.
+        timeout: wall-clock seconds per response, excluding a process's start.
+        num_workers: number of processes, started on first use.
     """
 
     def __init__(self, timeout: float = TIMEOUT, num_workers: int = NUM_WORKERS):
@@ -102,7 +102,7 @@ def _warm_up(sandbox: Sandbox) -> None:
 
 
 def grade_file(cases: Path, out: Path, timeout: float, num_workers: int) -> str:
-    """Write each case with its verdict, `correct`; return a line for a person.
+    """Write each case with its verdict, `correct`; return a summary line.
 
     Args:
         cases: JSON lines of `gold`, `pred` and optionally `form` (`answer`: `pred` is a bare final
@@ -110,7 +110,7 @@ def grade_file(cases: Path, out: Path, timeout: float, num_workers: int) -> str:
             and `tolerance`.
 
     Raises:
-        InputError: there is no such file, or a case lacks a field or has one of another type; `out`
+        InputError: there is no such file; a case lacks a field or has one of the wrong type; `out`
             cannot be written.
     """
     rows = read_jsonl(cases)

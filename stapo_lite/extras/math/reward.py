@@ -14,8 +14,8 @@ def math_reward(
     """`settings.correct` for a right final answer, else `settings.incorrect`."""
     questions = []
     for c in completions:
-        # Wrong by default: token-mean would reinforce all the text between an early box and the
-        # limit. An empty response is wrong at once.
+        # Wrong by default: otherwise all text after an early box would be reinforced. An empty
+        # response is wrong without parsing.
         refused = c.truncated and settings.truncated_is_incorrect
         response = "" if refused else c.whole_text
         questions.append(Question(c.prompt.answer, response, finished=not c.truncated))

@@ -1,8 +1,7 @@
-r"""Rules that bring the many spellings of an answer to one, before answers are compared.
+r"""Rules that normalise the spelling of answers before they are compared.
 
-Each rule is a regular expression and what it becomes, both as `re.sub` takes them. The rules of a
-table apply from top to bottom. The rules of `SPELLINGS` come with an example and its result under
-that rule alone.
+Each rule is a pattern and a replacement for `re.sub`. The rules of a table apply from top to
+bottom. Those of `SPELLINGS` come with an example and its result under that rule alone.
 """
 
 import re
@@ -18,17 +17,17 @@ TEXT = r"\\(?:text(?:bf|it|rm|normal)?|mbox|math(?:rm|bf|it))\s*\{"
 STYLES = r"\\(?:small|large|Large|LARGE|huge|Huge|bf|it|rm|underline)(?![a-zA-Z])"
 TEN_TO = r"(?:\\times|\\cdot|\*|x|×|·)\s*10\s*\^"  # noqa: RUF001
 ANOTHER = r"\b(?:and|or)\b|[;=]|,(?!\s*[a-z]\s*(?:,|\\in|\\text|[<>]|$))"
-"""Text that may begin another answer, after `for all n`."""
+"""Text after `for all n` that may begin another answer."""
 
 PLAIN = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | str.maketrans("、–", ",-")  # noqa: RUF001
-"""Full-width characters, and two more that models write, in ASCII."""
+"""Maps full-width characters, and two others that models write, to ASCII."""
 
 SPELLINGS = [
     # pattern, what it becomes, an example, its result
     (r"(?<!\\)\$|\\displaystyle(?![a-zA-Z])", "", r"\displaystyle $5$", " 5"),
-    # the height of a matrix's row
+    # row spacing of a matrix
     (r"\\\\\[[^\]]*\]", r"\\\\", r"1\\[4pt]2", r"1\\2"),
-    # backslashes that are escaped twice
+    # doubly escaped backslashes
     (r"\\\\(?=[a-zA-Z])(?!.*matrix)", r"\\", r"\\frac12", r"\frac12"),
     (TEXT, r"\\text{", r"5 \mathrm{cm}", r"5 \text{cm}"),
     (r"\\text\{\s*(and|or)\b([^{}]*)\}", r" \1 \2 ", r"5 \text{ or 6}", "5  or  6 "),
@@ -44,7 +43,7 @@ SPELLINGS = [
         r"\frac{2}\omega",
         r"\frac{2}{\omega}",
     ),
-    # e-notation, which Minerva has
+    # e-notation (Minerva)
     (
         r"(?<![\w.\\])(\d+\.?\d*|\.\d+)[eE]([+-]?\d+)(?!\w|\.\d)",
         r"\1\\times 10^{\2}",
@@ -57,17 +56,17 @@ SPELLINGS = [
         "1.04 x 10^-3",
         r"1.04\times 10^{-3}",
     ),
-    # numpy's functions, and points without decimals, of Minerva
+    # numpy functions and points without decimals (Minerva)
     (r"(?<![a-zA-Z\\])np\.", r"\\", "np.arcsin(x)", r"\arcsin(x)"),
     (r"(?<=\d)\.(?=/)", "", "-3./2", "-3/2"),
-    # half of x, not one over 2x
+    # x/2, not 1/(2x)
     (
         r"(?<![\w.^{(])(\d+)/(\d+)(?=\s*\\(?:pi|sqrt)|\s+[a-z](?![a-z]))",
         r"\\frac{\1}{\2} ",
         "1/2 x",
         r"\frac{1}{2}  x",
     ),
-    # what OlympiadBench says of the variables, but nothing that may be another answer
+    # conditions on variables (OlympiadBench), but nothing that may be another answer
     (
         rf",?\s*(?:\\text\{{\s*)?(?:for (?:all|every|any|each)\b|\\forall)(?:(?!{ANOTHER}).)*",
         " ",
@@ -111,12 +110,12 @@ def rewrite(text: str, rules: Iterable[tuple[str, ...]]) -> str:
     return text
 
 
-@lru_cache(maxsize=4096)  # the same gold comes again with every sample
+@lru_cache(maxsize=4096)  # every sample repeats the same gold
 def respell(answer: str) -> str:
-    """Bring an answer to the spelling that the comparisons expect."""
+    """Normalise an answer to the spelling that comparisons expect."""
     return rewrite(answer.translate(PLAIN), SPELLINGS).strip().rstrip(" .,;:\\")
 
 
 def plain_key(text: str) -> str:
-    """Take off the markup that shows nothing, for a comparison letter by letter."""
+    """Remove markup that shows nothing, for a literal comparison."""
     return rewrite(text, MARKUP)

@@ -1,17 +1,16 @@
-"""`memory: auto`: the memory keys that a run leaves open, chosen by what its card and its host
-hold.
+"""`memory: auto`: choose the memory keys that a config leaves open, for the memory of card and
+host.
 
-Two choices, each from a list of settings (a ladder) of which every one takes more memory than the
-one before:
+Two choices, each from a ladder of settings, where every rung takes more memory than the last:
 
-    rollouts   sequences at a time, as many as the KV cache holds while they are under way
-    update     activations in host memory; more tokens at a time; fewer layers checkpointed; still
-    more tokens
+    rollouts   as many concurrent sequences as the KV cache holds at a typical length
+    update     offloaded activations; then more tokens per micro-batch; then fewer layers
+               checkpointed; then still more tokens
 
-vLLM sleeps during updates, unless the host cannot hold its weights. The base of the trainer is
-parked during rollouts, which costs seconds a step, unless the card holds a whole step beside it. So
-with more memory there are never fewer sequences or tokens at a time, and never more offloading or
-more layers checkpointed.
+vLLM sleeps during updates, unless the host cannot hold its weights and vLLM cannot read them again
+(bitsandbytes). The trainer's base is parked during rollouts, which costs seconds a step, unless the
+card holds a whole step's KV cache beside it. So more memory never means fewer sequences or tokens
+at a time, more offloading, or more layers checkpointed.
 """
 
 import bisect
@@ -58,38 +57,36 @@ SHARE = "rollout.gpu_memory_utilization"
 KEYS = ("train.park_trainer", "rollout.sleep_level", SHARE, "rollout.max_num_seqs", *UPDATE_KEYS)
 """What is chosen if a config leaves it open."""
 MARGIN = 0.04
-"""Share of the card that neither phase plans with: what the allocators lose between blocks of
-different sizes."""
+"""Share of the card that is left unplanned in both phases, for fragmentation in the allocators."""
 MOST_SEQUENCES = 512
-"""vLLM captures CUDA graphs up to there; more at a time would hardly save another reading of the
-weights."""
+"""vLLM captures CUDA graphs up to this many; more at a time would save few reads of the weights."""
 COMFORTABLE_TOKENS = 8192
-"""Enough in a micro-batch to keep a card busy; beyond it, memory does more for activations that are
-kept."""
+"""Tokens of a micro-batch that keep a card busy; memory beyond that is better spent on keeping
+activations."""
 MOST_TOKENS = 65_536
 
 
 def fit(config: Config, engine: str, going_on: Path | None, processes: int) -> Config:
-    """Set the memory keys that the config leaves open for the memory that is free on this machine.
-    Without a GPU the config stays as it is.
+    """Set the memory keys that the config leaves open, for the free memory of this machine. Without
+    a GPU the config is returned as it is.
 
-    Collective: all processes choose for the card with the least.
+    Collective: all processes choose for the card with the least free memory.
 
     Args:
         engine: from `resolve_engine`.
-        going_on: folder of the run that is resumed from a checkpoint, which keeps what was chosen.
+        going_on: folder of a run resumed from a checkpoint: its choice is kept. None otherwise.
 
     Raises:
         InputError: nothing fits.
     """
-    if engine == "transformers" or not torch.cuda.is_available():
+    if config.memory == "off" or engine == "transformers" or not torch.cuda.is_available():
         return config
     if going_on is not None and (going_on / "config.yaml").exists():
         before = flatten(load_config(going_on / "config.yaml").model_dump())
         return apply(config, {key: before[key] for key in KEYS})
     if processes > 1:  # NCCL takes its buffers with the first collective
         reduce(torch.zeros(1, device="cuda"))
-    # A run before this one, in a notebook, may have left something in caches.
+    # An earlier run in the same notebook may have left memory in caches.
     clear_device_cache(garbage_collection=True)
     if hasattr(torch.accelerator, "empty_host_cache"):  # not in torch 2.11
         torch.accelerator.empty_host_cache()
@@ -106,11 +103,11 @@ def fit(config: Config, engine: str, going_on: Path | None, processes: int) -> C
 
 
 def fit_server(config: Config) -> Config:
-    """Set the keys that the config leaves open for a server on this machine: on a GPU vLLM gets all
-    memory that is free on the card with the least.
+    """Set the keys that the config leaves open, for a server on this machine: on a GPU, vLLM gets
+    all free memory of the card that has the least.
 
     Raises:
-        InputError: that is too little.
+        InputError: that is not enough.
     """
     if config.memory == "off" or not torch.cuda.is_available():
         return config
@@ -132,21 +129,21 @@ def fit_server(config: Config) -> Config:
 
 
 def memory_left(card: int | None = None) -> tuple[int, int]:
-    """Bytes of a card (by default the one in use): those free for this process, CUDA context
-    included; and in all."""
+    """Free and total bytes of a card (by default the current one). This process's CUDA context
+    counts as free."""
     free, total = torch.cuda.mem_get_info(card)
     return min(total, free + CUDA_CONTEXT), total
 
 
 def of_whole_card(choice: Choice, memory: int, total: int) -> Choice:
-    """The choice with vLLM's share counted from the whole card, as vLLM does."""
+    """The choice with vLLM's share converted from free memory to the whole card."""
     if SHARE not in choice:
         return choice
     return choice | {SHARE: math.floor(100 * choice[SHARE] * memory / total) / 100}
 
 
 def choose_for_server(config: Config, model: Any, cards: Hardware) -> Choice:
-    """Values for vLLM's keys on a card of its own; none with `memory: off`."""
+    """Values for vLLM's keys if it has the card to itself; none with `memory: off`."""
     if config.memory == "off":
         return {}
     return choose_sequences({"rollout.sleep_level": 1}, config, model, Hardware(cards.gpu_memory))
@@ -159,10 +156,8 @@ def choose(config: Config, model: Any, cards: Hardware) -> Choice:
         model: the transformers config of the decoder.
 
     Raises:
-        InputError: nothing fits; the message names the changes that would.
+        InputError: nothing fits; the message names changes that would help.
     """
-    if config.memory == "off" or not left_open(config):
-        return {}
     choice = find(config, model, cards)
     if choice is None:
         changes = "; or ".join(remedies(config, model, cards)) or "a smaller model"
@@ -180,10 +175,13 @@ def left_open(config: Config) -> list[str]:
 
 
 def find(config: Config, model: Any, cards: Hardware) -> Choice | None:
-    """The best choice that fits, or None if none does."""
+    """The best choice that fits, or None if none does. It is empty with `memory: off`, and if the
+    config gives all keys."""
+    if config.memory == "off" or not left_open(config):
+        return {}
     ladder = update_ladder(config, model, cards)
     completions = config.train.batch_size * config.rollout.num_generations
-    if config.rollout.engine == "server":  # servers queue what is too much for them
+    if config.rollout.engine == "server":  # servers queue the rest
         choice = {"rollout.max_num_seqs": min(MOST_SEQUENCES, completions)}
         return climb(ladder, choice, config, model, cards)
     least = ladder[min(1, len(ladder) - 1)]
@@ -193,7 +191,7 @@ def find(config: Config, model: Any, cards: Hardware) -> Choice | None:
         choice = choose_sequences(parking | least, config, model, cards)
         if only_with_room and make_plan(apply(config, choice), model, cards).kv_tokens < tokens:
             continue
-        rungs = ladder if sleep else [least]  # an engine that stays awake has the rest
+        rungs = ladder if sleep else [least]  # an engine that stays awake takes the rest
         found = climb(rungs, choice, config, model, cards)
         if found is not None:
             return found
@@ -201,22 +199,22 @@ def find(config: Config, model: Any, cards: Hardware) -> Choice | None:
 
 
 def parking_options(config: Config) -> list[tuple[bool, int, bool]]:
-    """Where the trainer's base and vLLM's weights stay while the other works, the fastest first. A
-    base that is parked is not shared.
+    """Where the trainer's base and vLLM's weights wait while the other works, fastest first. A
+    parked base is not shared.
 
     Returns:
-        `train.park_trainer`; `rollout.sleep_level`; whether the option is only for a card whose KV
+        `train.park_trainer`; `rollout.sleep_level`; whether the option is only for cards whose KV
         cache holds all sequences of a step at their longest.
     """
     options = [
         (False, 1, not config.may_share_base),
         (True, 1, False),
-        (True, 2, False),  # if the host holds one copy
+        (True, 2, False),  # if the host holds only one copy
         (False, 1, False),
         (False, 2, False),
-        (False, 0, False),  # if it holds none
+        (False, 0, False),  # if it holds none, and vLLM cannot read them again
     ]
-    if config.rollout.quantization != "bitsandbytes":  # which vLLM cannot read again
+    if config.rollout.quantization != "bitsandbytes":  # whose weights vLLM cannot read again
         return options
     return [option for option in options if option[1] != 2]
 
@@ -224,9 +222,9 @@ def parking_options(config: Config) -> list[tuple[bool, int, bool]]:
 def climb(
     ladder: list[Choice], choice: Choice, config: Config, model: Any, cards: Hardware
 ) -> Choice | None:
-    """The choice with the highest rung of the ladder that fits, or None if none does. The rungs
-    above one that does not fit do not fit either, except above the lowest: the host may be too
-    small for its activations."""
+    """The choice with the highest rung of the ladder that fits, or None if none does. Above a rung
+    that does not fit, none fits, except that the lowest may be too large for the host, which holds
+    its activations."""
     serving = config.rollout.engine == "server"
 
     def too_much(rung: Choice) -> bool:
@@ -244,7 +242,7 @@ def climb(
 
 def choose_sequences(choice: Choice, config: Config, model: Any, cards: Hardware) -> Choice:
     """Give vLLM the rest of the card, and as many sequences as its KV cache holds at the length
-    that UNDER_WAY assumes. If they grow longer, vLLM preempts some and computes them again."""
+    that UNDER_WAY assumes. If they grow longer, vLLM preempts and recomputes some."""
     planned, rollout = make_plan(apply(config, choice), model, cards), config.rollout
     trainer = trainer_bytes(planned.rollout)
     if not choice["rollout.sleep_level"]:
@@ -259,7 +257,7 @@ def choose_sequences(choice: Choice, config: Config, model: Any, cards: Hardware
         with_count = apply(config, choice | {"rollout.max_num_seqs": count})
         return make_plan(with_count, model, cards).kv_tokens < count * length
 
-    group = rollout.num_generations  # vLLM takes a group at a time
+    group = rollout.num_generations  # vLLM admits whole groups
     most = min(MOST_SEQUENCES, config.train.batch_size * group // cards.processes)
     counts = [group, *range(group + 8, most, 8), max(group, most)]
     fitting = bisect.bisect(counts, False, key=too_many)
@@ -275,12 +273,12 @@ def choose_sequences(choice: Choice, config: Config, model: Any, cards: Hardware
 
 
 def trainer_bytes(phase: dict[str, int]) -> int:
-    """Bytes of a phase on the card that are not vLLM's."""
+    """Bytes on the card in a phase, without vLLM's."""
     return sum(size for name, size in phase.items() if not name.startswith("vLLM"))
 
 
 def update_ladder(config: Config, model: Any, cards: Hardware) -> list[Choice]:
-    """Rungs of the update, from the least memory to the most."""
+    """Rungs of the update ladder, least memory first."""
     train, longest = config.train, config.max_sequence_length
     completions = train.mini_batch_size * config.rollout.num_generations / cards.processes
     most = max(longest, min(math.ceil(completions) * longest, MOST_TOKENS))
@@ -300,7 +298,7 @@ def update_ladder(config: Config, model: Any, cards: Hardware) -> list[Choice]:
 
 
 def apply(config: Config, choice: Choice) -> Config:
-    """The config with those keys of a choice set that it leaves open."""
+    """Set the keys of a choice that the config leaves open."""
     for key in choice.keys() & left_open(config):
         section, name = key.split(".")
         changed = getattr(config, section).model_copy(update={name: choice[key]})
@@ -309,20 +307,20 @@ def apply(config: Config, choice: Choice) -> Config:
 
 
 def apply_all(config: Config, choice: Choice, model: Any, cards: Hardware) -> Config:
-    """Like `apply`; if servers sample, also with what they would choose on a card like these."""
+    """Like `apply`; with servers, also set what they would choose on such a card."""
     if config.rollout.engine == "server":
         config = apply(config, choose_for_server(config, model, cards))
     return apply(config, choice)
 
 
 def remedies(config: Config, model: Any, cards: Hardware) -> Iterator[str]:
-    """Changes of which any one would make the run fit; of each kind the smallest."""
+    """Yield changes that would each make the run fit; the smallest of each kind."""
     tree = config.model_dump(exclude_unset=True)
 
-    def fits(*overrides: str) -> bool:
+    def fits(*overrides: str, tree: dict[str, Any] = tree) -> bool:
         try:
             return find(load_config(tree, list(overrides)), model, cards) is not None
-        except InputError:  # values that do not go together
+        except InputError:  # conflicting values
             return False
 
     given = [key for key in KEYS if key not in left_open(config)]
@@ -330,7 +328,7 @@ def remedies(config: Config, model: Any, cards: Hardware) -> Iterator[str]:
     for key in given:
         section, name = key.split(".")
         del without[section][name]
-    if given and find(load_config(without), model, cards) is not None:
+    if given and fits(tree=without):
         yield f"these keys left open: {', '.join(given)}"
     more = cards._replace(host_memory=None, pinned_memory=None)
     if cards.host_memory is not None and find(config, model, more) is not None:
@@ -352,7 +350,7 @@ def remedies(config: Config, model: Any, cards: Hardware) -> Iterator[str]:
 
 
 def nearest_card(cards: Hardware) -> tuple[str, Card]:
-    """The known card whose memory is nearest, by its name."""
+    """Name and data of the known card with the nearest memory size."""
     return min(KNOWN_CARDS.items(), key=lambda item: abs(item[1].memory - cards.gpu_memory))
 
 
@@ -363,7 +361,7 @@ def guess_seconds(config: Config, model: Any, cards: Hardware) -> float:
 
 
 def describe(config: Config, plan: Plan, model: Any, cards: Hardware) -> str:
-    """A run's memory on card and host, and a guess at its time, in five lines."""
+    """Predicted memory on card and host and estimated time, in five lines."""
     train, rollout = config.train, config.rollout
     sampling, updating, host = (
         sum(parts.values()) / GIB for parts in (plan.rollout, plan.update, plan.host)

@@ -1,15 +1,15 @@
-"""What would shorten a run: changes with a guess at the time that is left, and their price."""
+"""What would shorten a run: changes, the step time that would remain, and their price."""
 
 from collections.abc import Iterator
 from typing import Any
 
 from stapo_lite.config import Config, Train, load_config
 from stapo_lite.errors import InputError
-from stapo_lite.extras.planning.choice import apply, find, guess_seconds
+from stapo_lite.extras.planning.choice import apply_all, find, guess_seconds
 from stapo_lite.extras.planning.plan import Hardware
 
 WORTH_IT = 0.95
-"""Share of a step's time above which a change is not named."""
+"""A change that leaves more than this share of a step's time is not listed."""
 
 
 def changes(config: Config) -> Iterator[tuple[list[str], str]]:
@@ -29,7 +29,7 @@ def changes(config: Config) -> Iterator[tuple[list[str], str]]:
 
 
 def smaller_batch(train: Train, divisor: int) -> list[str]:
-    """Overrides for a part of the batch, with as many updates a step."""
+    """Overrides that divide the batch size but keep the number of updates per step."""
     mini_batch = max(1, train.mini_batch_size // divisor)
     updates = train.batch_size // train.mini_batch_size
     return [
@@ -39,10 +39,10 @@ def smaller_batch(train: Train, divisor: int) -> list[str]:
 
 
 def levers(config: Config, model: Any, cards: Hardware) -> list[str]:
-    """The changes that shorten a step, each alone, the most effective first, as lines.
+    """Changes that shorten a step, each on its own, as lines; the most effective first.
 
     Args:
-        config: as it was given, without what was chosen for the card.
+        config: as given, before memory keys are chosen.
         model: the transformers config of the decoder.
     """
     tree = config.model_dump(exclude_unset=True)
@@ -50,7 +50,7 @@ def levers(config: Config, model: Any, cards: Hardware) -> list[str]:
     for overrides, price in changes(config):
         try:
             after = seconds(load_config(tree, overrides), model, cards)
-        except InputError:  # values that do not go together
+        except InputError:  # conflicting values
             continue
         if before and after and after / before < WORTH_IT:
             shares.append((after / before, f"{' '.join(overrides)} ({price})"))
@@ -58,17 +58,20 @@ def levers(config: Config, model: Any, cards: Hardware) -> list[str]:
 
 
 def within(hours: float, config: Config, model: Any, cards: Hardware) -> str:
-    """What ends in so many hours, as a line: how many steps; and the largest part of the batch with
-    which all steps of the config do.
+    """What fits into so many hours, as a line: the number of steps, and, if that is too few, the
+    largest batch with which all steps fit.
 
     Args:
-        config: as it was given, without what was chosen for the card.
+        config: as given, before memory keys are chosen.
         model: the transformers config of the decoder.
     """
     tree, train = config.model_dump(exclude_unset=True), config.train
 
     def steps(overrides: list[str]) -> int:
-        step = seconds(load_config(tree, overrides), model, cards)
+        try:
+            step = seconds(load_config(tree, overrides), model, cards)
+        except InputError:  # a batch with fewer prompts than processes
+            return 0
         return 0 if step is None else int(hours * 3600 / step)
 
     as_given = steps([])
@@ -85,4 +88,6 @@ def within(hours: float, config: Config, model: Any, cards: Hardware) -> str:
 def seconds(config: Config, model: Any, cards: Hardware) -> float | None:
     """Seconds of a step with the best choice; None if nothing fits."""
     choice = find(config, model, cards)
-    return None if choice is None else guess_seconds(apply(config, choice), model, cards)
+    if choice is None:
+        return None
+    return guess_seconds(apply_all(config, choice, model, cards), model, cards)

@@ -1,7 +1,7 @@
-"""Does a run fit the card? The memory of both phases, before anything is loaded.
+"""Does a run fit the card? Predict the memory of both phases before anything is loaded.
 
-Needs the model's config, not its weights: everything is counted. What CUDA and vLLM take besides is
-estimated by the constants below.
+Needs only the model's config, not its weights. Tensors are counted; what CUDA and vLLM take beyond
+them is estimated by the constants below.
 """
 
 import bisect
@@ -28,8 +28,8 @@ from stapo_lite.rollout.vllm_options import batched_tokens, has_graphs, served_r
 GIB = 2**30
 CUDA_CONTEXT = int(0.5 * GIB)
 CUDA_GRAPH = 28 * 2**20
-"""Bytes of vLLM's CUDA graphs for each size of a batch, with an adapter and without: 2.38 GiB were
-measured for the 86 sizes of 256 sequences (vllm#25914). They stay on the card while it sleeps."""
+"""Bytes of vLLM's CUDA graphs per batch size, with and without adapter together: 2.38 GiB were
+measured for the 86 sizes of 256 sequences (vllm#25914). They stay on the card during sleep."""
 MOST_IN_A_GRAPH = 512
 HOST_PROCESS = 6 * GIB
 """Bytes of Python, torch, CUDA and vLLM in host memory."""
@@ -43,22 +43,22 @@ JOINED = {
     "gate_proj": "gate_up",
     "up_proj": "gate_up",
 }
-"""Linear layers that are one in vLLM."""
+"""Linear layer -> the layer that vLLM fuses it into."""
 PINNED = ("trainer: base weights", "vLLM: weights", "vLLM: adapter slots", "activations")
-"""What waits in pinned host memory."""
+"""Parts of `Plan.host` in pinned memory."""
 SHARED = ("vLLM: weights", "vLLM: adapter slots", "vLLM: CUDA graphs")
-"""What stays on the card during updates if the trainer computes on vLLM's weights."""
+"""Parts of vLLM that stay on the card during updates if the trainer uses its weights."""
 TOKEN_BYTES = 14
-"""Bytes of a completion's token that goes to other processes: id and log-probability, pickled."""
+"""Bytes per completion token sent to other processes: id and log-probability, pickled."""
 SERVED_BYTES = {"bitsandbytes": 0.5 + 4 / 64, "fp8": 1.0}
 """Bytes per weight in vLLM, which unpacks the scales of 4-bit weights to fp32."""
 
 
 class Plan(NamedTuple):
-    """Bytes by what they are for."""
+    """Bytes by purpose."""
 
     rollout: dict[str, int]
-    """On the card that samples, which is the server's if there is one."""
+    """On the card that samples: the server's if there is one."""
     update: dict[str, int]
     """On the card that trains."""
     host: dict[str, int]
@@ -76,16 +76,16 @@ class Sizes(NamedTuple):
     """Sizes that follow from the model's config alone."""
 
     linears: dict[str, list[tuple[int, int]]]
-    """(in, out) of the decoder's linear layers by their name: what is quantised, and may get an
+    """(in, out) of the decoder's linear layers by name: those that are quantised and may get an
     adapter."""
     others: list[int]
     """Elements of each other parameter: embedding, head, norms."""
     kv_per_token: int
-    """Elements of keys and values."""
+    """Elements of a token's keys and values, over all layers."""
     queries_and_keys: int
     """Elements of a token's queries and keys in one layer."""
     normed_queries: bool
-    """Whether they are normed, as in Qwen3."""
+    """Whether queries and keys are normed, as in Qwen3."""
 
     @property
     def matrices(self) -> list[int]:
@@ -132,7 +132,7 @@ class WeightBytes(NamedTuple):
 
 
 def make_plan(config: Config, model: Any, cards: Hardware) -> Plan:
-    """The memory of each phase on each card, with vLLM's rollouts.
+    """Predict the memory of each phase, per card; rollouts must be vLLM's.
 
     Args:
         model: the transformers config of the decoder (`get_text_config()`).
@@ -154,6 +154,8 @@ def make_plan(config: Config, model: Any, cards: Hardware) -> Plan:
     trainer = {"trainer: adapter": weights.adapter, "trainer: optimiser": weights.optimizer}
     if config.lora.adapter and config.objective.beta:
         trainer["trainer: reference adapter"] = weights.adapter
+    if config.objective.teacher_adapter:
+        trainer["trainer: teacher's adapter"] = weights.adapter
     context = {"CUDA context": CUDA_CONTEXT}
     engine, kv_tokens = plan_engine(config, model, weights, sizes, cards)
     rollout_phase = engine | context
@@ -162,7 +164,7 @@ def make_plan(config: Config, model: Any, cards: Hardware) -> Plan:
         parked = {"trainer: scales of 4-bit weights": scales} if config.quantization else {}
         rollout_phase = (parked if train.park_trainer else base) | trainer | rollout_phase
 
-    # Update: what autograd keeps and makes at the longest micro-batch.
+    # Update: what autograd keeps and allocates for the largest micro-batch.
     kept, activations, head = count_activations(config, model)
     update_phase = base | trainer | {"trainer: gradients": weights.adapter} | context
     update_phase[f"activations of {config.largest_microbatch:,} tokens"] = activations
@@ -213,7 +215,7 @@ def find_problems(
 
 
 def count_weights(config: Config, sizes: Sizes) -> WeightBytes:
-    """Bytes of the base in the trainer and in vLLM, and of the adapter, which is in fp32."""
+    """Count the bytes of the base in trainer and vLLM, and of the adapter (fp32)."""
     width, rollout = config.bytes_per_value, config.rollout
     modules = check_target_modules(config.lora.target_modules, sizes.linears)
     lora = config.lora.r * sum(sum(shape) for name in modules for shape in sizes.linears[name])
@@ -233,8 +235,8 @@ def count_weights(config: Config, sizes: Sizes) -> WeightBytes:
 def plan_engine(
     config: Config, model: Any, weights: WeightBytes, sizes: Sizes, cards: Hardware
 ) -> tuple[dict[str, int], int]:
-    """Bytes of vLLM on its card by what they are for, and the tokens that its KV cache holds. If
-    its size is not given, the cache gets what the other parts leave of vLLM's share of the card."""
+    """Bytes of vLLM on its card by purpose, and the tokens that its KV cache holds. Unless its size
+    is given, the cache gets what the other parts leave of vLLM's share of the card."""
     rollout, width = config.rollout, config.bytes_per_value
     given, shards = rollout.vllm, rollout.vllm.get("tensor_parallel_size", 1)
     longest = config.max_sequence_length
@@ -243,7 +245,7 @@ def plan_engine(
     logits = rollout.max_num_seqs * model.vocab_size * 4 * 4
     engine = {
         "vLLM: weights": sum(weights.served) // shards,
-        "vLLM: adapter slots": weights.slots,  # at most: tensor parallelism splits half of it
+        "vLLM: adapter slots": weights.slots,  # upper bound: tensor parallelism splits half
         "vLLM: activations": layer + logits,
         "vLLM: CUDA graphs": CUDA_GRAPH * count_graphs(rollout, config.dtype),
     }
@@ -254,8 +256,9 @@ def plan_engine(
 
 
 def count_graphs(rollout: Rollout, dtype: str) -> int:
-    """How many sizes of a batch vLLM captures: whole steps of decoding up to `max_num_seqs`, and
-    layer by layer up to twice as many tokens (vllm/config/vllm.py, `_set_cudagraph_sizes`)."""
+    """The number of batch sizes that vLLM captures: full graphs of a decoding step up to
+    `max_num_seqs`, and piecewise ones up to twice as many tokens (vllm/config/vllm.py,
+    `_set_cudagraph_sizes`)."""
     if not has_graphs(rollout, dtype):
         return 0
     largest = min(2 * rollout.max_num_seqs, MOST_IN_A_GRAPH)
@@ -286,7 +289,7 @@ def plan_host(config: Config, weights: WeightBytes, kept: int) -> dict[str, int]
     leaves = config.rollout.sleep_level == 1 and not config.may_share_base
     if leaves and config.rollout.engine != "server":
         host["vLLM: weights"] = pinned(weights.served)
-        host["vLLM: adapter slots"] = 2 * weights.slots  # of many sizes: at most
+        host["vLLM: adapter slots"] = 2 * weights.slots  # many sizes: upper bound
     if config.train.offload_activations:
         host["activations"] = 2 * kept  # pinned memory is rounded up to powers of two
     return host
@@ -329,12 +332,12 @@ def model_sizes(model: str) -> Sizes:
 
 
 def as_json(model: Any) -> str:
-    """A transformers config as something that a cache can compare."""
+    """A transformers config as a hashable cache key."""
     return model.to_json_string(use_diff=False)
 
 
 def served_bytes(config: Config, width: int) -> float:
-    """Bytes of a linear layer's weight in vLLM."""
+    """Bytes per weight of a linear layer in vLLM."""
     rollout = config.rollout
     if rollout.quantization in SERVED_BYTES:
         return SERVED_BYTES[rollout.quantization]
@@ -344,12 +347,12 @@ def served_bytes(config: Config, width: int) -> float:
         return checkpoint["bits"] / 8 + (2.5 / group if group > 0 else 0)  # -1: a column is a group
     if checkpoint.get("quant_method") == "fp8":
         return SERVED_BYTES["fp8"]
-    return width  # or less, in a format that is not known here
+    return width  # an unknown format may take less
 
 
-@cache  # a choice makes dozens of plans, and a name on the Hub is asked for over the network
+@cache  # a choice makes dozens of plans, and a Hub name costs a request
 def served_quantization(model: str) -> dict[str, Any]:
-    """How a checkpoint is quantised, as its config has it; nothing if it is not."""
+    """The `quantization_config` of a checkpoint; empty if it has none."""
     return getattr(load_model_config(model), "quantization_config", {})
 
 
@@ -359,15 +362,15 @@ def pinned(sizes: Sequence[int]) -> int:
 
 
 def count_activations(config: Config, model: Any) -> tuple[int, int, int]:
-    """Bytes that autograd needs at a micro-batch of `largest_microbatch` tokens.
+    """Bytes that autograd needs for a micro-batch of `largest_microbatch` tokens.
 
-    Counted for layers like those of Llama and Qwen: two norms in fp32, attention that is never
-    written out, a gated MLP. Within 2 % of what the same layers allocate (1.7B to 32B; bf16 and
-    fp32; with checkpointing and without).
+    Assumes layers like those of Llama and Qwen: two norms in fp32, attention scores never
+    materialised, a gated MLP. Within 2 % of what such layers allocate (1.7B to 32B; bf16 and fp32;
+    with and without checkpointing).
 
     Returns:
-        The layers' inputs that wait for the backward pass; the peak of the decoder's two passes;
-        what the LM head needs beyond that.
+        Layer inputs kept for the backward pass, without the last one; the peak of the decoder's
+        forward and backward pass; what the LM head needs beyond that.
     """
     train, width, sizes = config.train, config.bytes_per_value, model_sizes(as_json(model))
     hidden, inner, tokens = model.hidden_size, model.intermediate_size, config.largest_microbatch
@@ -380,9 +383,10 @@ def count_activations(config: Config, model: Any) -> tuple[int, int, int]:
     layers = model.num_hidden_layers
     checkpointed = checkpointed_layers(train.gradient_checkpointing, layers)
     kept = inputs * checkpointed + layer * (layers - checkpointed)
-    # If some are not checkpointed, the last layers' activations are gone by then.
+    # If some layers are not checkpointed, these come last, so that their activations are freed
+    # before any are recomputed.
     recomputed = layer if checkpointed == layers else 0
-    # Of gate and up, and of the layer's input and output.
+    # Gradients of gate and up, and of the layer's input and output.
     gradients = tokens * width * 2 * (inner + hidden)
     # The last norm, its output's gradient, the hidden states for the LM head.
     final = tokens * width * 11 * hidden

@@ -1,4 +1,4 @@
-"""How long a step may take on a card: arithmetic from data sheets."""
+"""Estimate how long a step takes on a card, from data sheets."""
 
 from typing import Any, NamedTuple
 
@@ -17,19 +17,18 @@ MEAN_LENGTH = 1 / 3
 MEAN_PROMPT = 1 / 4
 """Mean length of a prompt, as a share of `max_prompt_length`: an assumption."""
 UNDER_WAY = 1 / 2
-"""Share of its mean length that a completion is taken to hold in the KV cache. With it, a choice of
-the number of sequences at a time needs a fifth fewer steps of decoding than with 1
-(docs/results.md)."""
+"""Share of its mean length that a completion is assumed to hold in the KV cache. With this, the
+chosen number of sequences needs a fifth fewer decoding steps than with 1 (docs/results.md)."""
 LORA_COST = 1.25
-"""Time of decoding with a separate adapter, as a multiple of that without; 1.25 to 2 were reported
+"""Decoding time with a separate adapter, relative to without; 1.25 to 2 were reported
 (docs/cards.md)."""
 FUSED_4_BITS = 32
-"""Sequences at a time up to which bitsandbytes multiplies by 4-bit weights as they are. For more it
-writes them out in 16 bits and reads them again."""
+"""Most sequences at a time for which bitsandbytes multiplies by 4-bit weights directly. For more,
+it writes them out in 16 bits first and reads them again."""
 OFF_BY = 1.5
-"""How far a guess may well be off, up or down, as a factor."""
+"""Factor by which an estimate may be off, up or down."""
 COMPILED = 0.8
-"""Time of training with `train.compile`, as a share of that without: 0.75 to 0.84 were reported."""
+"""Training time with `train.compile`, relative to without; 0.75 to 0.84 were reported."""
 READING = 0.6
 """Share of its bandwidth at which vLLM reads weights and cache."""
 
@@ -61,7 +60,7 @@ KNOWN_CARDS = {
 
 
 def step_seconds(config: Config, model: Any, plan: Plan, card: Card, processes: int = 1) -> float:
-    """Seconds of a step, rollouts and updates: each step of decoding gives every sequence one token
+    """Seconds of a step, rollouts and updates: each decoding step adds a token to every sequence
     and reads weights and KV cache once; training takes two operations per weight and token in each
     pass. A group's prompt is in the cache once."""
     rollout, train, sizes = config.rollout, config.train, model_sizes(as_json(model))
@@ -76,8 +75,8 @@ def step_seconds(config: Config, model: Any, plan: Plan, card: Card, processes: 
         reads += 2 * config.bytes_per_value * sum(sizes.matrices)
     decoding = LORA_COST * count / at_once * length * reads / (READING * card.bandwidth)
     layers = model.num_hidden_layers
-    # One pass before the first update, forward, backward (without the base's gradient), and what is
-    # recomputed.
+    # Statistics before the first update, forward, backward (no weight gradients of the base), and
+    # recomputation.
     passes = 3 + checkpointed_layers(train.gradient_checkpointing, layers) / layers
     operations = count * (prompt + length) * 2 * sum(sizes.matrices) * passes
     training = operations / (card.busy * card.flops) * (COMPILED if train.compile else 1)
@@ -85,7 +84,7 @@ def step_seconds(config: Config, model: Any, plan: Plan, card: Card, processes: 
 
 
 def time_range(seconds: float) -> str:
-    """What a guess at a time may well be, in words."""
+    """An estimated time as a range, in words."""
     low, high = seconds / OFF_BY, seconds * OFF_BY
     for unit, length in (("h", 3600), ("min", 60), ("s", 1)):
         if low >= 2 * length or unit == "s":

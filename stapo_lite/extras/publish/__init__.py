@@ -1,1 +1,1 @@
-"""A run's adapter as something to publish: exported, with a model card, on the Hub."""
+"""Publish a run's adapter: export, model card, upload to the Hub."""

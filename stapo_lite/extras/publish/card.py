@@ -20,14 +20,14 @@ class FinishedRun(NamedTuple):
     config: Config
     adapter: Path
     metrics: list[dict[str, Any]]
-    """Steps up to the adapter's."""
+    """One entry per step, up to the adapter's step."""
     results: dict[str, Any] | None
     """The adapter's evaluation, if there was one."""
     environment: dict[str, Any]
 
 
 def read_run(folder: Path, evaluation: str | Path | None) -> FinishedRun:
-    """Read a run folder. If the run has not ended, its newest checkpoint counts as the adapter.
+    """Read a run folder. If the run has not ended, take the adapter of its newest checkpoint.
 
     Args:
         evaluation: folder of an evaluation to take the results from; None for the run's own.
@@ -51,7 +51,7 @@ def read_run(folder: Path, evaluation: str | Path | None) -> FinishedRun:
 
 
 def model_card(name: str, run: FinishedRun, base: str, merged: bool, stops: tuple[int, ...]) -> str:
-    """The README of the repository. Local folders and files are named without their paths.
+    """The README of the repository. Local files and folders appear without their paths.
 
     Args:
         name: repository or folder.
@@ -86,7 +86,7 @@ def model_card(name: str, run: FinishedRun, base: str, merged: bool, stops: tupl
 
 
 def _public(objective: Objective) -> Objective:
-    """The objective without addresses and paths of this machine."""
+    """The objective without the server's address and local paths."""
     shown = {"teacher_server": objective.teacher_server and "a server"}
     if objective.teacher_adapter:
         shown["teacher_adapter"] = public_name(objective.teacher_adapter)
@@ -99,16 +99,15 @@ def public_name(base: str) -> str:
 
 
 def is_local(source: str) -> bool:
-    """Whether `data.source` is a file, a function or rows in Python, and not a dataset of the Hub.
-    The file need not be on this machine."""
+    """Whether `data.source` is a file (it need not exist here), a function or rows in Python rather
+    than a dataset on the Hub."""
     path = Path(source)
     is_file = path.suffix.lower() in (".jsonl", ".parquet") or path.is_absolute() or path.exists()
     return is_file or ":" in source or source == IN_PYTHON
 
 
 def find_license(base: str) -> dict[str, Any]:
-    """The licence fields of the base's own card; empty if it has none, or the Hub cannot be
-    reached."""
+    """License fields of the base's own card; empty if it has none or the Hub is unreachable."""
     try:
         metadata = ModelCard.load(Path(base, "README.md") if Path(base).exists() else base).data
     except Exception:  # no card, no network: the Hub's client raises errors of many kinds

@@ -1,8 +1,8 @@
 """Export a run's adapter, as it is or merged into its base, with a model card.
 
 The adapter is merged into the base in full precision, even if it was trained on 4-bit weights. The
-export is loaded again, and must give the log-probabilities of base + adapter before the folder gets
-its name. An interrupted export leaves `.DIR.partial`, which the next one replaces.
+export is reloaded, and gets its final name only if it reproduces the log-probabilities of base +
+adapter. An interrupted export leaves `.DIR.partial`, which the next one replaces.
 """
 
 import gc
@@ -29,10 +29,10 @@ HELD_OUT = (
     "The train left the station at noon, and when it arrived in the capital three hours later",
     "Solve for x: \\frac{x}{3} + 7 = 12. Subtracting 7 from both sides gives",
 )
-"""Texts whose log-probabilities the export must keep; they come from no training set."""
+"""Texts whose log-probabilities the export must reproduce; from no training set."""
 LARGEST_IN_FLOAT32, MEAN_IN_HALF = 1e-4, 0.1
-"""Limits in nats, above which nothing is exported: of the largest deviation in float32, and of the
-mean deviation in half precision, which rounds weights and activations."""
+"""Limits in nats above which nothing is exported: largest deviation in float32, mean deviation in
+half precision (which rounds weights and activations)."""
 
 
 def export(
@@ -51,7 +51,7 @@ def export(
 
     Args:
         merge: merge the adapter into the base.
-        dtype: of what is written: float32, bfloat16 or float16.
+        dtype: data type of the export: float32, bfloat16 or float16.
         base_model: folder or Hub name of the base, by default the run's `model`; needed if that is
             quantised.
         evaluation: folder of an evaluation, for the card; by default the run's own results.
@@ -98,14 +98,13 @@ def write(
     tokenizer: Any,
     stops: tuple[int, ...],
 ) -> None:
-    """Write the adapter in PEFT's format, or base + adapter as one model; with tokenizer and chat
-    template.
+    """Write the adapter in PEFT's format, or base + adapter as one model; with its tokenizer.
 
     Args:
         stops: tokens that ended a completion in training.
 
     Raises:
-        InputError: the written files give other log-probabilities than base + adapter.
+        InputError: the written files give log-probabilities that differ from base + adapter's.
     """
     model = load_adapted(base, run.adapter, dtype)
     expected = log_probabilities(model, tokenizer)
@@ -138,7 +137,7 @@ def write(
 
 
 def save_merged(merged: Any, folder: Path, stops: tuple[int, ...], temperature: float) -> None:
-    """Write a merged model, with the sampling of the training as its default."""
+    """Write a merged model, with training's sampling settings as its default."""
     merged.generation_config = GenerationConfig(  # the base's own may limit the length
         eos_token_id=list(stops),
         pad_token_id=merged.config.pad_token_id,
@@ -152,7 +151,7 @@ def save_merged(merged: Any, folder: Path, stops: tuple[int, ...], temperature: 
 
 
 def load_adapted(base: str, adapter: Path, dtype: str) -> Any:
-    """Base + adapter on the CPU, in float32 unless the base's weights are in `dtype` already. So
+    """Load base + adapter on the CPU, in float32 unless the base is stored in `dtype`, so that
     their sum is rounded only once."""
     kept = load_model_config(base).dtype == getattr(torch, dtype)
     return PeftModel.from_pretrained(load_weights(base, dtype if kept else "float32"), str(adapter))
@@ -160,7 +159,7 @@ def load_adapted(base: str, adapter: Path, dtype: str) -> Any:
 
 @torch.no_grad()
 def log_probabilities(model: Any, tokenizer: Any) -> Tensor:
-    """Log-probabilities of all tokens of the held-out texts but the first ones, [n] fp32."""
+    """Log-probabilities of the held-out texts' tokens, without each first one; [n] fp32."""
     model.eval()
     found = []
     for text in HELD_OUT:

@@ -1,5 +1,4 @@
-"""Repositories on the Hub: created before anything slow begins, and filled at the end or during a
-run."""
+"""Repositories on the Hub: created before slow work, filled at its end or during a run."""
 
 import json
 import logging
@@ -29,8 +28,8 @@ def prepare_repository(name: str, private: bool, asked: str = "--push-to-hub") -
         asked: the option or key that named it, for messages.
 
     Raises:
-        InputError: there is no token, it can only read, the repository is public and must not be,
-            or the Hub refuses.
+        InputError: there is no token, or it cannot write; the repository should be private but is
+            public; the Hub refuses.
     """
     api = HfApi()
     fix = "; a token that can write comes from `hf auth login`, or HF_TOKEN"
@@ -45,7 +44,7 @@ def prepare_repository(name: str, private: bool, asked: str = "--push-to-hub") -
 
 
 def push_folder(folder: Path, repository: str) -> str:
-    """Upload a folder; return the address.
+    """Upload a folder; return its address.
 
     Raises:
         InputError: the Hub refuses, or the connection is lost for good.
@@ -63,16 +62,17 @@ def upload(folder: Path, repository: str) -> str:
 
 
 class HubMirror(Callback):
-    """Uploads a run's newest adapter, with its card, in a thread beside the run.
+    """Uploads a run's newest adapter, with its card, in a background thread.
 
-    A failed upload costs only a warning: the next save uploads newer values.
+    A failed upload only warns, since the next save uploads newer values. A save during an upload is
+    skipped.
 
     Args:
-        run_folder: of a run that has saved a checkpoint, or its adapter, before each upload.
+        run_folder: must have a checkpoint or the adapter before each upload.
         stops: tokens that ended a completion, for the card.
 
     Raises:
-        InputError: the repository cannot be made or written.
+        InputError: the repository cannot be created or written.
     """
 
     def __init__(
@@ -92,10 +92,10 @@ class HubMirror(Callback):
         self.close()
 
     def _push(self) -> None:
-        """Begin to upload what was saved last."""
+        """Start uploading what was saved last."""
         with self._warned():
             run = read_run(self._run_folder, None)
-            # Read now: newer checkpoints replace this one.
+            # Read now, since a newer checkpoint may replace it.
             files = {path.name: path.read_bytes() for path in run.adapter.glob("adapter_*")}
             self._under_way = self._thread.submit(self._upload, files, run)
 
@@ -114,13 +114,13 @@ class HubMirror(Callback):
 
     @contextmanager
     def _warned(self) -> Iterator[None]:
-        """Turn any error into a warning: the disk, the network and the Hub's client raise many
-        kinds."""
+        """Turn errors into warnings; of any type, as disk, network and the Hub's client raise
+        many."""
         try:
             yield
         except Exception as error:
             logger.warning("log.hub_model_id: not pushed this time (%s)", one_line(error))
 
     def close(self) -> None:
-        """Wait for the upload under way."""
+        """Wait for a running upload."""
         self._thread.shutdown()

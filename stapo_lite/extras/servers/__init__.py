@@ -1,1 +1,1 @@
-"""Rollouts from vLLM servers: the server's command, and the engine that asks it."""
+"""Rollouts from vLLM servers: the server command, and the engine that sends requests."""

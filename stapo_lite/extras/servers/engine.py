@@ -1,12 +1,12 @@
-"""Rollouts from vLLM servers over HTTP: on other cards or machines, several of them, and ahead of
+"""Rollouts over HTTP from one or more vLLM servers, on other cards or machines, optionally ahead of
 the trainer.
 
-Each completion is a request of its own, with a seed of its own, so it is the same whichever server
-samples it. A request that fails goes to another server. A server that does not answer its health
-check, or cannot load an adapter, is lost until the next publish.
+Each completion is a request with its own seed, so the result does not depend on the server. A
+failed request goes to another server. A server that fails its health check, or cannot load an
+adapter, is lost until the next publish.
 
 Every adapter version is written to a folder that the servers see under the same path, and loaded
-under a fresh name, by which vLLM keys its prefix cache.
+under a new name, since vLLM keys its prefix cache by name.
 """
 
 import asyncio
@@ -47,27 +47,27 @@ from stapo_lite.types import Completion, Prompt
 logger = logging.getLogger(__name__)
 
 MAX_RETRIES = 3
-"""How often a request is repeated before the run ends."""
+"""Retries of a request before the run ends."""
 START_TIMEOUT = 600.0
-"""Seconds in which servers must come up, and load an adapter."""
+"""Seconds that servers have to come up, and to load an adapter."""
 HEALTH_INTERVAL = 5.0
 """Seconds between two health checks of the servers."""
 HEALTH_TIMEOUT = 20.0
-"""Seconds after which a server that has not answered its health check is lost."""
+"""Seconds without an answer to a health check after which a server is lost."""
 KEEPALIVE = {
     socket.TCP_KEEPIDLE: 60,  # seconds of silence before the first probe
     socket.TCP_KEEPINTVL: 15,  # seconds between two probes
     socket.TCP_KEEPCNT: 4,  # probes without an answer before the connection fails
 }
-"""A request may be silent for hours, and routers forget silent connections. Health checks use other
-connections, so they do not notice."""
+"""A request may be silent for hours, and routers drop silent connections. Health checks would not
+notice: they use other connections."""
 MOST_FILES = 65_535
 KEY_FILE = Path("~/.cache/stapo_lite/api_key")
 
 
 def api_key() -> str:
-    """The key that servers ask for and trainers send: `VLLM_API_KEY`, or a secret of this user that
-    is made once."""
+    """The key that servers ask for and trainers send: `VLLM_API_KEY`, or a secret generated once
+    per user."""
     if given := os.environ.get("VLLM_API_KEY"):
         return given
     path = KEY_FILE.expanduser()
@@ -80,7 +80,7 @@ def api_key() -> str:
 
 
 def allow_connections() -> None:
-    """Raise this process's limit of open files, usually 1024: each request has a connection."""
+    """Raise this process's limit on open files, usually 1024: each request has a connection."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if 0 <= soft < most:  # an infinite one is negative
@@ -88,8 +88,11 @@ def allow_connections() -> None:
 
 
 def keep_alive(address: Any) -> socket.socket:
-    """A socket for an address of `getaddrinfo` that stays open while it is silent, and fails if the
-    other side is gone."""
+    """Open a socket that stays open while silent, and fails if the other side is gone.
+
+    Args:
+        address: an entry of `getaddrinfo`.
+    """
     opened = socket.socket(*address[:3])
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in KEEPALIVE.items():
@@ -98,7 +101,7 @@ def keep_alive(address: Any) -> socket.socket:
 
 
 class ServerFault(Exception):
-    """A request failed, but may succeed on another server or on the next attempt."""
+    """A request failed, but may succeed on another server or attempt."""
 
 
 @dataclass(eq=False)
@@ -109,19 +112,18 @@ class Server:
     live: bool = False
     """Whether it has the current adapter and answers."""
     requests: int = 0
-    """How many completions it samples now."""
+    """Completions that it is sampling."""
 
 
 class ServerEngine(RolloutEngine):
-    """vLLM's OpenAI-compatible servers, started by `stapo serve`; the requests run in a thread of
-    their own.
+    """Client of vLLM's OpenAI-compatible servers, started by `stapo serve`; requests run in their
+    own thread.
 
     Args:
-        dtype: of the adapters that the servers get.
-        rollout: `max_num_seqs` is what each server samples at the same time, for all of our
-            processes.
-        folder: for adapters; the servers must see it under this path.
-        accelerator: of the processes that share the servers. The main process publishes.
+        dtype: data type of the adapters sent to the servers.
+        rollout: `max_num_seqs` limits each server's concurrent requests, over all our processes.
+        folder: for adapters; the servers must see it under the same path.
+        accelerator: the processes that share the servers. The main process publishes.
 
     Raises:
         InputError: a server does not come up, refuses the key, or cannot serve this run.
@@ -138,9 +140,9 @@ class ServerEngine(RolloutEngine):
         self._dtype, self._sampling = dtype, sampling
         self._max_lag, self._is_main = rollout.max_lag, accelerator.is_main_process
         if self._is_main:
-            for left in folder.glob(f"stapo_lite-{8 * '[0-9a-f]'}"):  # by a run that was killed
+            for left in folder.glob(f"stapo_lite-{8 * '[0-9a-f]'}"):  # from a killed run
                 shutil.rmtree(left, ignore_errors=True)
-        # A resumed run has old version numbers for new weights, so each run has names of its own.
+        # Each start gets its own names: a resumed run reuses version numbers for new weights.
         (name,) = broadcast_object_list([f"stapo_lite-{secrets.token_hex(4)}"])
         self._folder = folder.absolute() / name
         self._versions: list[int] = []
@@ -167,7 +169,7 @@ class ServerEngine(RolloutEngine):
         """Wait until the servers are up, and check that they can serve this run."""
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {self._key}"},
-            # A connection that is used again may be half closed.
+            # A reused connection may be half closed.
             connector=aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=keep_alive),
         )
         needed, deadline = self._sampling.max_model_len, self._loop.time() + START_TIMEOUT
@@ -179,9 +181,12 @@ class ServerEngine(RolloutEngine):
                 if self._loop.time() > deadline:
                     raise InputError(f"{where} did not come up in {START_TIMEOUT:g} s: start it")
                 await asyncio.sleep(0.5)
-            with explained(f"{where} does not say what it serves", ServerFault, RunError):
+            malformed = (LookupError, TypeError, ValueError)  # from a server that is not vLLM's
+            with explained(
+                f"{where} does not say what it serves", ServerFault, RunError, *malformed
+            ):
                 models = await self._ask(f"{server.url}/v1/models")
-            served = loads(models)["data"][0]["max_model_len"]
+                served = int(loads(models)["data"][0]["max_model_len"])
             if served < needed:
                 raise InputError(
                     f"{where} serves sequences of {served} tokens, but data.max_prompt_length + "
@@ -191,11 +196,11 @@ class ServerEngine(RolloutEngine):
     async def _ask(
         self, url: str, timeout: float | None = START_TIMEOUT, json: dict[str, Any] | None = None
     ) -> str:
-        """Send a request, a POST if it has content, and return the text of the answer.
+        """Send a GET request, or a POST with `json`; return the text of the response.
 
         Raises:
-            RunError: the server refuses it, and would refuse it again.
-            ServerFault: anything else.
+            RunError: the server refuses the request, and would again.
+            ServerFault: any other failure.
         """
         assert self._session is not None
         method = "POST" if json else "GET"
@@ -215,8 +220,7 @@ class ServerEngine(RolloutEngine):
         raise kind(f"{url}: {response.status} {' '.join(text.split())[:300]}")
 
     async def _watch(self) -> None:
-        """Check the health of the servers that have requests, for as long as the engine is
-        open."""
+        """Keep checking the health of servers that have requests."""
         while True:
             await asyncio.sleep(HEALTH_INTERVAL)
             busy = [server for server in self._servers if server.live and server.requests]
@@ -238,8 +242,8 @@ class ServerEngine(RolloutEngine):
         server.live, self._why_lost = False, reason
 
     def publish(self, policy: Publisher, version: int) -> None:
-        """Load the adapter as `version`, which must be new, into every server that answers. One
-        that was lost takes part again.
+        """Load the adapter as `version`, which must be new, into every server that answers, lost
+        ones included.
 
         Raises:
             RunError: no server could load it.
@@ -259,11 +263,11 @@ class ServerEngine(RolloutEngine):
         self._version = version
 
     async def _publish(self, version: int) -> list[bool]:
-        """Load a version into the servers and unload those that no request needs any more; returns
-        which servers have it."""
+        """Load a version into the servers, and unload versions that no request needs any more;
+        returns which servers have it."""
         loaded = await asyncio.gather(*(self._load(server, version) for server in self._servers))
         self._versions.append(version)
-        # Requests of version v belong to steps up to v + max_lag, and earlier steps are done.
+        # Requests of version v belong to steps up to v + max_lag; steps before `version` are done.
         await self._unload([old for old in self._versions if old < version - self._max_lag])
         return loaded
 
@@ -277,14 +281,14 @@ class ServerEngine(RolloutEngine):
         try:
             await self._ask(f"{server.url}/v1/load_lora_adapter", json=content)
         except (ServerFault, RunError) as error:
-            if "already been loaded" not in str(error):  # the same server under another address
+            if "already been loaded" not in str(error):  # one server listed under two addresses
                 self._lose(server, one_line(error))
                 return False
         return True
 
     async def _unload(self, versions: Sequence[int]) -> None:
         for version in versions:
-            self._versions.remove(version)  # first: it may be interrupted
+            self._versions.remove(version)  # first, since this may be interrupted
             content = {"lora_name": self._name(version)}
             for server in self._servers:
                 if server.live:
@@ -294,7 +298,7 @@ class ServerEngine(RolloutEngine):
             shutil.rmtree(self._folder / f"v{version}", ignore_errors=True)
 
     def prefetch(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> None:
-        """Begin to sample what later calls of `generate` will ask for, in their order."""
+        """Start sampling what later calls of `generate` will ask for, in that order."""
         for prompt, seed in each_sample(prompts, seeds, self._sampling.num_generations):
             if seed not in self._ahead:
                 self._ahead[seed] = self._begin(prompt, seed, self._sampling.decoding)
@@ -320,13 +324,13 @@ class ServerEngine(RolloutEngine):
         try:
             for future in as_completed(indices):
                 yield indices[future], future.result()
-        finally:  # the caller may have seen enough
+        finally:  # the caller may stop early
             for future in indices:
                 future.cancel()
 
     async def _sample(self, prompt: Prompt, parameters: dict[str, Any]) -> Completion:
-        """Sample one completion on the live server that has the least to do; after a failure on
-        another one, if there is one.
+        """Sample one completion on the least busy live server; after a failure, on another one if
+        there is one.
 
         Raises:
             RunError: no server is left, the request failed too often, or a server refuses it.
@@ -345,7 +349,7 @@ class ServerEngine(RolloutEngine):
                     truncated = choice["finish_reason"] == "length"
                     return Completion(prompt, choice["token_ids"], logprobs, truncated, version)
                 except ServerFault as error:
-                    if ": 404 " in str(error):  # it was restarted, and has no adapter
+                    if ": 404 " in str(error):  # restarted: it has lost the adapter
                         self._lose(server, one_line(error))
                     failed.append(server)
                     if len(failed) > MAX_RETRIES:
@@ -353,7 +357,7 @@ class ServerEngine(RolloutEngine):
                             f"rollout.servers: a request failed {len(failed)} times ({error}); "
                             "check the servers, and continue with --resume"
                         ) from error
-                    # By then the next health check has told whether the server is gone.
+                    # By then a health check has shown whether the server is gone.
                     await asyncio.sleep(HEALTH_INTERVAL * len(failed))
                 finally:
                     server.requests -= 1
@@ -362,7 +366,12 @@ class ServerEngine(RolloutEngine):
         )
 
     async def _complete(self, server: Server, body: dict[str, Any]) -> Any:
-        """The `choice` of the server's answer, which may take hours, unless the server is lost."""
+        """Wait, maybe for hours, for the server's response; returns its `choice`.
+
+        Raises:
+            RunError: the server refuses the request.
+            ServerFault: the request failed, or the server is lost.
+        """
         request = asyncio.ensure_future(
             self._ask(f"{server.url}/v1/completions", timeout=None, json=body)
         )
@@ -379,7 +388,7 @@ class ServerEngine(RolloutEngine):
         return choice
 
     def close(self) -> None:
-        """End all requests, and leave no adapter behind."""
+        """Cancel all requests, unload the adapters and delete their files."""
         for future in [self._watching, *self._ahead.values()]:
             future.cancel()
         self._submit(self._unload(list(self._versions))).result()

@@ -2,8 +2,8 @@
 
     stapo serve configs/qwen8b_lora_server.yaml [key.sub=value ...] [--host H] [--port P]
 
-It is vLLM's own OpenAI-compatible server with the settings that training needs. It listens on this
-machine only, unless given a `--host`, and asks for an API key: `VLLM_API_KEY`, or the user's own
+This is vLLM's own OpenAI-compatible server with the settings that training needs. It listens on
+localhost unless given a `--host`, and requires an API key: `VLLM_API_KEY`, or the user's
 (`engine.api_key`).
 """
 
@@ -20,8 +20,8 @@ from stapo_lite.rollout.vllm_options import engine_arguments
 
 
 async def ask_for_key(request: Any, go_on: Callable[[Any], Awaitable[Any]]) -> Any:
-    """HTTP middleware: refuse every request without the API key, except for the server's health
-    (/health); vLLM itself asks for the key on some paths only."""
+    """HTTP middleware: refuse requests without the API key, except to /health. vLLM itself checks
+    the key only on some paths."""
     given = request.headers.get("Authorization", "")
     expected = f"Bearer {os.environ['VLLM_API_KEY']}"
     if request.url.path != "/health" and not hmac.compare_digest(given.encode(), expected.encode()):
@@ -32,7 +32,7 @@ async def ask_for_key(request: Any, go_on: Callable[[Any], Awaitable[Any]]) -> A
 
 
 def server_arguments(config: Config, host: str, port: int, on_cpu: bool) -> list[str]:
-    """The arguments that vLLM's server is started with."""
+    """Command-line arguments for vLLM's server."""
     rollout = config.rollout
     arguments = engine_arguments(
         rollout.model or config.model,
@@ -52,7 +52,7 @@ def server_arguments(config: Config, host: str, port: int, on_cpu: bool) -> list
 
 
 def flag(name: str, value: Any) -> list[str]:
-    """An argument as vLLM's command line has it."""
+    """An argument in the form of vLLM's command line."""
     if value is None:
         return []
     if isinstance(value, bool):
@@ -63,12 +63,12 @@ def flag(name: str, value: Any) -> list[str]:
 
 
 def become_server(config: Config, host: str, port: int) -> None:
-    """Replace this process by vLLM's server.
+    """Replace this process with vLLM's server.
 
     Args:
-        config: with the data type, and what vLLM may take of the card.
+        config: with data type and vLLM's share of the card resolved.
     """
-    import torch  # slow, as the next one
+    import torch  # slow to import, like the next one
 
     from stapo_lite.extras.servers.engine import api_key
 

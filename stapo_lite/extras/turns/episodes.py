@@ -1,10 +1,10 @@
-"""Completions of several turns: a coroutine lets the model write, adds what a tool says, and lets
-the model go on.
+"""Completions of several turns: a coroutine lets the model write, adds a tool's output, and lets
+the model continue.
 
-The coroutines run in an event loop of their own thread, so that a tool may wait for the network.
-What they ask of the model is sampled in rounds, by the thread that owns the engine. A round begins
-when every coroutine that is not done waits for the model, so that the engine has all of them at
-once; or when nothing has changed for a short time, since some may wait for others that hold a lock.
+The coroutines run in an event loop in their own thread, so that a tool may wait for the network.
+The turns they ask for are sampled in rounds, by the thread that owns the engine. A round begins
+when every unfinished coroutine waits for the model, so that the engine gets one large batch; or
+when nothing has changed for QUIET seconds, since some may wait for others that hold a lock.
 """
 
 import asyncio
@@ -37,22 +37,22 @@ from stapo_lite.rollout import (
 from stapo_lite.types import Completion, Prompt, derived_seed
 
 QUIET = 1.0
-"""Seconds without a change after which a round begins with the turns asked for so far."""
+"""Seconds without a change after which a round begins with the turns requested so far."""
 
 Question = tuple[Prompt, int, Decoding]
-"""A turn that is asked for: what comes before it, its seed, and how to sample it."""
+"""A requested turn: what comes before it, its seed, and how to sample it."""
 
 
 @dataclass(eq=False)
 class Episode:
-    """One completion in the making: what the model wrote trains, what was added is only read.
+    """A completion in progress. What the model wrote is trained on; what was added is only context.
 
     Attributes:
         prompt: the prompt, with the columns of its row.
         token_ids: the tokens so far.
-        finished: whether the model ended its last turn itself, by a stop token or a stop string,
-            and what was added since has left room.
-        busy: whether it may not ask for a turn, since one is under way or its coroutine has ended.
+        finished: whether the model ended its last turn with a stop token or stop string, and there
+            is still room after what was added since.
+        busy: whether it cannot ask for a turn: one is in progress, or its coroutine has ended.
     """
 
     prompt: Prompt
@@ -70,19 +70,19 @@ class Episode:
 
     @property
     def room(self) -> int:
-        """How many tokens are left of `rollout.max_completion_length`."""
+        """Tokens left of `rollout.max_completion_length`."""
         return self._sampling.max_completion_length - len(self.token_ids)
 
     async def generate(self, max_tokens: int | None = None, **options: Any) -> str:
-        """Let the model go on and return what it wrote; nothing if no token is left.
+        """Let the model continue; return what it wrote, or "" if no token is left.
 
         Args:
-            max_tokens: limit of this turn; all that is left by default.
-            options: options of vLLM's SamplingParams. With `stop=["</tool>"]` the text ends with
-                the stop string that was found.
+            max_tokens: limit of this turn; by default all that is left.
+            options: of vLLM's SamplingParams. With `stop=["</tool>"]`, the text includes the stop
+                string that ended it.
 
         Raises:
-            RunError: a turn is under way, or the coroutine has ended.
+            RunError: a turn is in progress, or the coroutine has ended.
         """
         if self.busy:
             raise RunError(
@@ -121,23 +121,23 @@ class Episode:
         max_turns: int = 8,
         **options: Any,
     ) -> str:
-        """Give messages to the model and let it answer. The tools that it calls run side by side,
-        and it goes on with their results, until it calls none.
+        """Send messages to the model and let it answer. Tools that it calls run concurrently, and
+        it continues with their results, until it calls none.
 
         Args:
-            messages: of the chat template. The first call's take the place of the prompt
-                (`episode.messages` are those of the row); later ones are what a user says next.
-            tools: functions or coroutine functions with type hints, and a docstring that describes
-                the arguments. What one raises is its result.
-            max_turns: the model's turns, after which a call gets no result.
-            options: of each turn, as in `generate`.
+            messages: messages for the chat template. In the first call they replace the prompt
+                (`episode.messages` are the row's); in later ones they are what the user says next.
+            tools: functions or coroutine functions with type hints and a docstring that describes
+                the arguments. If one raises, the error is its result.
+            max_turns: most turns of the model; tools called in the last one do not run.
+            options: options of each turn, as in `generate`.
 
         Returns:
             The text of the last turn.
 
         Raises:
-            InputError: the chat template or vLLM's parsers cannot do this.
-            RunError: the messages are longer than `data.max_prompt_length`; as `generate`.
+            InputError: the chat template or vLLM's parsers do not support this.
+            RunError: the messages are longer than `data.max_prompt_length`; also as in `generate`.
         """
         schemas, text = schemas_of(tools), ""
         if self.token_ids:
@@ -159,7 +159,7 @@ class Episode:
         return text
 
     def _open(self, messages: list[Message], schemas: list[Schema]) -> None:
-        """Begin with other messages than those of the row."""
+        """Replace the row's prompt with these messages."""
         text = self._chat.opening(messages, schemas)
         token_ids = self._chat.tokenizer(text, add_special_tokens=False).input_ids
         longest = self._sampling.max_model_len - self._sampling.max_completion_length
@@ -171,15 +171,14 @@ class Episode:
         self.prompt = replace(self.prompt, token_ids=token_ids)
 
     def _reply(self, messages: list[Message], schemas: list[Schema]) -> None:
-        """Add messages behind the model's last turn, which ends with a stop token, unless it was
-        ended by a stop string."""
+        """Add messages after the model's last turn, and that turn's end token if it is missing
+        (after a stop string)."""
         end, last = self._chat.end, self.token_ids[-1]
         ended = last in self._sampling.stop_token_ids or self._chat.tokenizer.decode(last) == end
         self.add(("" if ended else end) + self._chat.reply(messages, schemas))
 
     def add(self, text: str) -> None:
-        """Add text that the model reads but did not write, such as a tool's result. It is cut off
-        if it is longer than `room`."""
+        """Add text that the model did not write, such as a tool's result, cut to `room` tokens."""
         text = text.encode("utf-8", "replace").decode()  # a lone surrogate that the model wrote
         token_ids = self._chat.tokenizer(text, add_special_tokens=False).input_ids
         if len(token_ids) >= max(1, self.room):
@@ -193,10 +192,10 @@ class Episode:
         self._mask += [own] * len(token_ids)
 
     def completion(self) -> Completion:
-        """The episode as something to train on.
+        """The episode as a completion to train on.
 
         Raises:
-            RunError: it holds nothing that the model wrote.
+            RunError: the model wrote nothing in it.
         """
         if not any(self._mask):
             raise RunError(
@@ -215,7 +214,7 @@ class Episode:
 
 
 def until_stop(text: str, stop: str | Sequence[str]) -> str:
-    """Cut off what the last token has behind a stop string (Qwen3's ">" and newline are one
+    """Cut off what the last token has after a stop string (in Qwen3, ">" and newline can be one
     token)."""
     stops = [stop] if isinstance(stop, str) else stop
     found = re.search("|".join(map(re.escape, stops)), text)
@@ -235,34 +234,34 @@ def chat_with(tools: Sequence[Tool]) -> RolloutFunction:
 
 
 def find_function(path: str) -> RolloutFunction:
-    """The coroutine function at `package.module:function`.
+    """Import the coroutine function at `package.module:function`.
 
     Raises:
-        InputError: there is none.
+        InputError: there is none, or it does not take one argument.
     """
     with explained(f"rollout.function={path}: cannot be imported"):
         function = pkgutil.resolve_name(path)
-    if not inspect.iscoroutinefunction(function):
-        raise InputError(f"rollout.function={path}: must be a coroutine function (async def)")
-    check_argument(function, f"rollout.function={path}")
+    check_function(function, f"rollout.function={path}")
     return function
 
 
-def check_argument(function: RolloutFunction, where: str) -> None:
-    """Raise InputError if the function does not take an episode alone; TRL calls its own with
-    prompts and trainer."""
+def check_function(function: RolloutFunction, where: str) -> None:
+    """Raise InputError unless it is a coroutine function that can be called with just an episode;
+    TRL's take prompts and trainer."""
     with explained(f"{where}: must take one argument, the episode (docs/turns.md)", TypeError):
         inspect.signature(function).bind(None)
+    if not any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
+        raise InputError(f"{where}: must be a coroutine function (async def)")
 
 
 class Meeting:
-    """The coroutines of some episodes; its methods run in their event loop.
+    """Runs the coroutines of some episodes; its methods run in their event loop.
 
     Attributes:
-        episodes: one for each coroutine.
+        episodes: one per coroutine.
         loop: the event loop, once it runs.
         over: set by the engine's thread when it needs no more rounds.
-        ended: how many coroutines are done.
+        ended: number of finished coroutines.
     """
 
     def __init__(self, function: RolloutFunction):
@@ -286,12 +285,12 @@ class Meeting:
             raise RunError(
                 "rollout.function: an episode ended before it had its turn: await generate()"
             )
-        episode.busy = True  # what it began and forgot may ask no more: the others would wait
+        episode.busy = True  # a task it left running must not ask: the others would wait
         self.ended += 1
         self._changed.set()
 
     async def ask(self, question: Question) -> Completion:
-        """Wait for a turn of the model's; called by the coroutines."""
+        """Request a turn and wait for it; called by the coroutines."""
         answer = asyncio.get_running_loop().create_future()
         self._asked[answer] = question
         self._changed.set()
@@ -302,10 +301,10 @@ class Meeting:
             self._changed.set()
 
     async def next_round(self) -> dict[asyncio.Future, Question]:
-        """Wait until a round may begin and return what was asked; nothing if all are done.
+        """Wait until a round may begin; return its requests, empty if all coroutines are done.
 
         Raises:
-            Exception: what a coroutine raised.
+            Exception: raised by a coroutine.
         """
         while not self._all.done():
             if self._asked and len(self._asked) + self.ended == len(self.episodes):
@@ -314,7 +313,7 @@ class Meeting:
             try:
                 await asyncio.wait_for(self._changed.wait(), QUIET if self._asked else None)
             except TimeoutError:
-                if self._asked:  # else what was asked has been withdrawn meanwhile
+                if self._asked:  # otherwise all requests were withdrawn
                     break
         else:
             self._all.result()
@@ -330,11 +329,11 @@ def play(
     prompts: Sequence[Prompt],
     seeds: Sequence[int],
 ) -> list[list[Completion]]:
-    """Groups of completions as `RolloutEngine.generate` gives them, each made by a coroutine.
+    """Like `RolloutEngine.generate`, with each completion made by a coroutine.
 
     Raises:
-        RunError: an episode is empty, or asks for a turn and does not await it.
-        Exception: what a coroutine raised.
+        RunError: an episode is empty, or does not await a turn that it requested.
+        Exception: raised by a coroutine.
     """
     meeting, size = Meeting(function), sampling.num_generations
     for prompt, seed in each_sample(prompts, seeds, size):
@@ -362,6 +361,6 @@ def play(
 
 
 def give(answer: asyncio.Future, completion: Completion) -> None:
-    """Hand a turn to its coroutine, unless that has stopped waiting."""
+    """Hand a turn to its coroutine, unless it has stopped waiting."""
     if not answer.done():
         answer.set_result(completion)

@@ -1,7 +1,6 @@
-"""Tools in a chat: functions become schemas, what the model wrote becomes calls, results become
-messages.
+"""Tools in a chat: turn functions into schemas, the model's text into calls, results into messages.
 
-The chat template decides how each of them is written. vLLM's parsers read the calls back.
+The chat template decides how each is written; vLLM's parsers read the calls back.
 """
 
 import asyncio
@@ -10,7 +9,7 @@ import json
 import logging
 import secrets
 from collections.abc import Callable, Sequence
-from functools import cache, cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from transformers.utils import get_json_schema
@@ -23,7 +22,8 @@ from stapo_lite.types import Prompt
 Message = dict[str, Any]
 Schema = dict[str, Any]
 Tool = Callable[..., Any]
-schema_of = cache(get_json_schema)  # 5 ms, and each episode asks
+# It takes 5 ms, and each episode asks. Bounded, since an episode may define its own tools.
+schema_of = lru_cache(maxsize=64)(get_json_schema)
 CALL_ID = "call00000"  # Mistral's template wants nine letters and digits
 
 
@@ -50,8 +50,8 @@ def schemas_of(tools: Sequence[Tool]) -> list[Schema]:
 
 
 async def run_tool(tools: Sequence[Tool], call: ToolCall) -> str:
-    """What a tool returns, as text: JSON if it is not text already. An error becomes a result, so
-    that the model can react to it. A plain function runs in a thread."""
+    """Run a tool and return its result as text, as JSON if it is not a string. An error becomes the
+    result, so that the model can react to it. Plain functions run in a thread."""
     functions = {tool.__name__: tool for tool in tools}
     try:
         if call.name not in functions:
@@ -61,9 +61,9 @@ async def run_tool(tools: Sequence[Tool], call: ToolCall) -> str:
             result = await function(**call.arguments)
         else:
             result = await asyncio.to_thread(function, **call.arguments)
-    except (Exception, SystemExit) as error:  # of code that the model wrote, for example
+        return result if isinstance(result, str) else json.dumps(result, default=str)
+    except (Exception, SystemExit) as error:  # such as from code that the model wrote
         return f"error: {type(error).__name__}: {one_line(error)}"
-    return result if isinstance(result, str) else json.dumps(result, default=str)
 
 
 def answer_of(call: ToolCall, result: str) -> Message:
@@ -72,7 +72,7 @@ def answer_of(call: ToolCall, result: str) -> Message:
 
 
 def calling(word: str) -> Message:
-    """A turn that calls `look_up`."""
+    """An assistant message that calls `look_up`."""
     function = {"name": "look_up", "arguments": {"word": word}}
     call = {"type": "function", "id": CALL_ID, "function": function}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
@@ -88,7 +88,7 @@ def look_up(word: str) -> str:
 
 
 class Chat:
-    """A model's chat template, and the parser that reads the tool calls that it asks for.
+    """A model's chat template, and the parser for the tool calls in its format.
 
     Args:
         tokenizer: a transformers tokenizer.
@@ -97,7 +97,7 @@ class Chat:
 
     def __init__(self, tokenizer: Any, prompting: Prompting):
         self.tokenizer, self._prompting = tokenizer, prompting
-        # It stands in a turn made up, and shows where that ends.
+        # Content of a made-up turn; locates that turn in rendered text.
         self._marker = secrets.token_hex(8)
         self._readers: dict[tuple[Any, str], tuple[Any, Any]] = {}
 
@@ -106,19 +106,18 @@ class Chat:
         return conversation(prompt.prompt, self._prompting)
 
     def opening(self, messages: list[Message], tools: Sequence[Schema]) -> str:
-        """The text that the model's first turn follows."""
+        """Render the text before the model's first turn."""
         with explained("chat: the model's chat template refuses the messages"):
             return apply_template(messages, self.tokenizer, self._arguments(tools))
 
     def reply(self, messages: list[Message], tools: Sequence[Schema]) -> str:
-        """The text between the end of a turn of the model's and its next turn: the results of
-        tools, or what a user says.
+        """Render the text between two turns of the model: tool results, or what a user says.
 
         The model's own turn is not rendered again, since the template might write it differently.
-        So the messages are rendered behind a turn made up, and cut off there.
+        Instead, the messages are rendered after a made-up turn, which is then cut off.
 
         Raises:
-            InputError: the chat template ends that turn in another way than its last one.
+            InputError: the template ends a turn in the middle differently than the last one.
         """
         turn = {"role": "assistant", "content": self._marker}
         if messages[0]["role"] == "tool":
@@ -131,10 +130,10 @@ class Chat:
 
     @cached_property
     def end(self) -> str:
-        """The text of the special token that ends a turn of the model's.
+        """Text of the special token that ends the model's turns.
 
         Raises:
-            InputError: the chat template writes none.
+            InputError: the chat template has none.
         """
         turn = {"role": "assistant", "content": self._marker}
         after = self._text([turn], []).rpartition(self._marker)[2].lstrip()
@@ -144,28 +143,28 @@ class Chat:
         return self.tokenizer.decode(ids[0])
 
     def calls(self, text: str, tools: Sequence[Schema]) -> list[ToolCall]:
-        """The calls in a turn of the model's, thoughts left out; none if they cannot be read.
+        """Parse the tool calls in a turn, ignoring thoughts; empty if they cannot be parsed.
 
         Args:
-            text: with its special tokens, but not the one that ends it.
+            text: the turn with its special tokens, except the one that ends it.
         """
         parser = self._parser
         try:
             return self._parse(parser, text, tools)
-        except Exception:  # of arguments that are no JSON, for example
+        except Exception:  # such as for arguments that are not JSON
             return []
 
     @cached_property
     def _parser(self) -> Any:
-        """The class of vLLM that reads a call as the chat template writes it.
+        """The vLLM parser class that reads calls as the chat template writes them.
 
         Raises:
-            InputError: vLLM is not installed, or none of its parsers reads it.
+            InputError: vLLM is not installed, or none of its parsers can read them.
         """
         with explained("tools: calls are read by vLLM's parsers, so install it", ImportError):
             from vllm.tool_parsers import ToolParserManager
 
-        # A call that a model has misspelt would be logged with a traceback.
+        # Otherwise every malformed call is logged with a traceback.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
         tools, missing = schemas_of([look_up]), set()
         opening = self._text([], tools, add_generation_prompt=True)
@@ -178,7 +177,7 @@ class Chat:
             except ImportError as error:
                 missing.add(str(error.name))
                 continue
-            except Exception:  # of one that lacks its tokens, for example
+            except Exception:  # such as from a parser whose tokens are missing
                 continue
             if calls == [ToolCall("look_up", {"word": "it"})]:
                 return parser
@@ -198,7 +197,7 @@ class Chat:
         return [ToolCall(call.name, json.loads(call.arguments)) for call in calls]
 
     def _text(self, turns: list[Message], tools: Sequence[Schema], **options: Any) -> str:
-        """A conversation that begins with a user's message."""
+        """Render a conversation that begins with a user message."""
         with explained("chat: the model's chat template refuses the messages"):
             return self.tokenizer.apply_chat_template(
                 [{"role": "user", "content": "?"}, *turns],
