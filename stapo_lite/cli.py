@@ -16,7 +16,6 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 from stapo_lite.errors import explained, one_line_errors
-from stapo_lite.extras.math.grading import NUM_WORKERS, TIMEOUT, grade_file
 
 if TYPE_CHECKING:  # slow to import
     from stapo_lite.config import Config
@@ -133,9 +132,9 @@ def plan(
 def evaluate(config_file: ConfigFile, overrides: Overrides, *, processes: Processes = None) -> None:
     """Evaluate on math benchmarks; `evaluate compare FOLDER FOLDER ...` shows evaluations side by
     side."""
-    from stapo_lite.extras.evaluation.results import compare_evaluations, pass_table, results_table
-
     if config_file == Path("compare"):
+        from stapo_lite.extras.evaluation.results import compare_evaluations
+
         print(compare_evaluations([Path(folder) for folder in overrides]))
         return
     from stapo_lite.config import load_eval_config
@@ -145,6 +144,7 @@ def evaluate(config_file: ConfigFile, overrides: Overrides, *, processes: Proces
     if launch(count_processes(processes), sys.argv[1:]):
         return
     from stapo_lite.extras.evaluation.evaluate import evaluate
+    from stapo_lite.extras.evaluation.results import pass_table, results_table
 
     try:
         results = evaluate(config)
@@ -222,11 +222,13 @@ def grade(
     cases: Annotated[Path, "JSON lines of gold, pred and optionally form, answer_type, tolerance"],
     *,
     out: Annotated[Path, "the same lines with `correct`"],
-    timeout: Annotated[float, "seconds per answer"] = TIMEOUT,
-    num_workers: Annotated[int, "how many processes grade"] = NUM_WORKERS,
+    timeout: Annotated[float | None, "seconds per answer; by default 5"] = None,
+    num_workers: Annotated[int | None, "how many processes grade; by default one per core"] = None,
 ) -> None:
     """Grade a file of answers by rules."""
-    print(grade_file(cases, out, timeout, num_workers))
+    from stapo_lite.extras.math.grading import NUM_WORKERS, TIMEOUT, grade_file
+
+    print(grade_file(cases, out, timeout or TIMEOUT, num_workers or NUM_WORKERS))
 
 
 def contamination(

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from helpers import ROOT
 
 import stapo_lite
 
@@ -33,6 +34,21 @@ def test_sandboxes_graders_and_the_command_line_import_nothing_heavy():
     )
     script += "assert not {'torch', 'transformers', 'vllm'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["evaluate", "configs/eval.yaml", "rollout.temperature=0"],
+        ["train", "configs/quickstart.yaml", "train.batch=3"],
+        ["grade", "--help"],
+    ],
+)
+def test_mistakes_and_help_are_answered_before_anything_slow_is_imported(words):
+    script = f"import sys; sys.argv = ['stapo', *{words}]\n"
+    script += "from stapo_lite.cli import main\ntry: main()\nexcept SystemExit: pass\n"
+    script += "assert not {'torch', 'transformers', 'vllm'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
 
 
 def test_public_names_by_hand():
