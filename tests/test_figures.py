@@ -116,8 +116,8 @@ def start_up() -> Iterator[tuple[str, str]]:
     assert len(refused) == 1
     yield (
         "docs/results.md",
-        f"`--help` answers in {wall['train --help']:.2f} s, `--dry-run`, an unknown key and a value "
-        f"out of range in {refused.pop()} s, a plan in {wall['plan']:.1f} s",
+        f"`--help` answers in {wall['train --help']:.2f} s, `--dry-run`, an unknown key and a "
+        f"value out of range in {refused.pop()} s, a plan in {wall['plan']:.1f} s",
     )
 
 
