@@ -223,7 +223,9 @@ def grade(
     *,
     out: Annotated[Path, "the same lines with `correct`"],
     timeout: Annotated[float | None, "seconds per answer; by default 5"] = None,
-    num_workers: Annotated[int | None, "how many processes grade; by default one per core"] = None,
+    num_workers: Annotated[
+        int | None, "how many processes grade; by default one per core, at most 8"
+    ] = None,
 ) -> None:
     """Grade a file of answers by rules."""
     from stapo_lite.extras.math.grading import NUM_WORKERS, TIMEOUT, grade_file

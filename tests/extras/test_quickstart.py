@@ -8,7 +8,16 @@ import os
 import pytest
 from helpers import ROOT, accelerate_launch
 
+from stapo_lite.errors import InputError
+from stapo_lite.extras.quickstart.model import FOLDER
+from stapo_lite.model.loading import load_model_config
 from stapo_lite.training.folder import read_metrics
+
+
+def test_a_run_before_the_quickstart_names_the_command_that_makes_its_model(tmp_path):
+    missing = tmp_path.joinpath(*FOLDER.parts[-3:])
+    with pytest.raises(InputError, match="no such folder; `stapo quickstart` makes it"):
+        load_model_config(str(missing))
 
 
 @pytest.mark.slow

@@ -65,8 +65,8 @@ class PeriodicEvaluation(Callback):
         config: Config,
         tokenizer: Any,
         grader: MathGrader,
-        function: RolloutFunction | None = None,
-        stop_tokens: tuple[int, ...] = (),
+        function: RolloutFunction | None,
+        stop_tokens: tuple[int, ...],
     ):
         settings, rollout = config.evaluation, config.rollout
         self._settings, self._grader, self._function = settings, grader, function
