@@ -63,10 +63,8 @@ def describe(seeds: dict[int, Steps]) -> dict[str, str]:
     return {
         "seeds": str(len(runs)),
         "breaks": f"{len(broken)}{steps_of_breaks}",
-        "peak reward": f"{fmean(map(max, rewards)):.2f}",
         "reward, last 50": f"{average('reward', LAST):.2f}",
         "entropy, last 50": f"{average('sampled_nll', LAST):.2f}",
-        "candidates, %": f"{100 * average('candidate_share', EVERY):.3f}",
         "silenced, %": f"{100 * average('silenced_share', EVERY):.3f}",
         "wrong sums, %": f"{100 * fmean(run[-1] for run in sums):.1f}",
     }

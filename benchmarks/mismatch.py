@@ -247,7 +247,7 @@ def compare(model: Path | str, names: Sequence[str]) -> dict[str, Any]:
             result[name] = "left out: needs a GPU"
             continue
         try:
-            check_vllm(Engine(quantization=keys.get("rollout_quantization")))
+            check_vllm(Engine(quantization=keys.get("rollout_quantization")), "bfloat16")
             result[name] = in_own_process(measure, model, **keys)
         except InputError as error:
             result[name] = f"left out: {error}"

@@ -1,10 +1,10 @@
 """The config reference as Markdown, generated from the fields' docstrings: `make docs` writes
 docs/config.md."""
 
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from stapo_lite.config import Config, EvalConfig
 
@@ -28,17 +28,15 @@ def reference() -> str:
             if isinstance(kind, type) and issubclass(kind, BaseModel):
                 nested.append((kind, f"{prefix}{name}."))
                 continue
-            default = "required" if field.is_required() else f"`{field.default!r}`"
             meaning = " ".join((field.description or "").split())
-            kind_name = _type_name(kind).replace("|", "\\|")
-            row = f"| `{prefix}{name}` | `{kind_name}` | {default} | {meaning} |"
+            row = f"| `{prefix}{name}` | {_default(field)} | {meaning} |"
             if row in lines:
                 as_before.append(f"`{prefix}{name}`")
             else:
                 rows.append(row)
         if as_before:
             lines.extend([f"As in a run: {', '.join(as_before)}.", ""])
-        lines.extend(["| key | type | default | meaning |", "|---|---|---|---|", *rows, ""])
+        lines.extend(["| key | default | meaning |", "|---|---|---|", *rows, ""])
         for kind, path in nested:
             add(kind, path, title)
 
@@ -47,18 +45,20 @@ def reference() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _type_name(kind: Any) -> str:
-    """A type as a person writes it: `'nf4' | None`, `list[str]`."""
-    origin, parts = get_origin(kind), get_args(kind)
-    if origin is Annotated:
-        return _type_name(parts[0])
-    if origin is Literal:
-        return " | ".join(map(repr, parts))
-    if origin in (Union, UnionType):
-        return " | ".join(map(_type_name, parts))
-    if origin is not None:
-        return f"{origin.__name__}[{', '.join(map(_type_name, parts))}]"
-    return "None" if kind is NoneType else kind.__name__
+def _default(field: FieldInfo) -> str:
+    """The default in a cell, and what else can be chosen."""
+    if field.is_required():
+        return "required"
+    others = [choice for choice in _choices(field.annotation) if choice != field.default]
+    names = [f"`{value!r}`" for value in (field.default, *others)]
+    return f"{names[0]}, or {', '.join(names[1:])}" if others else names[0]
+
+
+def _choices(kind: Any) -> list[Any]:
+    """The values of a type's literals: of `Literal["nf4"] | None` "nf4"."""
+    if get_origin(kind) is Literal:
+        return list(get_args(kind))
+    return [choice for part in get_args(kind) for choice in _choices(part)]
 
 
 if __name__ == "__main__":

@@ -173,7 +173,8 @@ def check_inputs(
     resumed = resume and bool(checkpoint.list_checkpoints(folder))
     if not resumed:
         lifecycle.check_no_run(folder, resume)
-    config = config.model_copy(update={"dtype": resolve_dtype(config.dtype)})
+    dtype = resolve_dtype(config.dtype, config.rollout.quantization)
+    config = config.model_copy(update={"dtype": dtype})
     config = fit(config, engine, folder if resumed else None, processes)
     check_options(engine, config)  # with what was chosen for this card
     prompts, tokenizer, stop_tokens = load_prompts(config, python.rows, accelerator.print)

@@ -91,8 +91,9 @@ def serve(
     served = [*overrides, "rollout.engine=server", "train.park_trainer=false"]
     config = load_config(config_file, served)
     resolve_engine("vllm")
-    check_vllm(config.rollout)
-    config = fit_server(config.model_copy(update={"dtype": resolve_dtype(config.dtype)}))
+    dtype = resolve_dtype(config.dtype, config.rollout.quantization)
+    check_vllm(config.rollout, dtype)
+    config = fit_server(config.model_copy(update={"dtype": dtype}))
     become_server(config, host, port)
 
 

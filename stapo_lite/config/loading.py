@@ -69,7 +69,11 @@ def _load(
     try:
         return schema.model_validate(tree)
     except ValidationError as error:
-        raise InputError(f"{path}: {_explain(schema, error.errors()[0])}") from None
+        mistakes = error.errors()
+        unknown = [mistake for mistake in mistakes if mistake["type"] == "extra_forbidden"]
+        # all unknown keys at once: whoever comes from TRL has many
+        lines = [f"{path}: {_explain(schema, mistake)}" for mistake in unknown or mistakes[:1]]
+        raise InputError("\n".join(lines)) from None
 
 
 class _Loader(yaml.SafeLoader):

@@ -92,31 +92,30 @@ class Lora(Section):
     """The adapter (PEFT `LoraConfig` names)."""
 
     adapter: UserPath | None = None
-    """Start from this adapter (a folder, or a name on the Hub) of the same rank, scale and layers.
-    It is then also the reference of the KL term (`objective.beta`)."""
+    """Start from this adapter of the same rank, scale and layers, which is then the reference of
+    the KL term, too."""
     r: int = Field(16, ge=1, le=512)
-    """Rank. vLLM serves ranks up to 512."""
+    """Rank; vLLM serves ranks up to 512."""
     lora_alpha: PositiveInt = 32
     """Scale of the adapter's output: `lora_alpha / r`."""
     use_rslora: bool = False
-    """Scale by `lora_alpha / sqrt(r)` instead (rank-stabilised LoRA)."""
+    """Scale by `lora_alpha / sqrt(r)` instead."""
     target_modules: Annotated[Names, _ALL_LINEAR] = PROJECTIONS
-    """Names of the decoder's linear layers that get an adapter, or `all-linear`. The LM head stays
-    frozen."""
+    """Linear layers that get an adapter, or `all-linear`. The LM head stays frozen."""
 
 
 class Prompting(Section):
     """How a problem becomes a prompt."""
 
     system_prompt: str | None = None
-    """System message put before each prompt (with the chat template only)."""
+    """System message put before each prompt."""
     prompt_suffix: str = ""
     """Text appended to the last user message."""
     apply_chat_template: bool = True
     """Render prompts with the tokenizer's chat template. A prompt that ends in an assistant message
     is continued."""
     chat_template_kwargs: dict[str, Any] = {}
-    """Extra arguments of the chat template, such as `enable_thinking`."""
+    """Arguments of the chat template, such as `enable_thinking`."""
     max_prompt_length: PositiveInt = 1024
     """Longest prompt, in tokens."""
 
@@ -130,40 +129,38 @@ class Data(Prompting):
     """Prompts."""
 
     source: UserPath
-    """A `.jsonl` or `.parquet` file, a dataset name on the Hub, or `package.module:function`, which
-    returns a list of rows (dictionaries), the same at each call."""
+    """A `.jsonl` or `.parquet` file, a dataset on the Hub, or `package.module:function`, which
+    returns the same dictionaries at each call."""
     subset: str | None = None
-    """Configuration name of a Hub dataset."""
+    """Configuration of a Hub dataset."""
     split: str = "train"
     """Split of a Hub dataset."""
     prompt_column: str = "prompt"
-    """Column with the prompt: a string, or a list of `{role, content}` messages."""
+    """Column of texts, or of lists of `{role, content}` messages."""
     answer_column: str = "answer"
-    """Column with the reference answer, which `math` needs."""
+    """Column of the reference answers for `math`."""
     drop_contaminated: list[str] | Literal[False] = False
-    """Leave out rows that hold at least 60 % of the word 8-grams of a problem of these benchmarks:
-    `[all]` for the six, or a list as in an evaluation (below)."""
+    """Leave out rows that hold 60 % of the word 8-grams of a problem of these benchmarks; `[all]`:
+    of the six."""
     filter_overlong_prompts: bool = False
-    """Drop prompts longer than `max_prompt_length` instead of stopping with an error."""
+    """Drop longer prompts instead of ending with an error."""
 
 
 class Reward(Section):
     """Scoring of completions."""
 
     functions: list[str] = ["math"]
-    """`math` (the final answer, docs/grading.md), or `package.module:function` with TRL's
-    signature; `Trainer(reward_funcs=...)` takes functions themselves."""
+    """`math` (docs/grading.md), or `package.module:function` with TRL's signature."""
     weights: list[float] | None = None
-    """Weight of each function; all 1 by default."""
+    """Weight of each function; by default 1."""
     correct: float = 1.0
-    """Value that `math` gives a right answer."""
+    """What `math` gives a right answer."""
     incorrect: float = -1.0
-    """Value that `math` gives a wrong one: -1 as in DAPO, or 0."""
+    """What `math` gives a wrong one: -1 as in DAPO, or 0."""
     truncated_is_incorrect: bool = True
-    """`math`: a completion that was cut off is wrong, even if it has a `\\boxed{}`; otherwise
-    everything after an early box would be rewarded with it."""
+    """`math`: a completion that was cut off is wrong, even with a `\\boxed{}`."""
     overlong_penalty: NonNegativeFloat = 0.0
-    """DAPO's soft overlong punishment: taken off the reward of a completion of full length."""
+    """DAPO's penalty, subtracted from the reward of a completion of full length."""
     overlong_buffer: Share = 0.2
     """The penalty grows linearly over this last share of `max_completion_length`."""
     function_timeout: PositiveFloat = 300.0
@@ -192,55 +189,47 @@ class Engine(Section):
     max_completion_length: PositiveInt = 2048
     """Longest completion, in tokens."""
     gpu_memory_utilization: float = Field(0.45, gt=0, lt=1)
-    """vLLM on a GPU: share of the card's memory it may take."""
+    """vLLM's share of the card's memory."""
     max_num_seqs: PositiveInt = 128
-    """Completions sampled at the same time."""
+    """Completions sampled at a time."""
     quantization: str | None = None
-    """vLLM's `quantization`: `bitsandbytes` for the 4-bit weights of an `nf4` trainer, `fp8`, ...;
-    a quantised checkpoint needs none."""
+    """vLLM's `quantization`: `bitsandbytes` with an `nf4` trainer, `fp8`, ...; none for a quantised
+    checkpoint."""
     vllm: dict[str, Any] = {}
-    """Any other engine argument of vLLM, such as `kv_cache_dtype` or `speculative_config`, unless
-    the run itself decides it. `kv_cache_memory_bytes` is 1 GiB by default on a CPU."""
+    """Other engine arguments of vLLM, such as `kv_cache_dtype`. `kv_cache_memory_bytes` is 1 GiB by
+    default on a CPU."""
 
 
 class Rollout(Engine):
     """Sampling of completion groups."""
 
     function: str | None = None
-    """`package.module:coroutine` that makes completions of several turns (docs/turns.md); in Python
-    `Trainer(rollout_func=...)`."""
+    """`package.module:coroutine` that makes completions of several turns (docs/turns.md)."""
     num_generations: int = Field(8, ge=2)
-    """Completions per prompt (the group size G)."""
+    """Completions per prompt (G)."""
     temperature: PositiveFloat = 1.0
-    """Sampling temperature; training uses the distribution at this temperature, too. There is no
-    top-p, top-k or repetition penalty: each would bias the log-probabilities."""
+    """Sampling temperature, also of the distribution that is trained."""
     dynamic_sampling: bool = False
     """Replace groups whose rewards are all equal (DAPO)."""
     max_sampling_rounds: PositiveInt = 10
-    """`dynamic_sampling` only: after this many rounds the step takes the groups it has."""
+    """`dynamic_sampling`: after so many rounds the step takes the groups it has."""
     engine: Literal["auto", "vllm", "server", "transformers"] = "auto"  # type: ignore[assignment]
     """`auto` takes vLLM in the trainer's process if it is installed and has a device, else
-    transformers' `generate`; `server` is vLLM on another card or machine (docs/scaling.md)."""
+    transformers' `generate`; `server` is vLLM elsewhere (docs/scaling.md)."""
     servers: Names = ["http://127.0.0.1:8000"]
-    """`server` only: addresses of servers that `stapo serve` started; they share the work."""
+    """`server`: addresses of what `stapo serve` started."""
     max_lag: NonNegativeInt = 0
-    """`server` only: how many steps ahead of the trainer completions may be sampled, by an adapter
-    that is so much older. `objective.sampler_correction` corrects for it."""
+    """`server`: steps that may be sampled ahead of the trainer."""
     model: UserPath | None = None
-    """vLLM serves this fp8, AWQ or GPTQ checkpoint of the same model. Its distance from the
-    trainer's policy is logged as `sampler_gap_*`, and corrected by
-    `objective.sampler_correction`."""
+    """vLLM serves this fp8, AWQ or GPTQ checkpoint of the same model; watch `sampler_gap_mean`."""
     share_base: Annotated[Literal["auto", "on", "off"], _ON_OFF] = "auto"
-    """Let the trainer compute on the weights of vLLM in its process, so that the base is in memory
-    once. `auto` does so if both have the same weights and each is found; `on` ends the run if not;
-    `off` loads a copy for each, and they take turns (`sleep_level`, `train.park_trainer`)."""
+    """Let the trainer compute on vLLM's weights, so that the base is in memory once. `auto` does so
+    if it can, `on` ends the run if not; with `off` two copies take turns."""
     sleep_level: Literal[0, 1, 2] = 1
-    """vLLM on a GPU, while the trainer updates: 0 keeps its memory, 1 moves its weights to the
-    host, 2 reads them from the disk again (not with `bitsandbytes`). A shared base stays; 1 and 2
-    then free the KV cache alone."""
+    """vLLM on a GPU during updates: 0 keeps its memory, 1 moves its weights to the host, 2 reads
+    them from the disk again. With a shared base, 1 and 2 free the KV cache alone."""
     self_check: bool = True
-    """Before the first step, compare log-probabilities of engine and trainer with a random adapter,
-    once more after sleep. If the engine ignores the adapter, the run ends (docs/faults.md)."""
+    """Before the first step, compare engine and trainer with a random adapter (docs/faults.md)."""
 
     def conflicts(self) -> Iterator[str]:
         for name in PLANNED:
@@ -264,30 +253,28 @@ class S2T(Section):
     """Silencing Spurious Tokens, the keep-mask of STAPO."""
 
     preset: Literal["paper", "paper-v1", "article", "full", "high-entropy", "random"] = "paper"
-    """Sets the fields below: the revised paper, its first version, the authors' article (which also
-    sets `objective.entropy_coef`), or an ablation: silence all candidates, those of high entropy,
-    random ones."""
+    """Sets the keys below: the revised paper, its first version, the authors' article, or an
+    ablation (silence all candidates, those of high entropy, random ones)."""
     enabled: bool = True
-    """Silence spurious tokens. If off, they are still counted and logged."""
+    """Silence spurious tokens; if off, they are only counted."""
     tau_p: Share = 0.002
-    """Candidates are tokens of positive advantage with a probability below this."""
+    """Candidates have a positive advantage and a probability below this."""
     quantile: float = Field(0.75, ge=0, le=1)
     """tau_h is this quantile of the entropy over `population`."""
     population: Literal["candidates", "all"] = "candidates"
-    """Tokens that the quantile is taken over: the candidates (revised paper) or all of the
-    mini-batch (first version)."""
+    """The candidates (revised paper), or all tokens of the mini-batch (first version)."""
     window: NonNegativeInt = 0
-    """Take tau_h over the candidates of this mini-batch and of so many before it: few candidates
-    alone silence less than `quantile` of them (docs/deviations.md). 0 is the paper's text."""
+    """Take tau_h over the candidates of so many mini-batches before this one, too
+    (docs/deviations.md)."""
     silence: Literal["low-entropy", "high-entropy", "random", "all"] = "low-entropy"
     """Candidates to silence: those below tau_h, as many of highest entropy, as many at random, or
     all."""
     statistics: Literal["current", "old"] = "old"
-    """Policy that supplies probability and entropy to the keep-mask: the one before the step's
-    first update, or the current one (Algorithm 1 of the paper), which costs a pass."""
+    """Policy that supplies probability and entropy: the one before the step, or the current one
+    (the paper's Algorithm 1), which costs a pass."""
     target_share: float | None = Field(None, gt=0, lt=1)
-    """Experimental: change `tau_p` after each step, by a factor of at most ten, to keep the share
-    of silenced tokens near this (docs/deviations.md)."""
+    """Experimental: move `tau_p` to keep the share of silenced tokens near this
+    (docs/deviations.md)."""
 
 
 class Stare(Section):
@@ -296,11 +283,11 @@ class Stare(Section):
     weight: PositiveFloat = 1.0
     """Factor on the loss of surprising tokens of positive advantage (paper: 1.1)."""
     negative_weight: NonNegativeFloat = 1.0
-    """The same for negative advantages (the paper's second variant: 0.9)."""
+    """The same for negative advantages (paper: 0.9)."""
     share: Share = 0.1
-    """Share of the tokens of each sign of advantage that counts as surprising."""
+    """Share of the tokens of each sign that is surprising."""
     target_entropy: NonNegativeFloat = 0.3
-    """Weights apply to a mini-batch only while its mean entropy is below this, in nats."""
+    """Amplify only while the mini-batch's mean entropy is below this, in nats."""
 
     @property
     def enabled(self) -> bool:
@@ -312,54 +299,42 @@ class Objective(Section):
     """Advantages, token loss and which tokens it is summed over."""
 
     scale_rewards: Literal["group", "batch", "mean", "none"] = "group"
-    """Divide advantages by the standard deviation of the group's rewards or of the whole step's, by
-    the group's mean reward (MaxRL, for rewards of 0 and 1), or not (Dr. GRPO)."""
+    """Divide advantages by the standard deviation of the group or of the whole step, by the group's
+    mean reward (MaxRL), or not (Dr. GRPO)."""
     mask_truncated_completions: bool = False
-    """Leave completions that were cut off out of loss and denominator. Their rewards count in their
-    groups."""
+    """Leave completions that were cut off out of the loss."""
     token_loss: Literal["clip", "cispo", "gspo", "dppo", "sapo"] = "clip"
-    """How a token's ratio to the old policy bounds its loss ([methods.md](methods.md)): PPO's clip;
-    the clipped ratio as a constant weight; a clip of the sequence's ratio; no gradient once the
-    probability has moved too far; a soft gate."""
+    """How a token's ratio to the old policy bounds its loss ([methods.md](methods.md))."""
     aggregation: Literal["token-mean", "sequence-mean", "constant"] = "token-mean"
-    """Mean over the tokens of the mini-batch (DAPO); mean over each sequence, then over sequences
-    (GRPO); sum over completions x `max_completion_length` (Dr. GRPO)."""
+    """Mean over the mini-batch's tokens (DAPO); over each sequence, then over sequences (GRPO); sum
+    over completions x `max_completion_length` (Dr. GRPO)."""
     epsilon: float = Field(0.2, ge=0, le=1)
-    """Lower clip: no gain from ratios below 1 - epsilon. With `dppo` the probability may fall by
-    epsilon."""
+    """Lower clip of the ratio: 1 - epsilon. `dppo`: how far a probability may fall."""
     epsilon_high: NonNegativeFloat = 0.28
-    """Upper clip: no gain from ratios above 1 + epsilon_high. With `dppo` the probability may rise
-    by epsilon_high."""
+    """Upper clip of the ratio: 1 + epsilon_high. `dppo`: how far a probability may rise."""
     beta: NonNegativeFloat = 0.0
-    """Coefficient of the KL divergence (k3 estimator) from the reference: `lora.adapter`'s adapter,
-    else the base."""
+    """Coefficient of the KL divergence from the base, or from `lora.adapter`."""
     entropy_coef: NonNegativeFloat = 0.0
-    """Coefficient of the entropy bonus. It needs the slower LM head, which computes the logits
-    twice."""
+    """Coefficient of the entropy bonus, which makes the LM head slower."""
     top_entropy_quantile: Share = 1.0
-    """Train on this share of the mini-batch's tokens, those of highest entropy (20-Entropy:
-    0.2)."""
+    """Train on this share of the tokens, those of highest entropy (20-Entropy: 0.2)."""
     renormalize: bool = True
-    """Divide by the tokens that the masks keep (STAPO), or by all (20-Entropy: arXiv 2506.01939,
-    eq. 5)."""
+    """Divide by the tokens that the masks keep (STAPO), or by all (20-Entropy)."""
     old_logprobs: Literal["trainer", "rollout"] = "trainer"
-    """Denominator of the ratio: the trainer's log-probabilities before the step's first update, or
-    the engine's, which save a pass over later mini-batches (the keep-mask may still need one)."""
+    """Denominator of the ratio: the trainer's probabilities before the step, or the engine's, which
+    can save a pass."""
     sampler_correction: Annotated[
         Literal["token-truncate", "icepop", "sequence-mask", "off"], _ON_OFF
     ] = "token-truncate"
-    """Correction of the difference between trainer and engine, with `old_logprobs=trainer`.
-    `token-truncate` weights each token by min(old / rollout, `sampler_cap`); `icepop` by old /
-    rollout, or by 0 if that is above the cap or below 1 / cap; `sequence-mask` each sequence by the
-    product of its old / rollout, or by 0 if that is above the cap."""
+    """Weight for the difference between trainer and engine: each token's min(old / rollout,
+    `sampler_cap`); `icepop`: old / rollout, or 0 beyond the cap or its inverse; `sequence-mask`:
+    the sequence's product, or 0 beyond the cap."""
     sampler_cap: PositiveFloat = 2.0
     """Largest weight of `sampler_correction`."""
     teacher_adapter: UserPath | None = None
-    """Teacher for distillation ([methods.md](methods.md#distillation)): an adapter on the same
-    base, with the rank, scale and layers of `lora`."""
+    """Distillation ([methods.md](methods.md#distillation)) from an adapter on the same base."""
     teacher_server: str | None = None
-    """Teacher for distillation: the address of a vLLM server whose model has the student's
-    vocabulary."""
+    """Distillation from a vLLM server whose model has the student's vocabulary."""
     teacher_weight: PositiveFloat = 1.0
     """Weight of the teacher's part of a token's advantage."""
     s2t: S2T = S2T()
@@ -375,66 +350,60 @@ class Train(Section):
     """Optimisation."""
 
     max_steps: PositiveInt = 200
-    """Steps; one step is one batch of rollouts and its updates."""
+    """Steps: a batch of rollouts and its updates."""
     batch_size: PositiveInt = 64
     """Prompts per step, over all processes."""
     mini_batch_size: PositiveInt = 16
-    """Prompts per optimiser update, over all processes; must divide `batch_size`."""
+    """Prompts per update, over all processes; must divide `batch_size`."""
     max_tokens_per_microbatch: PositiveInt = 16384
-    """Most tokens, padding included, in one pass of one process; a longer sequence gets its own
-    pass. If memory runs out, the number is halved for the rest of the run."""
+    """Most tokens in one pass of one process, padding included; a longer sequence gets its own
+    pass. Halved when memory runs out."""
     learning_rate: PositiveFloat = 1e-5
-    """Learning rate after the warm-up; constant, or the start of the decay."""
+    """Learning rate after the warm-up."""
     warmup_steps: NonNegativeInt = 10
-    """Steps of linear warm-up; all updates of a step have one rate."""
+    """Steps of linear warm-up."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up: constant, or a decay to 0 at `max_steps`, linear or by half a cosine."""
+    """After the warm-up: constant, or a decay to 0 at `max_steps`."""
     weight_decay: NonNegativeFloat = 0.01
-    """AdamW's decoupled weight decay."""
+    """AdamW's weight decay."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradient clipping by global norm."""
     optim: Literal["adamw", "paged_adamw_8bit"] = "adamw"
-    """`paged_adamw_8bit` comes from bitsandbytes."""
+    """`paged_adamw_8bit` is bitsandbytes'."""
     park_trainer: bool = False
-    """Keep the trainer's frozen base in pinned host memory during vLLM's rollouts (on a GPU)."""
+    """Keep the trainer's base in host memory during rollouts."""
     gradient_checkpointing: bool | PositiveInt = True
-    """Recompute activations in the backward pass: of all layers (`true`), or of the first N. Fewer
-    layers are faster and take more memory."""
+    """Recompute the activations of all layers (`true`), or of the first N."""
     offload_activations: bool = False
-    """Keep what gradient checkpointing saves, one hidden state per layer and token, in host
-    memory."""
+    """Keep what gradient checkpointing saves in host memory."""
     compile: bool = False
     """Compile the decoder layers with `torch.compile`."""
     lm_head_memory_gb: PositiveFloat = 0.25
-    """Workspace of the chunked LM head, in GiB."""
+    """Workspace of the LM head, in GiB."""
 
 
 class Log(Section):
     """Logging and checkpoints."""
 
     report_to: list[Literal["tensorboard", "wandb", "trackio"]] = []
-    """Accelerate trackers, besides `metrics.jsonl`. A single one needs no list; `none` means an
-    empty one, as in TRL."""
+    """Trackers besides `metrics.jsonl`."""
     project: str = Field("stapo_lite", pattern=r"^\w[\w .-]*$")
     """Project name in trackers; with TensorBoard a folder."""
     log_completions_steps: NonNegativeInt = 10
-    """Print sample completions of the first step and every N steps after it; 0 for never."""
+    """Print completions every N steps; 0 for never."""
     completions: NonNegativeInt = 32
-    """Completions of each step, in whole groups, that `completions.jsonl` and the trackers keep;
-    `stapo show RUN` prints them. 32 of 2,000 tokens are some 250 kB a step."""
+    """Completions of each step, in whole groups, that `completions.jsonl` keeps; 32 of 2,000 tokens
+    are some 250 kB."""
     save_steps: NonNegativeInt = 50
     """Checkpoint every N steps and at the end; 0 for only at the end."""
     save_total_limit: PositiveInt = 2
-    """Checkpoints kept, newest first."""
+    """Checkpoints kept."""
     hub_model_id: str | None = None
-    """Repository on the Hub that gets adapter and model card at every checkpoint; created if there
-    is none. A lost connection is a warning."""
+    """Repository on the Hub that gets adapter and model card at every checkpoint."""
     hub_private_repo: bool = False
     """Make that repository private."""
     audit_tokens: NonNegativeInt = 32
-    """Candidates of S2T, and points of the probability-entropy plane, that a step writes at most
-    for `stapo audit`: 0.7 kB each, so 32 take less than 100 MB in 4,000 steps. 0 for no token
-    log."""
+    """Candidates that a step writes at most for `stapo audit`, 0.7 kB each; 0 for none."""
 
     @field_validator("report_to", mode="before")
     @classmethod
@@ -451,26 +420,24 @@ class Evaluation(Section):
     steps: NonNegativeInt = 0
     """Evaluate before the first step, every N steps and at the end; 0 for never."""
     source: UserPath | None = None
-    """Held-out rows, given like `data.source`; judged by the run's own reward functions."""
+    """Held-out rows, given like `data.source`, judged by the run's own rewards."""
     subset: str | None = None
-    """`source`: configuration name of a Hub dataset; by default that of `data` for the same
-    dataset."""
+    """Configuration of a Hub dataset; for the same dataset as `data`, by default that one's."""
     split: str = "test"
-    """`source`: split of a Hub dataset."""
+    """Split of a Hub dataset."""
     limit: PositiveInt | None = None
-    """Use only the first N rows of `source`, and problems of each benchmark."""
+    """Use only the first N rows of `source` and problems of each benchmark."""
     benchmarks: list[str] | None = None
-    """As in an evaluation (below); by default aime24, aime25 and amc23, or with a `source` none."""
+    """As in an evaluation (below); by default aime24, aime25 and amc23, or none with a `source`."""
     best: str | None = None
-    """Keep the adapter of the best evaluation in `best/`: by `reward` (of `source`), by `average`,
-    or by a benchmark's name."""
+    """Keep the best adapter in `best/`: by `reward` (of `source`), `average`, or a benchmark's
+    name."""
     num_samples: PositiveInt | None = None
-    """Samples per problem; by default what each benchmark asks for, and one for each row of
-    `source`."""
+    """Samples per problem; by default what each benchmark asks for, and one per row of `source`."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature."""
     top_p: Share = 1.0
-    """Nucleus sampling: the smallest set of tokens with this probability."""
+    """Nucleus sampling."""
 
 
 class Preset(Section):
@@ -496,28 +463,24 @@ class Config(Preset):
         "stapo", "grpo", "dr-grpo", "dapo", "justrl", "20-entropy",
         "cispo", "gspo", "dppo", "sapo", "maxrl", "stare", "distill",
     ] = "stapo"  # fmt: skip
-    """Sets keys of `objective`, `rollout` and `reward` ([methods.md](methods.md)) that you do not
-    give."""
+    """Sets keys that you do not give ([methods.md](methods.md))."""
     model: UserPath
     """Base model: a folder, or a name on the Hub."""
     output_dir: UserPath
-    """Run folder: config, metrics, checkpoints, adapter."""
+    """Run folder."""
     dtype: Dtype = "auto"
-    """Type of base weights and forward pass. `auto`: bfloat16 if card or CPU computes in it, else
-    float16 on a card (T4, RTX 20) and float32 on a CPU."""
+    """Type of weights and forward pass. `auto`: bfloat16 if the hardware computes in it, else
+    float16 on a card and float32 on a CPU."""
     quantization: Literal["nf4", "fp8"] | None = None
-    """`nf4` trains on a 4-bit base (QLoRA, bitsandbytes). `fp8`, not tried on a card yet, trains on
-    vLLM's 8-bit weights (`rollout.quantization=fp8`, `share_base`)."""
+    """`nf4` trains on a 4-bit base (QLoRA); `fp8`, not tried on a card yet, on vLLM's 8-bit
+    weights."""
     memory: Annotated[Literal["auto", "off"], _ON_OFF] = "auto"
-    """`auto` chooses, on a GPU and unless you give them, `rollout.gpu_memory_utilization`,
-    `max_num_seqs` and `sleep_level`, `train.park_trainer`, `max_tokens_per_microbatch`,
-    `gradient_checkpointing` and `offload_activations` (docs/cards.md). `off` takes the defaults
-    below."""
+    """`auto` chooses on a GPU what you leave open of the keys that decide about memory
+    (docs/cards.md)."""
     seed: int = Field(0, ge=0, lt=2**31)
-    """Every random draw of the run follows from this seed and the step."""
+    """Seed of every random draw."""
     stop_on: list[Symptom] = []
-    """Warnings (docs/faults.md) that end the run with adapter and checkpoint; others are only
-    printed."""
+    """Symptoms (docs/faults.md) that end the run; others are only printed."""
     lora: Lora = Lora()
     data: Data
     reward: Reward = Reward()
@@ -630,14 +593,14 @@ class EvalEngine(Engine):
     max_completion_length: PositiveInt = 20480
     """Longest completion, in tokens."""
     gpu_memory_utilization: float = Field(0.9, gt=0, lt=1)
-    """vLLM on a GPU: share of the card's memory it may take."""
+    """vLLM's share of the card's memory."""
     num_samples: PositiveInt | None = None
     """Samples per problem; by default 32 for AIME24, AIME25 and AMC23, 4 for the others, 1 for a
     file."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature."""
     top_p: Share = 1.0
-    """Nucleus sampling: the smallest set of tokens with this probability."""
+    """Nucleus sampling."""
 
 
 class EvalPrompting(Prompting):
@@ -653,34 +616,34 @@ class Verifier(Section):
     """A language model that judges the answers that the rules reject."""
 
     model: UserPath | None = None
-    """Folder, or name on the Hub; none by default."""
+    """Folder, or name on the Hub."""
     max_prompt_length: int = Field(4096, ge=64)
-    """Longest prompt, in tokens: problem, gold and the end of the response."""
+    """Longest prompt, in tokens."""
     batch_size: PositiveInt = 8
-    """Answers judged at the same time."""
+    """Answers judged at a time."""
 
 
 class EvalConfig(Preset):
     """An evaluation: `stapo evaluate`."""
 
     model: UserPath
-    """A folder, or a name on the Hub: the adapter's base, or a merged model."""
+    """The adapter's base, or a merged model: a folder, or a name on the Hub."""
     adapter: UserPath | None = None
     """Folder with an adapter in PEFT's format."""
     output_dir: UserPath
-    """Folder for samples, verdicts and results; an interrupted evaluation continues there."""
+    """Folder for samples, verdicts and results."""
     benchmarks: Names = BENCHMARK_NAMES
-    """Names of these six, or `.jsonl` files with `problem` and `answer`. A file whose name begins
-    with one of the six is that benchmark."""
+    """Names, or `.jsonl` files with `problem` and `answer`; `aime24-mine.jsonl` replaces
+    `aime24`."""
     limit: PositiveInt | None = None
     """Use only the first N problems of each benchmark."""
     decoding: Literal["training-aligned", "justrl"] = "training-aligned"
-    """Sets temperature and top-p: 1.0 and 1.0, as in training, or 0.7 and 0.9, as in the paper's
+    """Sets temperature and top-p: 1.0 and 1.0 as in training, or 0.7 and 0.9 as in the paper's
     revision."""
     dtype: Dtype = "auto"
-    """Data type of the weights, as in a run."""
+    """As in a run."""
     seed: int = Field(0, ge=0, lt=2**31)
-    """The seed of a sample follows from this, the problem and its number."""
+    """Seed of every sample."""
     data: EvalPrompting = EvalPrompting()
     rollout: EvalEngine = EvalEngine()
     verifier: Verifier = Verifier()

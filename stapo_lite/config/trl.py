@@ -1,5 +1,5 @@
 """Keys of TRL's GRPOConfig, ModelConfig and GRPOTrainer that have another name here, or no
-counterpart (docs/from_trl.md)."""
+counterpart: the error about an unknown key says which."""
 
 _PROMPTS = "per_device_train_batch_size x gradient_accumulation_steps x processes / num_generations"
 

@@ -46,4 +46,4 @@ def describe_environment() -> Iterator[str]:
         yield f"driver: {DRIVER.read_text().splitlines()[0]}"
     elif not torch.cuda.is_available():
         yield "card: none"
-    yield f"auto: engine {resolve_engine('auto')}, dtype {resolve_dtype('auto')}"
+    yield f"auto: engine {resolve_engine('auto')}, dtype {resolve_dtype('auto', None)}"

@@ -101,10 +101,11 @@ def check_launch(state: Any) -> None:
         )
 
 
-def resolve_dtype(dtype: str) -> str:
-    """The dtype that `auto` stands for on this machine: bfloat16 if the card, or else the CPU, has
-    hardware for it; otherwise float16 on a card, and float32 on a CPU, several times faster there
-    than bfloat16 (docs/results.md)."""
+def resolve_dtype(dtype: str, quantization: str | None) -> str:
+    """The dtype that `auto` stands for on this machine, with vLLM's `quantization`: bfloat16 if the
+    card, or else the CPU, has hardware for it; otherwise float16 on a card, and float32 on a CPU,
+    several times faster there than bfloat16 (docs/results.md), in which vLLM's 4-bit layers cannot
+    compute."""
     if dtype != "auto":
         return dtype
     import torch
@@ -115,4 +116,4 @@ def resolve_dtype(dtype: str) -> str:
     for name in ("avx512_bf16", "amx_bf16", "bf16"):
         if features.get(name):
             return "bfloat16"
-    return "float32"
+    return "bfloat16" if quantization == "bitsandbytes" else "float32"

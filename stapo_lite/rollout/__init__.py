@@ -176,7 +176,7 @@ def check_options(name: str, config: Config) -> None:
         from stapo_lite.rollout.vllm_options import check_on_cpu, check_vllm, prepare_vllm
 
         prepare_vllm()
-        check_vllm(config.rollout)
+        check_vllm(config.rollout, config.dtype)
         if not torch.cuda.is_available():
             check_on_cpu(config.model)
     if name != "transformers":

@@ -186,12 +186,12 @@ def check_on_cpu(model: str) -> None:
         )
 
 
-def check_vllm(options: Engine) -> None:
+def check_vllm(options: Engine, dtype: str) -> None:
     """Check that the installed vLLM can serve as asked.
 
     Raises:
-        InputError: it needs a plugin; `options.vllm` has a name that it does not know, or that is
-            not the user's to set.
+        InputError: it needs a plugin, or another dtype; `options.vllm` has a name that it does not
+            know, or that is not the user's to set.
     """
     installed = vllm_version()
     if installed < OLDEST:
@@ -200,6 +200,10 @@ def check_vllm(options: Engine) -> None:
         raise InputError(
             "rollout.quantization=bitsandbytes: vLLM needs a plugin for it: "
             "pip install --no-deps vllm-bnb-plugin==0.0.3"
+        )
+    if options.quantization == "bitsandbytes" and dtype == "float32":
+        raise InputError(
+            "dtype=float32: vLLM's bitsandbytes layers cannot compute in it; set dtype=bfloat16"
         )
     for name in options.vllm:
         if name in OURS:

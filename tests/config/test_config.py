@@ -115,6 +115,15 @@ def test_s2t_presets_are_the_papers(preset):
     assert o.s2t.enabled
 
 
+def test_all_unknown_keys_are_named_before_other_mistakes():
+    with pytest.raises(InputError) as error:
+        load_config(MINIMAL, ["train.batch_size=10", "bf16=true", "lora_r=8", "lora.r=0"])
+    assert str(error.value).splitlines() == [
+        "config: unknown key 'bf16': TRL's name; here dtype: bfloat16",
+        "config: unknown key 'lora_r': TRL's name; here lora.r",
+    ]
+
+
 def test_the_page_of_the_methods_has_a_row_for_each_with_the_keys_that_it_sets():
     page = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `([\w-]+)` (\(\[.*)$", page, re.MULTILINE))

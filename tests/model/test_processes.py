@@ -66,5 +66,7 @@ def test_auto_is_what_card_or_cpu_computes_in(monkeypatch, card, features, dtype
     monkeypatch.setattr(torch.cuda, "is_available", lambda: card is not None)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: card)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
-    assert processes.resolve_dtype("auto") == dtype
-    assert processes.resolve_dtype("float16") == "float16"
+    assert processes.resolve_dtype("auto", None) == dtype
+    assert processes.resolve_dtype("float16", None) == "float16"
+    in_4_bits = {"float32": "bfloat16"}.get(dtype, dtype)  # vLLM cannot compute in float32 then
+    assert processes.resolve_dtype("auto", "bitsandbytes") == in_4_bits

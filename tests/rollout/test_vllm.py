@@ -84,7 +84,7 @@ def test_the_same_4_bit_weights_on_both_sides(smollm2):
     """vLLM's bitsandbytes weights are those of an nf4 trainer: they agree as bfloat16 does with
     bfloat16."""
     try:
-        check_vllm(Engine(quantization="bitsandbytes"))
+        check_vllm(Engine(quantization="bitsandbytes"), "bfloat16")
     except InputError as error:
         pytest.skip(str(error))
     policy = adapted_policy(smollm2, "bfloat16", quantization="nf4", scale=0.05)
@@ -127,26 +127,29 @@ def test_rollouts_have_the_configs_temperature():
 
 
 @pytest.mark.parametrize(
-    ("vllm", "plugin", "quantization", "problem"),
+    ("vllm", "plugin", "quantization", "dtype", "problem"),
     [
-        ("0.30.2", False, "bitsandbytes", None),  # in its core, but see the next test
-        ("0.31.0", False, "bitsandbytes", "pip install --no-deps vllm-bnb-plugin==0.0.3"),
-        ("0.32.0", True, "bitsandbytes", None),
-        ("0.32.0", False, "fp8", None),
+        ("0.30.2", False, "bitsandbytes", "float16", None),  # in its core, but see the next test
+        ("0.31.0", False, "bitsandbytes", "bfloat16", "pip install --no-deps vllm-bnb-plugin==0."),
+        ("0.32.0", True, "bitsandbytes", "bfloat16", None),
+        ("0.32.0", True, "bitsandbytes", "float32", "dtype=float32: .* set dtype=bfloat16"),
+        ("0.32.0", False, "fp8", "float32", None),
     ],
 )
-def test_4_bit_rollouts_need_a_plugin(monkeypatch, vllm, plugin, quantization, problem):
+def test_4_bit_rollouts_need_a_plugin_and_16_bits(
+    monkeypatch, vllm, plugin, quantization, dtype, problem
+):
     options = "stapo_lite.rollout.vllm_options"
     monkeypatch.setattr(f"{options}.version", lambda name: vllm)
     monkeypatch.setattr(f"{options}.find_spec", lambda name: object() if plugin else None)
     with pytest.raises(InputError, match=problem) if problem else nullcontext():
-        check_vllm(Engine(quantization=quantization))
+        check_vllm(Engine(quantization=quantization), dtype)
 
 
 @pytest.mark.parametrize(("vllm", "warned"), [("0.30.2", True), ("0.31.0", False)])
 def test_a_vllm_that_is_too_old_costs_a_warning(monkeypatch, caplog, vllm, warned):
     monkeypatch.setattr("stapo_lite.rollout.vllm_options.version", lambda name: vllm)
-    check_vllm(Engine())
+    check_vllm(Engine(), "float32")
     assert ("vLLM 0.30.2 is not supported: pip install 'vllm>=0.31,<0.33'" in caplog.text) == warned
 
 

@@ -93,7 +93,8 @@ def evaluate(config: EvalConfig) -> dict[str, Any] | None:
     # Processes may finish sampling hours apart.
     state = PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=7))
     check_launch(state)
-    config = config.model_copy(update={"dtype": resolve_dtype(config.dtype)})
+    dtype = resolve_dtype(config.dtype, config.rollout.quantization)
+    config = config.model_copy(update={"dtype": dtype})
     engine_name = check_models(config)
     lora = read_lora(config.adapter) if config.adapter else None
     longest = config.data.max_prompt_length + config.rollout.max_completion_length
@@ -135,7 +136,7 @@ def check_models(config: EvalConfig) -> str:
     engine_name = resolve_engine(config.rollout.engine)
     if engine_name == "vllm":
         prepare_vllm()
-        check_vllm(config.rollout)
+        check_vllm(config.rollout, config.dtype)
     elif config.rollout.quantization:
         raise InputError(f"rollout.quantization={config.rollout.quantization} needs vLLM")
     if config.verifier.model:
