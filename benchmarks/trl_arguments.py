@@ -33,7 +33,7 @@ def trl_arguments(config: Config, **others: Any) -> dict[str, Any]:
     Args:
         others: more fields of GRPOConfig.
     """
-    dtype = resolve_dtype(config.dtype, None)
+    dtype = resolve_dtype(config.dtype, config.rollout.quantization)
     lora, objective, train, rollout = config.lora, config.objective, config.train, config.rollout
     completions = train.mini_batch_size * rollout.num_generations
     rows = config.largest_microbatch // config.max_sequence_length

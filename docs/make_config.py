@@ -1,6 +1,8 @@
 """The config reference as Markdown, generated from the fields' docstrings: `make docs` writes
 docs/config.md."""
 
+import json
+import re
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
@@ -23,12 +25,15 @@ def reference() -> str:
             ]
         )
         nested, rows, as_before = [], [], []
-        for name, field in section.model_fields.items():
+        own = section.__annotations__
+        fields = sorted(section.model_fields.items(), key=lambda item: item[0] not in own)
+        for name, field in fields:
             kind = field.annotation
             if isinstance(kind, type) and issubclass(kind, BaseModel):
                 nested.append((kind, f"{prefix}{name}."))
                 continue
             meaning = " ".join((field.description or "").split())
+            meaning = re.sub(r"docs/(\w+\.md)(#[\w-]+)?", r"[\1](\1\2)", meaning)
             row = f"| `{prefix}{name}` | {_default(field)} | {meaning} |"
             if row in lines:
                 as_before.append(f"`{prefix}{name}`")
@@ -36,7 +41,7 @@ def reference() -> str:
                 rows.append(row)
         if as_before:
             lines.extend([f"As in a run: {', '.join(as_before)}.", ""])
-        lines.extend(["| key | default | meaning |", "|---|---|---|", *rows, ""])
+        lines.extend(["| key | default, or choices | meaning |", "|---|---|---|", *rows, ""])
         for kind, path in nested:
             add(kind, path, title)
 
@@ -46,12 +51,13 @@ def reference() -> str:
 
 
 def _default(field: FieldInfo) -> str:
-    """The default in a cell, and what else can be chosen."""
+    """The default in a cell as YAML has it, and what else can be chosen."""
     if field.is_required():
         return "required"
     others = [choice for choice in _choices(field.annotation) if choice != field.default]
-    names = [f"`{value!r}`" for value in (field.default, *others)]
-    return f"{names[0]}, or {', '.join(names[1:])}" if others else names[0]
+    names = [f"`{json.dumps(value)}`" for value in (field.default, *others)]
+    a_list = "a list of " if get_origin(field.annotation) is list else ""
+    return f"{names[0]}, or {a_list}{', '.join(names[1:])}" if others else names[0]
 
 
 def _choices(kind: Any) -> list[Any]:

@@ -20,6 +20,8 @@ from transformers import (
     SmolLM3Config,
 )
 
+from stapo_lite.model.loading import beside_vllm
+
 SIZES = {
     "vocab_size": VOCABULARY,  # which vLLM pads to 320
     "hidden_size": 128,
@@ -70,7 +72,8 @@ REFUSED = {
 
 def random_checkpoint(folder, config):
     """A model whose norms and biases are random, too."""
-    build(folder, config, torch.bfloat16)
+    with beside_vllm(config):  # other tests of this process may have served the family
+        build(folder, config, torch.bfloat16)
     path, generator = folder / "model.safetensors", torch.Generator().manual_seed(1)
     weights = load_file(path)
     for name, weight in weights.items():

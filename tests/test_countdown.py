@@ -91,7 +91,7 @@ def test_the_report_by_hand(tmp_path, capsys, monkeypatch):
         for line in shown.splitlines()
         if "|" in line
     }
-    assert cells["justrl"][:4] == ["2", "2 (median step 13)", "0.50", "0.25"]
+    assert cells["justrl"][:3] == ["2", "2 (median step 13)", "0.25"]
     # The last row of `stapo` is that of the primary outcomes: 21 against 13, and 0.6 against 0.9.
     assert cells["stapo"][:5] == ["2", "+8.00 ± 0.00", "0.50", "-0.30 ± 0.00", "0.50"]
 

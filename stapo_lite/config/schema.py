@@ -69,9 +69,11 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_number_is_true_or_false(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse booleans for numbers. Pydantic would read them as 1 and 0, and some numbers here
-        are switches in TRL, such as `log_completions`."""
+    def _no_slip_of_the_pen(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse booleans for numbers, and Python's None as a text. Pydantic would read booleans as
+        1 and 0, and some numbers here are switches in TRL, such as `log_completions`."""
+        if value == "None":
+            raise PydanticCustomError("none", "for no value write null")
         numbers = (int, float, PositiveInt | None, float | None, Literal[0, 1, 2])
         if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation in numbers:
             raise PydanticCustomError("number", "must be a number")
@@ -92,8 +94,8 @@ class Lora(Section):
     """The adapter (PEFT `LoraConfig` names)."""
 
     adapter: UserPath | None = None
-    """Start from this adapter of the same rank, scale and layers, which is then the reference of
-    the KL term, too."""
+    """Start from this adapter (a folder, or a name on the Hub) of the same rank, scale and layers.
+    It is then the reference of the KL term, too."""
     r: int = Field(16, ge=1, le=512)
     """Rank; vLLM serves ranks up to 512."""
     lora_alpha: PositiveInt = 32
@@ -108,7 +110,7 @@ class Prompting(Section):
     """How a problem becomes a prompt."""
 
     system_prompt: str | None = None
-    """System message put before each prompt."""
+    """System message of prompts that do not begin with one; needs `apply_chat_template`."""
     prompt_suffix: str = ""
     """Text appended to the last user message."""
     apply_chat_template: bool = True
@@ -132,7 +134,7 @@ class Data(Prompting):
     """A `.jsonl` or `.parquet` file, a dataset on the Hub, or `package.module:function`, which
     returns the same dictionaries at each call."""
     subset: str | None = None
-    """Configuration of a Hub dataset."""
+    """Name of a Hub dataset's configuration."""
     split: str = "train"
     """Split of a Hub dataset."""
     prompt_column: str = "prompt"
@@ -140,19 +142,19 @@ class Data(Prompting):
     answer_column: str = "answer"
     """Column of the reference answers for `math`."""
     drop_contaminated: list[str] | Literal[False] = False
-    """Leave out rows that hold 60 % of the word 8-grams of a problem of these benchmarks; `[all]`:
-    of the six."""
+    """Leave out rows that hold at least 60 % of the word 8-grams of a problem of these benchmarks:
+    a list as in an evaluation (below), or `[all]` for its six."""
     filter_overlong_prompts: bool = False
-    """Drop longer prompts instead of ending with an error."""
+    """Drop prompts longer than `max_prompt_length` instead of ending with an error."""
 
 
 class Reward(Section):
     """Scoring of completions."""
 
     functions: list[str] = ["math"]
-    """`math` (docs/grading.md), or `package.module:function` with TRL's signature."""
+    """`math` (docs/grading.md), or `package.module:function` (docs/data.md#a-reward-function)."""
     weights: list[float] | None = None
-    """Weight of each function; by default 1."""
+    """A list with the weight of each function; by default all 1."""
     correct: float = 1.0
     """What `math` gives a right answer."""
     incorrect: float = -1.0
@@ -164,7 +166,7 @@ class Reward(Section):
     overlong_buffer: Share = 0.2
     """The penalty grows linearly over this last share of `max_completion_length`."""
     function_timeout: PositiveFloat = 300.0
-    """Seconds until the process of your reward function is killed."""
+    """Seconds that a call of your reward function may take before its process is killed."""
 
     def conflicts(self) -> Iterator[str]:
         names, weights = self.functions, self.weights
@@ -193,11 +195,11 @@ class Engine(Section):
     max_num_seqs: PositiveInt = 128
     """Completions sampled at a time."""
     quantization: str | None = None
-    """vLLM's `quantization`: `bitsandbytes` with an `nf4` trainer, `fp8`, ...; none for a quantised
-    checkpoint."""
+    """vLLM's `quantization`: `bitsandbytes` with an `nf4` trainer, `fp8`, ...; leave it out for a
+    quantised checkpoint."""
     vllm: dict[str, Any] = {}
-    """Other engine arguments of vLLM, such as `kv_cache_dtype`. `kv_cache_memory_bytes` is 1 GiB by
-    default on a CPU."""
+    """Other engine arguments of vLLM, such as `kv_cache_dtype`, unless the run sets them itself.
+    `kv_cache_memory_bytes` is 1 GiB by default on a CPU."""
 
 
 class Rollout(Engine):
@@ -223,8 +225,9 @@ class Rollout(Engine):
     model: UserPath | None = None
     """vLLM serves this fp8, AWQ or GPTQ checkpoint of the same model; watch `sampler_gap_mean`."""
     share_base: Annotated[Literal["auto", "on", "off"], _ON_OFF] = "auto"
-    """Let the trainer compute on vLLM's weights, so that the base is in memory once. `auto` does so
-    if it can, `on` ends the run if not; with `off` two copies take turns."""
+    """Train on vLLM's weights, so that the base is in memory once. `auto` does so if `quantization`
+    and `rollout.quantization` agree and neither `rollout.model` nor `train.park_trainer` is set;
+    `on` ends the run if it cannot; `off` loads two copies."""
     sleep_level: Literal[0, 1, 2] = 1
     """vLLM on a GPU during updates: 0 keeps its memory, 1 moves its weights to the host, 2 reads
     them from the disk again. With a shared base, 1 and 2 free the KV cache alone."""
@@ -253,8 +256,9 @@ class S2T(Section):
     """Silencing Spurious Tokens, the keep-mask of STAPO."""
 
     preset: Literal["paper", "paper-v1", "article", "full", "high-entropy", "random"] = "paper"
-    """Sets the keys below: the revised paper, its first version, the authors' article, or an
-    ablation (silence all candidates, those of high entropy, random ones)."""
+    """Sets the keys below: the revised paper, its first version, the authors' article (also
+    `objective.entropy_coef`), or an ablation (silence all candidates, those of high entropy, random
+    ones)."""
     enabled: bool = True
     """Silence spurious tokens; if off, they are only counted."""
     tau_p: Share = 0.002
@@ -283,11 +287,11 @@ class Stare(Section):
     weight: PositiveFloat = 1.0
     """Factor on the loss of surprising tokens of positive advantage (paper: 1.1)."""
     negative_weight: NonNegativeFloat = 1.0
-    """The same for negative advantages (paper: 0.9)."""
+    """The same for negative advantages (the paper's second variant: 0.9)."""
     share: Share = 0.1
-    """Share of the tokens of each sign that is surprising."""
+    """Share of the tokens of positive, and of negative, advantage that is surprising."""
     target_entropy: NonNegativeFloat = 0.3
-    """Amplify only while the mini-batch's mean entropy is below this, in nats."""
+    """Both weights apply only while the mini-batch's mean entropy is below this, in nats."""
 
     @property
     def enabled(self) -> bool:
@@ -300,14 +304,15 @@ class Objective(Section):
 
     scale_rewards: Literal["group", "batch", "mean", "none"] = "group"
     """Divide advantages by the standard deviation of the group or of the whole step, by the group's
-    mean reward (MaxRL), or not (Dr. GRPO)."""
+    mean reward (MaxRL, for rewards of 0 and 1), or not (Dr. GRPO)."""
     mask_truncated_completions: bool = False
-    """Leave completions that were cut off out of the loss."""
+    """Leave completions that were cut off out of the loss; their rewards still count in their
+    groups."""
     token_loss: Literal["clip", "cispo", "gspo", "dppo", "sapo"] = "clip"
-    """How a token's ratio to the old policy bounds its loss ([methods.md](methods.md))."""
+    """How a token's ratio to the old policy bounds its loss (docs/methods.md)."""
     aggregation: Literal["token-mean", "sequence-mean", "constant"] = "token-mean"
     """Mean over the mini-batch's tokens (DAPO); over each sequence, then over sequences (GRPO); sum
-    over completions x `max_completion_length` (Dr. GRPO)."""
+    / (completions x `max_completion_length`) (Dr. GRPO)."""
     epsilon: float = Field(0.2, ge=0, le=1)
     """Lower clip of the ratio: 1 - epsilon. `dppo`: how far a probability may fall."""
     epsilon_high: NonNegativeFloat = 0.28
@@ -326,15 +331,17 @@ class Objective(Section):
     sampler_correction: Annotated[
         Literal["token-truncate", "icepop", "sequence-mask", "off"], _ON_OFF
     ] = "token-truncate"
-    """Weight for the difference between trainer and engine: each token's min(old / rollout,
-    `sampler_cap`); `icepop`: old / rollout, or 0 beyond the cap or its inverse; `sequence-mask`:
-    the sequence's product, or 0 beyond the cap."""
+    """With `old_logprobs=trainer`, weight by q = the trainer's probability before the step / the
+    engine's. `token-truncate`: min(q, `sampler_cap`); `icepop`: q, or 0 above the cap or below 1 /
+    cap; `sequence-mask`: the product of the sequence's q, or 0 above the cap."""
     sampler_cap: PositiveFloat = 2.0
     """Largest weight of `sampler_correction`."""
     teacher_adapter: UserPath | None = None
-    """Distillation ([methods.md](methods.md#distillation)) from an adapter on the same base."""
+    """Distillation (docs/methods.md#distillation) from an adapter on the same base: a folder, or a
+    name on the Hub, with the rank, scale and layers of `lora`."""
     teacher_server: str | None = None
-    """Distillation from a vLLM server whose model has the student's vocabulary."""
+    """Distillation from the vLLM server at this address, whose model has the student's
+    vocabulary."""
     teacher_weight: PositiveFloat = 1.0
     """Weight of the teacher's part of a token's advantage."""
     s2t: S2T = S2T()
@@ -371,11 +378,11 @@ class Train(Section):
     optim: Literal["adamw", "paged_adamw_8bit"] = "adamw"
     """`paged_adamw_8bit` is bitsandbytes'."""
     park_trainer: bool = False
-    """Keep the trainer's base in host memory during rollouts."""
+    """Keep the trainer's base in host memory during rollouts; it is then not shared."""
     gradient_checkpointing: bool | PositiveInt = True
     """Recompute the activations of all layers (`true`), or of the first N."""
     offload_activations: bool = False
-    """Keep what gradient checkpointing saves in host memory."""
+    """Keep the inputs of checkpointed layers in host memory."""
     compile: bool = False
     """Compile the decoder layers with `torch.compile`."""
     lm_head_memory_gb: PositiveFloat = 0.25
@@ -390,10 +397,10 @@ class Log(Section):
     project: str = Field("stapo_lite", pattern=r"^\w[\w .-]*$")
     """Project name in trackers; with TensorBoard a folder."""
     log_completions_steps: NonNegativeInt = 10
-    """Print completions every N steps; 0 for never."""
+    """Print two completions every N steps, from the first on; 0 for never."""
     completions: NonNegativeInt = 32
-    """Completions of each step, in whole groups, that `completions.jsonl` keeps; 32 of 2,000 tokens
-    are some 250 kB."""
+    """The first N completions of each step are kept in `completions.jsonl` and sent to trackers; 32
+    of 2,000 tokens are some 250 kB."""
     save_steps: NonNegativeInt = 50
     """Checkpoint every N steps and at the end; 0 for only at the end."""
     save_total_limit: PositiveInt = 2
@@ -403,7 +410,8 @@ class Log(Section):
     hub_private_repo: bool = False
     """Make that repository private."""
     audit_tokens: NonNegativeInt = 32
-    """Candidates that a step writes at most for `stapo audit`, 0.7 kB each; 0 for none."""
+    """S2T's candidates that a step writes at most for `stapo audit`, 0.7 kB each; 0 for no token
+    log."""
 
     @field_validator("report_to", mode="before")
     @classmethod
@@ -422,7 +430,8 @@ class Evaluation(Section):
     source: UserPath | None = None
     """Held-out rows, given like `data.source`, judged by the run's own rewards."""
     subset: str | None = None
-    """Configuration of a Hub dataset; for the same dataset as `data`, by default that one's."""
+    """Name of a Hub dataset's configuration; for the same dataset as `data`, by default that
+    one's."""
     split: str = "test"
     """Split of a Hub dataset."""
     limit: PositiveInt | None = None
@@ -437,7 +446,7 @@ class Evaluation(Section):
     temperature: PositiveFloat = 1.0
     """Sampling temperature."""
     top_p: Share = 1.0
-    """Nucleus sampling."""
+    """Nucleus sampling; 1 samples from all tokens."""
 
 
 class Preset(Section):
@@ -463,20 +472,23 @@ class Config(Preset):
         "stapo", "grpo", "dr-grpo", "dapo", "justrl", "20-entropy",
         "cispo", "gspo", "dppo", "sapo", "maxrl", "stare", "distill",
     ] = "stapo"  # fmt: skip
-    """Sets keys that you do not give ([methods.md](methods.md))."""
+    """Sets keys that you do not give (docs/methods.md)."""
     model: UserPath
     """Base model: a folder, or a name on the Hub."""
     output_dir: UserPath
-    """Run folder."""
+    """Folder for the run's config, metrics, checkpoints and adapter."""
     dtype: Dtype = "auto"
-    """Type of weights and forward pass. `auto`: bfloat16 if the hardware computes in it, else
-    float16 on a card and float32 on a CPU."""
+    """Type of the base and of the forward pass. `auto`: bfloat16 if the hardware computes in it,
+    else float16 on a card, and on a CPU float32 (bfloat16 with
+    `rollout.quantization=bitsandbytes`)."""
     quantization: Literal["nf4", "fp8"] | None = None
-    """`nf4` trains on a 4-bit base (QLoRA); `fp8`, not tried on a card yet, on vLLM's 8-bit
-    weights."""
+    """`nf4` trains on a 4-bit base (QLoRA); give vLLM the same weights by
+    `rollout.quantization=bitsandbytes`. `fp8`, not tried on a card yet, trains on vLLM's 8-bit
+    weights (`rollout.quantization=fp8`)."""
     memory: Annotated[Literal["auto", "off"], _ON_OFF] = "auto"
-    """`auto` chooses on a GPU what you leave open of the keys that decide about memory
-    (docs/cards.md)."""
+    """`auto` chooses on a GPU with vLLM, unless given: `rollout.gpu_memory_utilization`,
+    `max_num_seqs`, `sleep_level`, `train.park_trainer`, `max_tokens_per_microbatch`,
+    `gradient_checkpointing`, `offload_activations` (docs/cards.md). `off` takes their defaults."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of every random draw."""
     stop_on: list[Symptom] = []
@@ -595,12 +607,12 @@ class EvalEngine(Engine):
     gpu_memory_utilization: float = Field(0.9, gt=0, lt=1)
     """vLLM's share of the card's memory."""
     num_samples: PositiveInt | None = None
-    """Samples per problem; by default 32 for AIME24, AIME25 and AMC23, 4 for the others, 1 for a
-    file."""
+    """Samples per problem; by default 32 for AIME24, AIME25 and AMC23, 4 for the others, 1 for any
+    other file."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature."""
     top_p: Share = 1.0
-    """Nucleus sampling."""
+    """Nucleus sampling; 1 samples from all tokens."""
 
 
 class EvalPrompting(Prompting):
@@ -618,7 +630,7 @@ class Verifier(Section):
     model: UserPath | None = None
     """Folder, or name on the Hub."""
     max_prompt_length: int = Field(4096, ge=64)
-    """Longest prompt, in tokens."""
+    """Longest prompt, in tokens; of a longer response only the end is read."""
     batch_size: PositiveInt = 8
     """Answers judged at a time."""
 
@@ -633,8 +645,8 @@ class EvalConfig(Preset):
     output_dir: UserPath
     """Folder for samples, verdicts and results."""
     benchmarks: Names = BENCHMARK_NAMES
-    """Names, or `.jsonl` files with `problem` and `answer`; `aime24-mine.jsonl` replaces
-    `aime24`."""
+    """Names of these six, or `.jsonl` files with `problem` and `answer`; a file whose name begins
+    with one of the six counts as that one."""
     limit: PositiveInt | None = None
     """Use only the first N problems of each benchmark."""
     decoding: Literal["training-aligned", "justrl"] = "training-aligned"
@@ -643,7 +655,7 @@ class EvalConfig(Preset):
     dtype: Dtype = "auto"
     """As in a run."""
     seed: int = Field(0, ge=0, lt=2**31)
-    """Seed of every sample."""
+    """A sample's seed follows from it, the problem and the sample's number."""
     data: EvalPrompting = EvalPrompting()
     rollout: EvalEngine = EvalEngine()
     verifier: Verifier = Verifier()

@@ -207,9 +207,7 @@ def check_vllm(options: Engine, dtype: str) -> None:
         )
     for name in options.vllm:
         if name in OURS:
-            raise InputError(
-                f"rollout.vllm.{name}: the run sets it itself (docs/config.md): leave it out"
-            )
+            raise InputError(f"rollout.vllm.{name}: the run sets it itself: leave it out")
         from vllm.engine.arg_utils import EngineArgs  # takes seconds
 
         known = [field.name for field in dataclasses.fields(EngineArgs)]

@@ -365,8 +365,7 @@ def test_one_spelling_for_votes():
 
 
 def test_cases_of_other_projects_own_suites(tmp_path):
-    """The labels that begin with `policy` are choices (docs/grading.md), and so is the order of a
-    plain list."""
+    """The labels that begin with `policy` are choices, and so is the order of a plain list."""
     grade_file(
         shared_data("verify_cases"), tmp_path / "verdicts.jsonl", timeout=20.0, num_workers=2
     )

@@ -52,7 +52,7 @@ DTYPES = {None: "float32", "nf4": "bfloat16"}
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """A checkpoint of each family, written once, before vLLM may change its class."""
+    """A checkpoint of each family, written once."""
     folder = tmp_path_factory.mktemp("families")
     return {name: random_checkpoint(folder / name, config) for name, config in FAMILIES.items()}
 

@@ -130,7 +130,7 @@ def test_rollouts_have_the_configs_temperature():
     ("vllm", "plugin", "quantization", "dtype", "problem"),
     [
         ("0.30.2", False, "bitsandbytes", "float16", None),  # in its core, but see the next test
-        ("0.31.0", False, "bitsandbytes", "bfloat16", "pip install --no-deps vllm-bnb-plugin==0."),
+        ("0.31.0", False, "bitsandbytes", "bfloat16", r"vllm-bnb-plugin==0\.0\.3$"),
         ("0.32.0", True, "bitsandbytes", "bfloat16", None),
         ("0.32.0", True, "bitsandbytes", "float32", "dtype=float32: .* set dtype=bfloat16"),
         ("0.32.0", False, "fp8", "float32", None),
