@@ -102,10 +102,14 @@ def check_launch(state: Any) -> None:
 
 
 def resolve_dtype(dtype: str, quantization: str | None) -> str:
-    """The dtype that `auto` stands for on this machine, with vLLM's `quantization`: bfloat16 if the
-    card, or else the CPU, has hardware for it; otherwise float16 on a card, and float32 on a CPU,
-    several times faster there than bfloat16 (docs/results.md), in which vLLM's 4-bit layers cannot
-    compute."""
+    """The dtype that `auto` stands for on this machine: bfloat16 if the card, or else the CPU, has
+    hardware for it; otherwise float16 on a card, and float32 on a CPU, several times faster there
+    than bfloat16 (docs/results.md).
+
+    Args:
+        quantization: vLLM's. The layers of `bitsandbytes` cannot compute in float32, so they get
+            bfloat16 on any CPU.
+    """
     if dtype != "auto":
         return dtype
     import torch
