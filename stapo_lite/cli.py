@@ -92,9 +92,9 @@ def serve(
     config = load_config(config_file, served)
     resolve_engine("vllm")
     dtype = resolve_dtype(config.dtype, config.rollout.quantization)
-    check_vllm(config.rollout, dtype)
-    config = fit_server(config.model_copy(update={"dtype": dtype}))
-    become_server(config, host, port)
+    config = config.model_copy(update={"dtype": dtype})
+    check_vllm(config.rollout, config.dtype)
+    become_server(fit_server(config), host, port)
 
 
 def plan(

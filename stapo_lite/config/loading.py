@@ -69,12 +69,7 @@ def _load(
     try:
         return schema.model_validate(tree)
     except ValidationError as error:
-        mistakes = error.errors()
-        unknown = [mistake for mistake in mistakes if mistake["type"] == "extra_forbidden"]
-        if len(unknown) > 1:  # all at once: whoever comes from TRL has many
-            keys = "; ".join(_unknown(schema, mistake) for mistake in unknown)
-            raise InputError(f"{path}: {keys}") from None
-        raise InputError(f"{path}: {_explain(schema, [*unknown, *mistakes][0])}") from None
+        raise InputError(f"{path}: {_explain(schema, error.errors())}") from None
 
 
 class _Loader(yaml.SafeLoader):
@@ -139,13 +134,15 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
     node[last] = value
 
 
-def _explain(schema: type[Section], error: Any) -> str:
-    """Render one of pydantic's errors as one line: the key, what is wrong, what is allowed."""
+def _explain(schema: type[Section], errors: Sequence[Any]) -> str:
+    """Render pydantic's errors as one line: all unknown keys, of which whoever comes from TRL has
+    many, or else the first mistake: the key, what is wrong, what is allowed."""
+    unknown = [error["loc"] for error in errors if error["type"] == "extra_forbidden"]
+    if unknown:
+        return "; ".join(_unknown(schema, path, len(unknown) == 1) for path in unknown)
+    error = errors[0]
     key = ".".join(map(str, error["loc"]))
     kind, value, message = error["type"], error["input"], error["msg"]
-    if kind == "extra_forbidden":
-        allowed = ", ".join(_section(schema, error["loc"]).model_fields)
-        return _unknown(schema, error, fallback=f": allowed are {allowed} (docs/config.md)")
     if kind == "missing":
         return f"key {key!r} is required: add it"
     if kind == "value_error":  # from `conflicts`, which names the keys
@@ -156,37 +153,29 @@ def _explain(schema: type[Section], error: Any) -> str:
     return f"key {key!r}: {message[0].lower()}{message[1:]}, got {reprlib.repr(value)}{fix}"
 
 
-def _unknown(schema: type[Section], error: Any, fallback: str = "") -> str:
-    """An unknown key, and what may be meant."""
-    hint = _hint(schema, error["loc"])
-    key = ".".join(map(str, error["loc"]))
-    return f"unknown key {key!r}" + (f": {hint}" if hint else fallback)
-
-
-def _section(schema: type[Section], path: tuple[Any, ...]) -> Any:
-    """The section of a key."""
-    section: Any = schema
-    for part in path[:-1]:
-        section = section.model_fields[part].annotation
-    return section
-
-
-def _hint(schema: type[Section], path: tuple[Any, ...]) -> str:
-    """Suggest a replacement for an unknown key: what TRL's name is called here, a key of another
-    section, or one with a similar spelling; empty if there is none."""
+def _unknown(schema: type[Section], path: tuple[Any, ...], alone: bool) -> str:
+    """Render an unknown key and what may be meant: what TRL's name is called here, a key of another
+    section, or one with a similar spelling. If there is none, a key that is `alone` gets the names
+    of its section."""
     *parents, last = path
+    unknown = f"unknown key {'.'.join(map(str, path))!r}"
     if schema is Config and last in TRL_NAMES:
-        return f"TRL's name; here {TRL_NAMES[last]}"
+        return f"{unknown}: TRL's name; here {TRL_NAMES[last]}"
+    section: Any = schema
+    for part in parents:
+        section = section.model_fields[part].annotation
+    allowed = list(section.model_fields)
     by_name = _by_name(schema)
     meant = by_name.get(last, [])
     if not meant:
-        fields = _section(schema, path).model_fields
-        near = difflib.get_close_matches(last, fields, n=1, cutoff=0.75)
+        near = difflib.get_close_matches(last, allowed, n=1, cutoff=0.75)
         meant = [".".join([*parents, name]) for name in near]
     if not meant:
         near = difflib.get_close_matches(last, by_name, n=1, cutoff=0.8)
         meant = [key for name in near for key in by_name[name]]
-    return f"did you mean {' or '.join(map(repr, meant))}?" if meant else ""
+    if meant:
+        return f"{unknown}: did you mean {' or '.join(map(repr, meant))}?"
+    return f"{unknown}: allowed are {', '.join(allowed)} (docs/config.md)" if alone else unknown
 
 
 def _by_name(schema: type[Section]) -> dict[str, list[str]]:
