@@ -174,7 +174,7 @@ class LocalFunction:
     """
 
     def __init__(self, name: str, function: Callable):
-        self._name, self._function = name, function
+        self._name, self._function, self._closed = name, function, False
         self._running: Future | None = None
         asynchronous = map(inspect.iscoroutinefunction, (function, type(function).__call__))
         self.in_this_thread = not any(asynchronous)
@@ -190,6 +190,8 @@ class LocalFunction:
         values = self._function(**reward_arguments(completions, trainer_state))
         if inspect.iscoroutine(values):
             self._running = asyncio.run_coroutine_threadsafe(values, event_loop())
+            if self._closed:  # by another thread, which may not have seen `_running`
+                self._running.cancel()
             values = self._running.result()
         try:
             return judgements(self._name, json.loads(to_json(values)), len(completions))
@@ -198,7 +200,8 @@ class LocalFunction:
             raise RunError(f"reward_funcs: {self._name} {error}; {fix}") from None
 
     def close(self) -> None:
-        """Cancel a running coroutine."""
+        """Cancel a running coroutine, and any that a call in progress is about to start."""
+        self._closed = True
         if self._running:
             self._running.cancel()
 

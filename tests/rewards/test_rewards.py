@@ -3,8 +3,8 @@ import re
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, suppress
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from functools import partial
 from types import SimpleNamespace
 
@@ -267,29 +267,31 @@ def test_processes_that_a_function_started_end_with_it(user_function, tmp_path):
     assert all(child.status() == psutil.STATUS_ZOMBIE for child in alive)
 
 
-def test_a_coroutine_under_way_ends_with_its_run():
+@pytest.mark.parametrize("under_way", [True, False])
+def test_a_coroutine_ends_with_its_run(under_way):
     begun, ended = threading.Event(), threading.Event()
 
-    async def judge(**_):
+    async def judge():
         begun.set()
         try:
-            await asyncio.sleep(1000)
+            await asyncio.sleep(3 * GENEROUS)
         finally:
             ended.set()
 
-    model = RewardModel(Reward(functions=["slow"]), 10, {"slow": lambda **_: judge()})
+    def function(**_):
+        if not under_way:  # the run ends after the call, before the coroutine begins
+            model.close()
+        return judge()
 
-    def score():
-        with suppress(BaseException):
-            model.score([completion("a")], seed=0, step=1)
-
-    thread = threading.Thread(target=score)
-    thread.start()
-    assert begun.wait(GENEROUS)
-    model.close()
-    thread.join(GENEROUS)
-    assert not thread.is_alive()
-    assert ended.wait(GENEROUS)
+    model = RewardModel(Reward(functions=["slow"]), 10, {"slow": function})
+    with ThreadPoolExecutor() as threads:
+        call = threads.submit(model.score, [completion("a")], seed=0, step=1)
+        if under_way:
+            assert begun.wait(GENEROUS)
+            model.close()
+        with pytest.raises(CancelledError):
+            call.result(GENEROUS)
+    assert not begun.is_set() or ended.wait(GENEROUS)
 
 
 @pytest.mark.parametrize(
@@ -427,14 +429,14 @@ def test_a_run_that_is_interrupted_waits_for_no_reward_function(tmp_path, monkey
     (tmp_path / "endless.py").write_text(source, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     model = RewardModel(Reward(functions=["endless:f"]), 10)
-    thread = threading.Thread(target=model.score, args=([completion("a")], 0, 1))
-    thread.start()
     process = model._functions["endless:f"].sandbox._process
-    thread.join(0.5)
-    assert thread.is_alive()
-    model.close()
-    thread.join(GENEROUS)
-    assert not thread.is_alive()
+    with ThreadPoolExecutor() as threads:
+        call = threads.submit(model.score, [completion("a")], seed=0, step=1)
+        with pytest.raises(TimeoutError):
+            call.result(0.5)
+        model.close()
+        with pytest.raises(RunError, match="interrupted"):
+            call.result(GENEROUS)
     assert process.poll() is not None
 
 
