@@ -204,17 +204,10 @@ def step_metrics(
         reward_functions: their names, each of which has its own mean and deviation.
         updates: all of the step.
     """
-
-    def ratio(numerator: float, denominator: float) -> float | None:
-        return numerator / denominator if denominator else None
-
-    changes = [update for update in updates if update.changed]
-    thresholds = [update.tau_h for update in changes if update.tau_h is not None]
     low, median, high = linear_quantiles(t[ENTROPIES], (0.1, 0.5, 0.9))
     total_seconds = sum(seconds.values())
     return {
         "step": step,
-        "updates": len(changes),
         **others,
         **reward_metrics(t, reward_functions),
         "overlong_penalty": ratio(t["overlong_penalty"], t["batch_completions"]),
@@ -231,7 +224,6 @@ def step_metrics(
         "entropy_p50": median,
         "entropy_p90": high,
         "collision": ratio(t["collision"], t["active_tokens"]),
-        "tau_h": ratio(sum(thresholds), len(thresholds)),
         **{
             f"{name}_share": ratio(t[name], t["batch_tokens"])
             for name in ("kept", "silenced", "amplified", "candidate", *KINDS)
@@ -239,20 +231,36 @@ def step_metrics(
         **{
             f"{kind}_gradient_share": ratio(t[f"{kind}_mass"], t["gradient_mass"]) for kind in KINDS
         },
-        "clip_low_share": ratio(t["clipped_low"], t["trained_tokens"]),
-        "clip_high_share": ratio(t["clipped_high"], t["trained_tokens"]),
-        "loss": ratio(t["loss"], len(changes)),
-        "kl": ratio(t["kl"], t["kl_tokens"]),
         "logit_grad_norm": ratio(t["logit_grad_norm"], t["trained_tokens"]),
-        "grad_norm": ratio(sum(update.grad_norm or 0.0 for update in changes), len(changes)),
+        **update_metrics(t, updates),
         "sampler_gap_mean": ratio(t["gap"], t["gap_tokens"]),
         "sampler_gap_k3": ratio(t["gap_k3"], t["gap_tokens"]),
         "sampler_gap_max": t.get("gap_max"),
         "sampler_capped_share": ratio(t["capped"], t["active_tokens"]),
-        "skipped_updates": sum(update.skipped for update in updates),
         "tokens_per_second": t["tokens"] / total_seconds,
         **{f"seconds_{name}": value for name, value in seconds.items()},
         "seconds_step": total_seconds,
+    }
+
+
+def ratio(numerator: float, denominator: float) -> float | None:
+    """numerator / denominator; None without a denominator."""
+    return numerator / denominator if denominator else None
+
+
+def update_metrics(t: Mapping[str, Any], updates: Sequence[Update]) -> dict[str, float | None]:
+    """What the step's updates say of themselves, and their shares of clipped tokens."""
+    changes = [update for update in updates if update.changed]
+    thresholds = [update.tau_h for update in changes if update.tau_h is not None]
+    return {
+        "updates": len(changes),
+        "skipped_updates": sum(update.skipped for update in updates),
+        "loss": ratio(t["loss"], len(changes)),
+        "grad_norm": ratio(sum(update.grad_norm or 0.0 for update in changes), len(changes)),
+        "tau_h": ratio(sum(thresholds), len(thresholds)),
+        "kl": ratio(t["kl"], t["kl_tokens"]),
+        "clip_low_share": ratio(t["clipped_low"], t["trained_tokens"]),
+        "clip_high_share": ratio(t["clipped_high"], t["trained_tokens"]),
     }
 
 
