@@ -45,8 +45,9 @@ def children():
     def start(target, *arguments) -> int:
         child = context.Process(target=target, args=arguments)
         child.start()
-        child.join(timeout=120)
+        child.join(timeout=600)
         child.kill()  # one that hangs
+        child.join()
         return child.exitcode
 
     return start

@@ -216,7 +216,7 @@ def in_two_processes(config, folder, *options, status=0):
         [*launch, str(config), *options],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
         check=False,
         cwd=folder,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{folder}:{ROOT}"},
@@ -415,7 +415,7 @@ def checkpoints(folder):
     return [path.name for path in list_checkpoints(folder)]
 
 
-def accelerate_launch(processes, *arguments, timeout=300, **options):
+def accelerate_launch(processes, *arguments, timeout=1200, **options):
     """Run it to its end; what it prints."""
     executable = str(Path(sys.executable).with_name("accelerate"))
     sizes = ["--num_processes", str(processes), "--num_machines", "1", "--main_process_port", "0"]

@@ -72,7 +72,13 @@ def test_benchmark(tiny_model, tmp_path, name):
         environment |= {"CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, f"benchmarks/{name}.py", *options, "--out", str(out)]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT, env=environment
+        command,
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        check=False,
+        cwd=ROOT,
+        env=environment,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     text = out.read_text(encoding="utf-8")

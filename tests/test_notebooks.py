@@ -38,7 +38,9 @@ def test_it_runs_from_the_first_cell_to_the_last(smollm2, tmp_path, monkeypatch,
         i for i, cell in enumerate(notebook.cells) if "parameters" in cell.metadata.get("tags", [])
     )
     notebook.cells.insert(index + 1, nbformat.v4.new_code_cell(parameters))
-    NotebookClient(notebook, timeout=900, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    where = {"metadata": {"path": str(tmp_path)}}
+    limits = {"timeout": 900, "startup_timeout": 300, "iopub_timeout": 120}
+    NotebookClient(notebook, resources=where, **limits).execute()
     outputs = [
         output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs
     ]

@@ -151,13 +151,21 @@ def judgements(name: str, values: Any, count: int) -> Judgements:
     return judged
 
 
-@cache
 def event_loop() -> asyncio.AbstractEventLoop:
-    """The event loop, in its own thread, for coroutine reward functions of this process. (In a
+    """The event loop, in its own thread, for all coroutine reward functions of this process. (In a
     notebook, the main thread already runs a loop.)"""
+    with _starts_loop:  # functions run concurrently, and what one keeps is tied to its first loop
+        return _start_loop()
+
+
+@cache
+def _start_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="reward-coroutines", daemon=True).start()
     return loop
+
+
+_starts_loop = threading.Lock()
 
 
 class LocalFunction:
@@ -222,7 +230,7 @@ class SandboxedFunction:
     """
 
     def __init__(self, path: str, timeout: float):
-        self._path, self._failures, self._closed = path, 0, False
+        self._path, self._failures = path, 0
         if ":" not in path:
             raise InputError(f"reward.functions={path}: use math or package.module:function")
         self.sandbox = Sandbox(path, timeout, host_memory() // 2)
@@ -246,7 +254,7 @@ class SandboxedFunction:
         try:
             values = judgements(self._path, self.sandbox.call(arguments, seed), len(completions))
         except SandboxError as error:
-            if self._closed:
+            if self.sandbox.killed:
                 raise RunError(f"reward.functions={self._path}: interrupted") from None
             self._fail(error)
             return [None] * len(completions)
@@ -265,7 +273,6 @@ class SandboxedFunction:
 
     def close(self) -> None:
         """Kill its process, and with it a running call."""
-        self._closed = True
         self.sandbox.kill()
 
 

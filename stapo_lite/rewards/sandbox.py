@@ -47,12 +47,16 @@ class Sandbox:
         function: `package.module:function`.
         timeout: limit in seconds for one call, and for importing the module.
         memory_bytes: limit for the process and its descendants together.
+
+    Attributes:
+        killed: whether `kill` was called.
     """
 
     def __init__(self, function: str, timeout: float, memory_bytes: int):
         self.function = function
         self.timeout = timeout
         self.memory_bytes = memory_bytes
+        self.killed = False
         self._process: subprocess.Popen | None = None
 
     def start(self) -> bool:
@@ -78,6 +82,8 @@ class Sandbox:
             raise SandboxError(f"no process can be started ({error.strerror})") from None
         finally:
             theirs.close()
+        if self.killed:  # by another thread, which may not have seen the process
+            self._end_process()
         try:
             self._ask(pickle.dumps(self.function), self.timeout)
         except SandboxError:
@@ -138,16 +144,21 @@ class Sandbox:
         return value
 
     def kill(self) -> None:
-        """Kill the process and its children; a call running in another thread then fails."""
-        if self._process is not None:
+        """Kill the process and its children, for good: a call running in another thread then fails,
+        and so does any later one."""
+        self.killed = True
+        self._end_process()
+
+    def _end_process(self) -> None:
+        if process := self._process:  # which another thread may set to None
             with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+                os.killpg(process.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Kill the process and its children; no call may be running. The next call starts a new
         one."""
         if self._process is not None:
-            self.kill()
+            self._end_process()
             self._process.wait()
             self._process = None
             self._connection.close()

@@ -128,9 +128,9 @@ HOSTILE += ["The answer is the answer is " * 150, r"\boxed{1}" + "\n" * 3000 + r
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_text_is_read_quickly(text):
-    started = time.monotonic()
+    started = time.process_time()
     assert not equivalent("5", text)
     assert not equivalent(text, "5")
     final_answer(text)
     canonical(text)
-    assert time.monotonic() - started < 5
+    assert time.process_time() - started < 5

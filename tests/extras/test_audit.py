@@ -12,6 +12,8 @@ from stapo_lite.extras.audit.charts import Curve
 from stapo_lite.extras.audit.page import audit, frequent
 from stapo_lite.files import read_lines, write_lines
 
+MILLISECONDS = 300_000  # a loaded machine takes its time to start a browser
+
 HOSTILE = "</script><b id=oops>$x$"
 
 
@@ -85,7 +87,7 @@ def tokens():
     ]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # the driver's event loop must not outlive these tests
 def browser():
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -95,7 +97,9 @@ def browser():
     options = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
     with (
         playwright.sync_playwright() as p,
-        p.chromium.launch(executable_path=executable, args=options) as browser,
+        p.chromium.launch(
+            executable_path=executable, args=options, timeout=MILLISECONDS
+        ) as browser,
     ):
         yield browser
 
@@ -107,6 +111,7 @@ def open_page(browser):
 
     def open_(path, width=1200):
         page = browser.new_page(viewport={"width": width, "height": 800})
+        page.set_default_timeout(MILLISECONDS)
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on(

@@ -36,6 +36,7 @@ def test_the_best_adapter_by_held_out_rows_with_ones_own_reward(
         "evaluation": held_out,
         "log": {"save_steps": 1, "save_total_limit": 9},
         "train__learning_rate": 0.03,
+        "seed": 7,  # whose untrained adapter is not the best
     }
     run(write_config(train__max_steps=2, **changes))
     run(write_config(train__max_steps=5, **changes), resume=True)

@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -46,6 +46,16 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 httpx = pytest.importorskip("httpx")  # which vLLM brings
 
 
+def free_port():
+    """Below the ports that the kernel gives to whoever asks for any: none of them can take it while
+    the server starts."""
+    for port in range(20_000 + os.getpid() % 10_000, 32_000):
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+    pytest.fail("no free port")
+
+
 @contextmanager
 def serving(model, folder):
     """A server as a user starts it; gives its address and its process group."""
@@ -58,9 +68,7 @@ def serving(model, folder):
     }
     config["rollout"] |= {"vllm": {"kv_cache_memory_bytes": 1 << 27}, "engine": "server"}
     path = write_yaml(folder / "server.yaml", config)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "stapo_lite", "serve", str(path), "--port", str(port)]
     with (folder / "server.log").open("w") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
@@ -307,7 +315,7 @@ def test_a_lost_server_is_dropped_and_its_work_moved(
     server, tiny_model, make_policy, tmp_path, monkeypatch, caplog
 ):
     monkeypatch.setattr(server_engine, "HEALTH_INTERVAL", 0.2)
-    monkeypatch.setattr(server_engine, "HEALTH_TIMEOUT", 3.0)
+    monkeypatch.setattr(server_engine, "HEALTH_TIMEOUT", 10.0)
     policy, prompts = make_policy(), PROMPTS * 12
     with (
         serving(tiny_model, tmp_path) as (other, group),

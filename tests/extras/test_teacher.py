@@ -82,7 +82,7 @@ def distilling(write_config, teacher_folder):
 def test_a_student_becomes_its_teacher(distilling, caplog):
     metrics = Trainer(config=distilling).train()
     kl = [m["teacher_kl"] for m in metrics]
-    assert fmean(kl[-5:]) < 0.3 * fmean(kl[:2])
+    assert fmean(kl[-5:]) < 0.5 * fmean(kl[:2])
     assert {m["reward"] for m in metrics} == {None}
     assert all(m["updates"] == 1 for m in metrics)
     assert "no_signal" not in caplog.text

@@ -153,8 +153,9 @@ def test_a_turn_that_is_withdrawn_as_a_round_would_begin(chat, monkeypatch):
         assert [len(c.token_ids) >= 2 for c in groups[0]] == [True, True]
 
 
-def test_a_coroutine_may_stop_waiting_for_the_model(make_policy, chat):
+def test_a_coroutine_may_stop_waiting_for_the_model(make_policy, chat, monkeypatch):
     """Before its round begins, and while it is sampled."""
+    monkeypatch.setattr("stapo_lite.extras.turns.episodes.QUIET", 60.0)
     others_may_ask: list[asyncio.Event] = []
     asking: list[asyncio.Task] = []
 

@@ -3,8 +3,8 @@ import re
 import sys
 import threading
 import time
-from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from types import SimpleNamespace
 
@@ -19,6 +19,7 @@ from stapo_lite.extras.math.grading import UNREADABLE, MathGrader, Question, Ver
 from stapo_lite.extras.math.reward import math_reward
 from stapo_lite.extras.quickstart import one_sentence
 from stapo_lite.files import read_lines, write_lines
+from stapo_lite.rewards import functions
 from stapo_lite.rewards.functions import RewardModel, SandboxedFunction, overlong_share
 from stapo_lite.types import Completion, Prompt
 
@@ -72,7 +73,7 @@ def test_a_pathological_answer_costs_at_most_the_limit_and_is_wrong():
     for answer in ("9^{9^{9^{9}}}", r"\int_0^1 x^{x^{x^{x}}} dx"):
         started = time.monotonic()
         assert grader.grade([Question("4", f"\\boxed{{{answer}}}")]) == [Verdict(False, UNREADABLE)]
-        assert SHORT <= time.monotonic() - started < SHORT + 1.0
+        assert SHORT <= time.monotonic() - started < GENEROUS
         assert grader.grade([RIGHT] * 4) == [Verdict(True, "4")] * 4  # and the run goes on
     grader.close()
 
@@ -258,13 +259,35 @@ def test_processes_that_a_function_started_end_with_it(user_function, tmp_path):
         "'a').write(f'{p.pid} ')"
     )
     function = user_function(f"{start}; time.sleep(1000)")
-    function.sandbox.timeout = SHORT
+    function.sandbox.timeout = 5.0  # enough to start the process on a loaded machine
     assert ask(function, [completion("a")]) == [None]
     pids = (tmp_path / "faulty.pyp").read_text(encoding="utf-8").split()
     assert len(pids) == 1
-    children = [psutil.Process(int(pid)) for pid in pids if psutil.pid_exists(int(pid))]
-    _, alive = psutil.wait_procs(children, timeout=20)
-    assert all(child.status() == psutil.STATUS_ZOMBIE for child in alive)
+    with suppress(psutil.NoSuchProcess):
+        child = psutil.Process(int(pids[0]))
+        _, alive = psutil.wait_procs([child], timeout=GENEROUS)
+        assert not alive or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_coroutine_functions_that_begin_together_share_a_loop(monkeypatch):
+    """What one keeps, such as a client, is tied to its loop."""
+    new_loop, loops, both = asyncio.new_event_loop, set(), threading.Barrier(2)
+
+    def slow():
+        with suppress(threading.BrokenBarrierError):
+            both.wait(1)  # for the other thread, if it is here too
+        return new_loop()
+
+    async def judge(**_):
+        loops.add(asyncio.get_running_loop())
+        return [1.0]
+
+    functions._start_loop.cache_clear()
+    monkeypatch.setattr(asyncio, "new_event_loop", slow)
+    own = {"a": judge, "b": judge}
+    with closing(RewardModel(Reward(functions=list(own)), 10, own)) as model:
+        model.score([completion("a")], seed=0, step=1)
+    assert len(loops) == 1
 
 
 @pytest.mark.parametrize("under_way", [True, False])
@@ -425,15 +448,15 @@ def test_a_weight_of_0_judges_nothing():
 
 
 def test_a_run_that_is_interrupted_waits_for_no_reward_function(tmp_path, monkeypatch):
-    source = "import time\ndef f(**_): print('begins', flush=True); time.sleep(1000)\n"
+    source = "import time\ndef f(**_): open(__file__ + '.begun', 'w'); time.sleep(1000)\n"
     (tmp_path / "endless.py").write_text(source, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     model = RewardModel(Reward(functions=["endless:f"]), 10)
     process = model._functions["endless:f"].sandbox._process
     with ThreadPoolExecutor() as threads:
         call = threads.submit(model.score, [completion("a")], seed=0, step=1)
-        with pytest.raises(TimeoutError):
-            call.result(0.5)
+        while not (tmp_path / "endless.py.begun").exists():
+            assert not wait([call], 0.05).done
         model.close()
         with pytest.raises(RunError, match="interrupted"):
             call.result(GENEROUS)
@@ -465,7 +488,7 @@ def test_a_functions_draws_follow_from_the_seed(user_function):
         "torch.rand(()).item(), 0]"
     )
     function, pair = user_function(body, timeout=120.0), [completion("a"), completion("b")]
-    ask(function, pair)  # it imports numpy and torch
+    assert ask(function, pair)[0] is not None  # it imports numpy and torch
     first, other, again = [ask(function, pair, seed)[0] for seed in (1, 2, 1)]
     assert first == again != other
 

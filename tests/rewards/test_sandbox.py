@@ -20,7 +20,7 @@ import os, subprocess, threading
 def f(text):
     # outlives it, with all that it has open
     subprocess.Popen(["sleep", "30"], close_fds=False, start_new_session=True)
-    threading.Timer(0.2, os._exit, (3,)).start()
+    threading.Timer(1.0, os._exit, (3,)).start()
     return len(text)
 """
 
@@ -109,7 +109,8 @@ def test_a_function_that_hangs_ends_with_its_parent(tmp_path):
         "def f(**columns):\n    print('hangs', flush=True)\n    while True: pass\n"
     )
     program = (
-        "from stapo_lite.rewards.sandbox import Sandbox; Sandbox('slow:f', 3.0, 1 << 30).call({})"
+        "from stapo_lite.rewards.sandbox import Sandbox; "
+        f"Sandbox('slow:f', {GENEROUS}, 1 << 30).call({{}}, timeout=3.0)"
     )
     command = [sys.executable, "-c", program]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
@@ -117,3 +118,13 @@ def test_a_function_that_hangs_ends_with_its_parent(tmp_path):
         assert parent.stdout.readline() == "hangs\n"
         parent.kill()
         assert parent.stdout.read() == ""  # the worker, which writes there too, has ended
+
+
+def test_once_killed_it_starts_no_other_process(tmp_path, monkeypatch):
+    """The thread that kills it may not see the process that another is starting."""
+    (tmp_path / "plain.py").write_text("def f(text): return len(text)\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with closing(Sandbox("plain:f", GENEROUS, 1 << 30)) as sandbox:
+        sandbox.kill()
+        with pytest.raises(SandboxError, match="ended its process with status -9"):
+            sandbox.call({"text": "abc"})

@@ -135,7 +135,7 @@ def test_two_processes_with_vllm_export_evaluate_and_train_again(tiny_model, tmp
         "2",
     ]
     done = subprocess.run(
-        [*launch, *map(str, script)], capture_output=True, text=True, timeout=300, check=False
+        [*launch, *map(str, script)], capture_output=True, text=True, timeout=1200, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("on 2 process(es)") == 2

@@ -214,7 +214,8 @@ def test_every_gradient_is_exact_to_a_millionth(tiny_model, case):
             "quantile": st.sampled_from([0.0, 0.05, 0.5, 0.75, 1.0]),
             "population": st.sampled_from(["candidates", "all"]),
         }
-    ),
+        # Whether a token of the lowest or the highest entropy is below it is a matter of rounding.
+    ).filter(lambda s2t: s2t["population"] == "candidates" or 0 < s2t["quantile"] < 1),
 )
 def test_any_mini_batch(tiny_model, advantages, longest, seed, later, max_tokens, case, s2t):
     """In any shape, with none, one or only equal candidates, with everything masked, with no

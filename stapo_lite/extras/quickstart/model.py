@@ -6,6 +6,7 @@ are converted once, to bf16 safetensors with tokenizer and chat template.
 
 import importlib.util
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -42,9 +43,12 @@ def fetch_model(folder: Path = FOLDER) -> Path:
     fields.pop("quantization_config", None)  # save_pretrained refuses a model that has one
     model: Any = LlamaForCausalLM(LlamaConfig(**fields))
     model.load_state_dict(quantized.state_dict())
-    partial = folder.with_suffix(".partial")
-    model.to(torch.bfloat16).save_pretrained(partial)
-    AutoTokenizer.from_pretrained(source, gguf_file=GGUF_FILE).save_pretrained(partial)
-    (partial / "README.md").write_text(CARD, encoding="utf-8")
-    partial.rename(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder.parent) as temporary:
+        partial = Path(temporary, folder.name)
+        model.to(torch.bfloat16).save_pretrained(partial)
+        AutoTokenizer.from_pretrained(source, gguf_file=GGUF_FILE).save_pretrained(partial)
+        (partial / "README.md").write_text(CARD, encoding="utf-8")
+        if not folder.exists():  # by another process
+            partial.rename(folder)
     return folder

@@ -258,9 +258,10 @@ class ServerEngine(RolloutEngine):
                 f"rollout.servers: none could load the adapter ({self._why_lost}); fix it, then "
                 "--resume"
             )
+        # First: a server that is back has no older version, and requests begin in another thread.
+        self._version = version
         for server, live in zip(self._servers, loaded, strict=True):
             server.live = live
-        self._version = version
 
     async def _publish(self, version: int) -> list[bool]:
         """Load a version into the servers, and unload versions that no request needs any more;
