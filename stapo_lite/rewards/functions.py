@@ -151,10 +151,13 @@ def judgements(name: str, values: Any, count: int) -> Judgements:
     return judged
 
 
+_one_starts_it = threading.Lock()
+
+
 def event_loop() -> asyncio.AbstractEventLoop:
     """The event loop, in its own thread, for all coroutine reward functions of this process. (In a
     notebook, the main thread already runs a loop.)"""
-    with _starts_loop:  # functions run concurrently, and what one keeps is tied to its first loop
+    with _one_starts_it:  # two functions may begin at once; what one keeps is tied to its loop
         return _start_loop()
 
 
@@ -163,9 +166,6 @@ def _start_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="reward-coroutines", daemon=True).start()
     return loop
-
-
-_starts_loop = threading.Lock()
 
 
 class LocalFunction:
