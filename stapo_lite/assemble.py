@@ -134,8 +134,7 @@ def open_run(
             run.call("on_train_begin")
             with suppress(GeneratorExit):  # the caller has seen enough
                 yield run
-            if not run.ended:  # its last step has saved one
-                run.save_checkpoint()
+            run.save_checkpoint()
             run.finish()
         except BaseException as interruption:
             save_interrupted(run, interruption)

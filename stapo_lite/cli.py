@@ -336,7 +336,7 @@ def _add_argument(parser: ArgumentParser, parameter: Parameter) -> None:
     if kind is bool:
         options["action"] = "store_true"
     elif get_origin(kind) is Sequence:
-        options["nargs"] = "*"
+        options["nargs"] = "+" if parameter.kind is Parameter.KEYWORD_ONLY else "*"
     elif get_origin(kind) is Literal:
         options["choices"] = parts
     else:

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from filelock import FileLock, Timeout
@@ -74,8 +75,11 @@ def check_writable(path: Path) -> None:
     Raises:
         InputError: it cannot be written.
     """
+    if path.exists() and not path.is_file():
+        raise InputError(f"--out={path}: not a file")
     with explained(f"--out={path}: cannot be written", OSError):
         path.open("a").close()
+        TemporaryFile(dir=path.resolve().parent).close()  # `write_text` makes one beside it
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -130,7 +134,8 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def _parse(data: bytes, where: str) -> dict[str, Any]:
     with explained(f"{where}: not JSON", ValueError, RecursionError):  # bad UTF-8, too
-        value = json.loads(data.decode("utf-8-sig"))
+        # NaN, which is not JSON but what pandas writes for a gap, becomes None.
+        value = json.loads(data.decode("utf-8-sig"), parse_constant=lambda _: None)
     if not isinstance(value, dict):
         raise InputError(f"{where}: must be a JSON object, got {type(value).__name__}")
     return value
@@ -139,6 +144,16 @@ def _parse(data: bytes, where: str) -> dict[str, Any]:
 def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
     """Replace a JSON lines file."""
     write_text(path, "".join(map(_dump, lines)))
+
+
+def write_out(path: Path, lines: Iterable[dict[str, Any]]) -> None:
+    """Write the JSON lines file of `--out`.
+
+    Raises:
+        RunError: it cannot be written.
+    """
+    with explained(f"--out={path}: cannot be written", OSError, kind=RunError):
+        write_lines(path, lines)
 
 
 def append_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
@@ -162,6 +177,7 @@ def _dump(line: dict[str, Any]) -> str:
 
 def write_text(path: Path, text: str) -> None:
     """Replace a file atomically: a process killed meanwhile leaves the old file."""
+    path = path.resolve()  # a link stays one
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(text, encoding="utf-8", errors=SURROGATES)
     sync(partial)

@@ -115,6 +115,7 @@ DATASETS = [
     ),
     (row('"say \\ud800"'), "row 1: the prompt is not valid Unicode"),
     (row(answer="[1]"), "row 1: data.answer_column=answer is empty, or neither text nor a number"),
+    (row(answer="NaN"), "row 1: data.answer_column=answer is empty, or neither text nor a number"),
     (b'{"prompt": "a"}', "data.answer_column=answer: "),
     (row(f'"{"one two " * 1_300_000}"'), "row 1: the prompt has"),
 ]

@@ -11,11 +11,19 @@ os.environ["OMP_NUM_THREADS"] = (
 
 from accelerate import PartialState
 
-from stapo_lite import Trainer
+from stapo_lite import Callback, Trainer
 
 
 def letters(completions, **_):
     return [len(set(completion)) for completion in completions]
+
+
+class OneStep(Callback):
+    """Ends a run after its first step, as the main process alone decides."""
+
+    def on_step_end(self, run, metrics, rollouts):
+        if run.accelerator.is_main_process:
+            run.stop_reason = "enough"
 
 
 model, questions, out = map(Path, sys.argv[1:])
@@ -26,7 +34,7 @@ tree = {
     "data": {"max_prompt_length": 300},
     "rollout": {"engine": "vllm", "num_generations": 4, "max_completion_length": 8},
     "train": {
-        "max_steps": 1,
+        "max_steps": 2,
         "batch_size": 4,
         "mini_batch_size": 4,
         "max_tokens_per_microbatch": 1024,
@@ -35,9 +43,13 @@ tree = {
 tree["rollout"]["vllm"] = {"kv_cache_memory_bytes": 10 << 20}
 for name in ("one", "another"):
     trainer = Trainer(
-        config=tree, output_dir=str(out / name), reward_funcs=letters, train_dataset=rows
+        config=tree,
+        output_dir=str(out / name),
+        reward_funcs=letters,
+        train_dataset=rows,
+        callbacks=[OneStep()],
     )
-    trainer.train()
+    assert len(trainer.train()) == 1
     exported = trainer.export(out / f"{name}-export")
     assert (exported / "adapter_model.safetensors").exists()
 results = trainer.evaluate(benchmarks=[str(questions)], rollout={"num_samples": 2})

@@ -82,7 +82,8 @@ def top_entropy_mask(entropy: Tensor, threshold: float | None) -> Tensor:
     Returns:
         bool, the same shape.
     """
-    return entropy.double() >= (-math.inf if threshold is None else threshold)
+    # Not >=: a NaN is kept, so that the loss shows it.
+    return ~(entropy.double() < (-math.inf if threshold is None else threshold))
 
 
 def random_scores(token_ids: Sequence[int], salt: int) -> Tensor:

@@ -165,7 +165,7 @@ class Reward(Section):
     """DAPO's penalty, subtracted from the reward of a completion of full length."""
     overlong_buffer: Share = 0.2
     """The penalty grows linearly over this last share of `max_completion_length`."""
-    function_timeout: PositiveFloat = 300.0
+    function_timeout: float = Field(300.0, gt=0, le=1e9)
     """Seconds that a call of your reward function may take before its process is killed."""
 
     def conflicts(self) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import math
 import os
 import pkgutil
 import reprlib
@@ -196,9 +197,16 @@ class Prompts(Sequence[Prompt]):
         return Prompt(prompt, encoded.input_ids, answer, columns, opens_thinking=thinking)
 
 
+def is_answer(value: Any) -> bool:
+    """Whether it is a text that is not empty, or a finite number."""
+    if isinstance(value, str):
+        return bool(value.strip())
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
 def _read_answer(row: dict[str, Any], column: str, where: str) -> Any:
     answer = row.get(column)
-    if not isinstance(answer, str | int | float) or not str(answer).strip():
+    if not is_answer(answer):
         raise InputError(
             f"{where}: data.answer_column={column} is empty, or neither text nor a number: "
             f"{reprlib.repr(answer)}; drop the row or give its answer"
@@ -273,7 +281,7 @@ def stop_token_ids(
 def _fault(prompt: Any, templated: bool) -> str:
     """Why a prompt is neither text nor (with a chat template) messages; empty if it is one."""
     if isinstance(prompt, str):
-        return ""
+        return "" if prompt.strip() or not templated else "the prompt is empty"
     expected = "text or a list of {role, content} messages" if templated else "text"
     listed = templated and isinstance(prompt, list) and prompt
     if not listed or not all(isinstance(message, dict) for message in prompt):

@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,8 @@ class ServerTeacher(Teacher):
         headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
         request = urllib.request.Request(self._url + path, body, headers)
         failed = f"objective.teacher_server={self._url}: does not score"
-        with explained(failed, OSError, KeyError, ValueError, kind=RunError):
+        broken = (OSError, HTTPException)
+        with explained(failed, *broken, KeyError, ValueError, kind=RunError):
             for left in reversed(range(ATTEMPTS)):
                 try:
                     with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
@@ -138,7 +140,7 @@ class ServerTeacher(Teacher):
                 except urllib.error.HTTPError as error:
                     if error.code < 500 or not left:
                         raise OSError(error.read().decode(errors="replace")) from error
-                except OSError:
+                except broken:
                     if not left:
                         raise
                 time.sleep(PAUSE)

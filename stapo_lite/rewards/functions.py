@@ -1,6 +1,7 @@
 """Rewards: the package's functions and the user's, given by import path or as Python objects."""
 
 import asyncio
+import copy
 import inspect
 import json
 import logging
@@ -80,11 +81,13 @@ class RewardModel:
             if not (isinstance(function, LocalFunction) and function.in_this_thread)
         }
         values = {
-            name: running[name].result() if name in running else function(completions, seed, state)
+            name: function(completions, seed, state)
             for name, function in self._functions.items()
+            if name not in running
         }
+        values |= {name: future.result() for name, future in running.items()}
         for number, completion in enumerate(completions):
-            scores = {name: judged[number] for name, judged in values.items()}
+            scores = {name: values[name][number] for name in self._functions}
             completion.scores = {name: score for name, score in scores.items() if score is not None}
             # A function of weight 0 is only logged; it alone does not make a completion judged.
             weighted = [
@@ -195,7 +198,8 @@ class LocalFunction:
         Raises:
             RunError: it did not return a list with a value for each completion.
         """
-        values = self._function(**reward_arguments(completions, trainer_state))
+        # Copies: what a function does to its arguments must not reach rows and completions.
+        values = self._function(**copy.deepcopy(reward_arguments(completions, trainer_state)))
         if inspect.iscoroutine(values):
             self._running = asyncio.run_coroutine_threadsafe(values, event_loop())
             if self._closed:  # by another thread, which may not have seen `_running`

@@ -49,8 +49,9 @@ class Callback:
         None elsewhere."""
 
     def on_step_end(self, run: Run, metrics: dict[str, Any], rollouts: Rollouts) -> None:
-        """A step has ended. `metrics` are the same in every process (docs/metrics.md); setting
-        `run.stop_reason` in every process ends the run after this step."""
+        """A step has ended. `metrics` are the same in every process (docs/metrics.md) but for
+        seconds and memory; setting `run.stop_reason`, in any process, ends the run after this
+        step."""
 
     def on_save(self, run: Run, folder: Path) -> None:
         """A new checkpoint was written to `folder`. Called on the main process alone."""

@@ -168,6 +168,7 @@ def load_checkpoint(
     before = flatten(state["config"]).get("objective.s2t.tau_p")
     if s2t.target_share is None or before != s2t.tau_p:
         progress.tau_p = s2t.tau_p
+    progress.recent = progress.recent[: s2t.window]
     return progress
 
 

@@ -129,7 +129,11 @@ class Run:
 
     def steps(self) -> Iterator[int]:
         """The numbers of the steps that are left."""
-        while not self.ended:
+        while True:
+            # Set in one process, such as the one with an evaluation's results, it counts in all.
+            self.stop_reason = next(filter(None, gather_object([self.stop_reason])), None)
+            if self.ended:
+                break
             self.clock.begin_step()
             self.learner.set_learning_rate(learning_rate(self.config.train, self.progress.step))
             yield self.progress.step + 1
@@ -193,7 +197,7 @@ class Run:
         return metrics
 
     def _measure(self, step: int, rollouts: Rollouts, updates: Sequence[Update]) -> dict[str, Any]:
-        """The step's metrics, the same in every process."""
+        """The step's metrics, the same in every process but for seconds and memory."""
         learner, parts = self.learner, [update.sums for update in updates]
         parts.append(count_rollouts(rollouts.sampled, step))
         if self.accelerator.is_main_process:

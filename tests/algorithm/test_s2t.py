@@ -50,6 +50,10 @@ def test_inequalities_are_strict_but_that_of_the_highest_entropies():
     assert linear_quantile(entropy, 1 - 0.2) == pytest.approx(0.5)
     assert top_entropy_mask(entropy, 0.5).tolist() == [False] * 4 + [True, True]
     assert top_entropy_mask(entropy, None).all()
+    # Entropies that are not finite are for the loss to show.
+    entropy[2] = math.nan
+    assert top_entropy_mask(entropy, 0.5).tolist() == [False, False, True, False, True, True]
+    assert top_entropy_mask(entropy, math.nan).all()
 
 
 @pytest.mark.parametrize("quantile", [0.0, 0.05, 0.3, 0.75, 0.8, 1.0])

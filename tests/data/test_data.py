@@ -159,6 +159,8 @@ def test_overlong_prompts_are_an_error_or_dropped_and_missing_answers_an_error_w
 
 
 def test_chat_templates_that_are_missing_or_refuse(tokenizer):
+    with pytest.raises(InputError, match="row 1: the prompt is empty"):
+        render(tokenizer, " ")
     tokenizer.chat_template = None
     with pytest.raises(InputError, match="no chat template; set it to false"):
         render(tokenizer, "2+2?")
@@ -272,6 +274,10 @@ def test_overlaps_by_hand():
     assert [
         o.row for o in find_overlaps(["tell me: what is 7 + 8, please", "what is 7 + 9"], [short])
     ] == [0]
+    shorter = Problem("b", "1", "7?", "1", False, 0.0)
+    wordless = Problem("b", "2", "$$", "1", False, 0.0)
+    both = find_overlaps(["7", ""], [shorter, Problem("b", "3", "1 2", "1", False, 0.0), wordless])
+    assert [(o.row, o.problem, o.share) for o in both] == [(0, shorter, 1.0)]
 
 
 def test_the_contamination_report(tmp_path, capsys):
@@ -300,6 +306,10 @@ def test_the_contamination_report(tmp_path, capsys):
     datasets.Dataset.from_list(dated).to_parquet(tmp_path / "train.parquet")
     assert command("contamination", tmp_path / "train.parquet", *arguments[2:]) == 0
     assert read_lines(tmp_path / "clean.jsonl") == [{"prompt": "new", "on": "2026-01-02"}]
+    write_lines(tmp_path / "train.jsonl", [{"prompt": {"from": "human", "value": words}}])
+    assert command(*arguments) == 0
+    unread = "1 rows were not compared: prompt is neither text nor messages"
+    assert unread in capsys.readouterr().out
     write_lines(tmp_path / "train.jsonl", [{"text": words}])
     assert command(*arguments) == 2
     assert "--prompt-column:" in capsys.readouterr().err

@@ -83,6 +83,15 @@ EQUAL = {
         (r"\frac{1}{2}", r"\dfrac{1}{2}"),
     ],
     "decimals of fractions": [(r"\frac{1}{12}", "0.0833333333333333"), (r"\frac{1}{2}", "0.5")],
+    "signs that are no LaTeX": [
+        ("x^2", "x²"),
+        (r"2\sqrt{3}", "2√3"),
+        (r"\sqrt{x+1}", "√(x+1)"),
+        (r"(-\infty, 3]", "(-∞, 3]"),
+        ("3.5", "3½"),
+        ("1000", "1\N{NARROW NO-BREAK SPACE}000"),
+        ("5", "\N{ZERO WIDTH SPACE}5"),
+    ],
     "mixed numbers": [(r"1\frac{4}{5}", "1.8"), (r"137 \frac12", "137 1/2")],
     "thousands": [(r"\$32,\!348", "32348"), (r"10,\!080", "10{,}080"), ("1 000 000", "1,000,000")],
     "per cent and degrees": [(r"28\%", "28"), (r"28\%", "0.28"), (r"90^\circ", "90")],
@@ -219,6 +228,7 @@ EQUAL = {
 }
 TINY = ("0", "x = 0", "3e-7", "0.0000001", r"\lambda \approx 4 \times 10^{-9} \text{ m}")
 DIFFERENT = {
+    "signs that are no LaTeX": [("x^3", "x²"), ("2", "√2"), (r"\sqrt{12}", "√1")],
     "ends of solutions": [(GSM8K, "24")],
     "e-notation": [
         ("4.5e33", "4.6e33"),

@@ -87,6 +87,7 @@ def test_rows_of_the_hub(tmp_path, monkeypatch):
         ([{"answer": 1}], "a, row 1: `problem` must be text, got None"),
         ([{"problem": "p"}], "`answer` must be"),
         ([{"problem": "p", "answer": [1, 2]}], "`answer` must be"),
+        ([{"problem": "p", "answer": float("nan")}], "`answer` must be"),
         ([{"problem": "p", "answer": 1, "tolerance": "x"}], "the tolerance must be"),
         (
             [{"problem": "p", "answer": 1, "id": 3}, {"problem": "q", "answer": 1, "id": 3}],
@@ -97,6 +98,12 @@ def test_rows_of_the_hub(tmp_path, monkeypatch):
 def test_bad_files(tmp_path, rows, message):
     with pytest.raises(InputError, match=message):
         load(tmp_path / "a.jsonl", *rows)
+
+
+def test_rows_without_an_id_have_their_number(tmp_path):
+    rows = [{"problem": text, "answer": 1, "id": None} for text in ("p", "q")]
+    _, problems, _ = load(tmp_path / "a.jsonl", *rows)
+    assert [problem.id for problem in problems] == ["0", "1"]
 
 
 def test_unknown_names(monkeypatch):

@@ -163,6 +163,8 @@ def test_compare_shows_runs_side_by_side(tmp_path, capsys):
     for folder, run in zip(folders, runs.values(), strict=True):
         folder.mkdir()
         (folder / "results.json").write_text(json.dumps(run), encoding="utf-8")
+    (tmp_path / "another").mkdir()
+    (tmp_path / "another" / "results.json").write_text("{}", encoding="utf-8")
     base, stapo, other = map(str, folders[:3])
     assert command("evaluate", "compare", *folders[:3]) == 0
     assert cells(capsys.readouterr().out) == [
@@ -175,6 +177,7 @@ def test_compare_shows_runs_side_by_side(tmp_path, capsys):
         (folders, "no benchmark with the same problems in common"),
         (folders[:1] * 2, "two evaluations or more"),
         ([folders[0], tmp_path], "no results of an evaluation"),
+        ([folders[0], tmp_path / "another"], "no results of an evaluation .KeyError"),
     ]:
         with pytest.raises(InputError, match=message):
             compare_evaluations(chosen)

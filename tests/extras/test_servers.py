@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import wait
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from types import SimpleNamespace
@@ -308,6 +309,12 @@ def test_a_server_that_is_gone_is_dropped_until_it_is_back(
             streamed(alone, PROMPTS)
         alone.publish(policy, 3)
         assert len(streamed(alone, PROMPTS)) == 3
+        gone.append(True)
+        alone.prefetch(PROMPTS[:1], [7])
+        assert all(wait(alone._ahead.values()).done)  # each with an error
+        gone.clear()
+        alone.publish(policy, 4)
+        assert len(alone.generate(PROMPTS[:1], [7])) == 1  # asked again
 
 
 @pytest.mark.slow

@@ -1,6 +1,8 @@
 """On-policy distillation: advantages from a teacher, and a student that learns."""
 
 import math
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from statistics import fmean
 from types import SimpleNamespace
 
@@ -10,10 +12,11 @@ from helpers import SAMPLING, adapted_policy
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from stapo_lite import InputError, Trainer
+from stapo_lite import InputError, RunError, Trainer
 from stapo_lite.algorithm.microbatches import pack
 from stapo_lite.config import load_config
-from stapo_lite.extras.teacher import AdapterTeacher
+from stapo_lite.extras import teacher as teachers
+from stapo_lite.extras.teacher import AdapterTeacher, ServerTeacher
 from stapo_lite.training.budget import TokenBudget
 from stapo_lite.types import Completion, Prompt
 
@@ -122,3 +125,26 @@ def test_a_teacher_of_another_kind_is_refused(distilling):
         InputError, match="objective.teacher_adapter=.* is another kind of adapter: "
     ):
         Trainer(config=distilling, r=4).train()
+
+
+def test_an_answer_that_breaks_off_is_asked_for_again(monkeypatch):
+    asked = []
+
+    class BreaksOff(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_response(200)
+            self.send_header("Content-Length", "99")
+            self.end_headers()
+            self.wfile.write(b"{")
+
+        def log_message(self, *_):
+            pass
+
+    monkeypatch.setattr(teachers, "PAUSE", 0.01)
+    with HTTPServer(("127.0.0.1", 0), BreaksOff) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(RunError, match="does not score .IncompleteRead"):
+            ServerTeacher(1.0, f"http://127.0.0.1:{server.server_port}", "")
+        server.shutdown()
+    assert asked == ["/v1/models"] * teachers.ATTEMPTS

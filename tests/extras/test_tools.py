@@ -1,6 +1,7 @@
 """Chats with tools: a scripted engine plays the model, in the chat templates of real ones."""
 
 import asyncio
+import functools
 import json
 import logging
 import re
@@ -17,7 +18,7 @@ from stapo_lite.config import Prompting
 from stapo_lite.errors import InputError, RunError
 from stapo_lite.extras.evaluation.tasks import make_tasks
 from stapo_lite.extras.turns.episodes import chat_with, play
-from stapo_lite.extras.turns.tools import Chat, schema_of, schemas_of
+from stapo_lite.extras.turns.tools import Chat, ToolCall, run_tool, schema_of, schemas_of
 from stapo_lite.files import write_lines
 from stapo_lite.rollout.transformers_engine import TransformersEngine
 from stapo_lite.types import Completion, Prompt
@@ -168,6 +169,30 @@ def test_errors_are_results(chat, caplog, monkeypatch):
     assert product == "[]"
     # vLLM logs a call that it cannot read with a traceback.
     assert not [record for record in caplog.records if record.name.startswith("vllm")]
+
+
+def test_a_result_of_any_kind_is_text():
+    def nothing_found():
+        return next(word for word in ())
+
+    @functools.wraps(search)
+    def wrapped(word):
+        return search(word)
+
+    def city():
+        return ["Zürich"]
+
+    tools = [nothing_found, wrapped, city]
+    calls = [ToolCall("nothing_found", {}), ToolCall("search", {"word": "x"}), ToolCall("city", {})]
+
+    async def run_all():
+        return [await asyncio.wait_for(run_tool(tools, call), 60) for call in calls]
+
+    assert asyncio.run(run_all()) == [
+        "error: RuntimeError: StopIteration",
+        '{"found": "X"}',
+        '["Zürich"]',
+    ]
 
 
 def test_several_calls_in_one_turn_and_a_limit_of_turns(chat):

@@ -33,6 +33,12 @@ def test_tools_run_side_by_side_and_what_one_raises_ends_all(make_policy, chat):
         await asyncio.wait_for(meeting[0].wait(), 60)  # for all the others
         await episode.generate(max_tokens=1)
 
+    async def leave(episode):
+        await episode.generate(max_tokens=1)
+        if episode.prompt is PROMPTS[1]:
+            raise SystemExit(3)  # such as from code that the model wrote
+        await episode.generate()
+
     async def fail(episode):
         await episode.generate(max_tokens=1)
         if episode.prompt is PROMPTS[1]:
@@ -93,6 +99,7 @@ def test_tools_run_side_by_side_and_what_one_raises_ends_all(make_policy, chat):
     assert all(c.truncated and len(c.token_ids) == 12 for group in groups for c in group)
     for function, error, message in (
         (fail, LookupError, "no such tool"),
+        (leave, RunError, r"rollout.function: raised SystemExit\(3\)"),
         (nothing, RunError, "an episode ended without a turn of the model's"),
         (full, RunError, "an episode ended without a turn of the model's"),
         (two_at_once, RunError, "asked for two turns at once"),

@@ -3,7 +3,7 @@ import re
 import sys
 import threading
 import time
-from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 from types import SimpleNamespace
@@ -19,7 +19,6 @@ from stapo_lite.extras.math.grading import UNREADABLE, MathGrader, Question, Ver
 from stapo_lite.extras.math.reward import math_reward
 from stapo_lite.extras.quickstart import one_sentence
 from stapo_lite.files import read_lines, write_lines
-from stapo_lite.rewards import functions
 from stapo_lite.rewards.functions import RewardModel, SandboxedFunction, overlong_share
 from stapo_lite.types import Completion, Prompt
 
@@ -97,7 +96,8 @@ def test_a_grading_process_that_cannot_start_ends_the_run_and_leaves_nothing_wai
 
 
 def test_grading_a_file(tmp_path, capsys):
-    cases, out = tmp_path / "cases.jsonl", tmp_path / "verdicts.jsonl"
+    cases, out, verdicts = (tmp_path / name for name in ("cases.jsonl", "out", "verdicts.jsonl"))
+    out.symlink_to(verdicts)
     rows = [
         {"gold": "1/2", "pred": "0.5", "form": "answer", "id": "é"},
         {"gold": 4, "pred": "We get 3, then the answer is 4."},
@@ -110,14 +110,18 @@ def test_grading_a_file(tmp_path, capsys):
     arguments = ["grade", cases, "--out", out, "--timeout", GENEROUS, "--num-workers", 1]
     assert command(*arguments) == 0
     assert capsys.readouterr().out == f"6 graded, 4 correct, 1 without an answer: {out}\n"
-    verdicts = [True, True, True, False, True, False]
-    assert read_lines(out) == [
-        row | {"correct": correct} for row, correct in zip(rows, verdicts, strict=True)
+    right = [True, True, True, False, True, False]
+    assert read_lines(verdicts) == [
+        row | {"correct": correct} for row, correct in zip(rows, right, strict=True)
     ]
+    assert out.is_symlink()
+    assert command(*arguments[:3], "/dev/null", *arguments[4:]) == 2
+    assert "error: --out=/dev/null: not a file" in capsys.readouterr().err
     for text, message in [
         ('{"gold": "1"}', ", case 1: pred must be text or a number, got None"),
         ('{"gold": null, "pred": "1"}', ", case 1: gold must be"),
         ('{"gold": "1", "pred": "1", "tolerance": "x"}', ", case 1: tolerance must be"),
+        ('{"gold": "1", "pred": "1", "tolerance": NaN}', ", case 1: tolerance must be"),
         ("3", ", line 1: must be a JSON object"),
         (None, ": cannot be read (No such file or directory)"),
     ]:
@@ -253,6 +257,13 @@ def test_a_function_that_fails_judges_nothing(user_function, caplog, tmp_path, f
     assert ask(function, pair) == [1.0, 1.0]
 
 
+def test_what_a_function_prints_is_seen_though_its_process_is_killed(user_function, capfd):
+    function = user_function("print('judging'); return [1.0]")
+    assert ask(function, [completion("a")]) == [1.0]
+    function.close()
+    assert "judging" in capfd.readouterr().out
+
+
 def test_processes_that_a_function_started_end_with_it(user_function, tmp_path):
     start = (
         "import subprocess; p = subprocess.Popen(['sleep', '1000']); open(__file__ + 'p', "
@@ -267,54 +278,6 @@ def test_processes_that_a_function_started_end_with_it(user_function, tmp_path):
         child = psutil.Process(int(pids[0]))
         _, alive = psutil.wait_procs([child], timeout=GENEROUS)
         assert not alive or child.status() == psutil.STATUS_ZOMBIE
-
-
-def test_coroutine_functions_that_begin_together_share_a_loop(monkeypatch):
-    """What one keeps, such as a client, is tied to its loop."""
-    new_loop, loops, both = asyncio.new_event_loop, set(), threading.Barrier(2)
-
-    def slow():
-        with suppress(threading.BrokenBarrierError):
-            both.wait(1)  # for the other thread, if it is here too
-        return new_loop()
-
-    async def judge(**_):
-        loops.add(asyncio.get_running_loop())
-        return [1.0]
-
-    functions._start_loop.cache_clear()
-    monkeypatch.setattr(asyncio, "new_event_loop", slow)
-    own = {"a": judge, "b": judge}
-    with closing(RewardModel(Reward(functions=list(own)), 10, own)) as model:
-        model.score([completion("a")], seed=0, step=1)
-    assert len(loops) == 1
-
-
-@pytest.mark.parametrize("under_way", [True, False])
-def test_a_coroutine_ends_with_its_run(under_way):
-    begun, ended = threading.Event(), threading.Event()
-
-    async def judge():
-        begun.set()
-        try:
-            await asyncio.sleep(3 * GENEROUS)
-        finally:
-            ended.set()
-
-    def function(**_):
-        if not under_way:  # the run ends after the call, before the coroutine begins
-            model.close()
-        return judge()
-
-    model = RewardModel(Reward(functions=["slow"]), 10, {"slow": function})
-    with ThreadPoolExecutor() as threads:
-        call = threads.submit(model.score, [completion("a")], seed=0, step=1)
-        if under_way:
-            assert begun.wait(GENEROUS)
-            model.close()
-        with pytest.raises(CancelledError):
-            call.result(GENEROUS)
-    assert not begun.is_set() or ended.wait(GENEROUS)
 
 
 @pytest.mark.parametrize(

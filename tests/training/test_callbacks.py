@@ -92,13 +92,15 @@ def test_the_example_of_the_docs_ends_a_run(write_config, tmp_path, capsys):
     assert len(read_metrics(tmp_path / "run")) == 1
 
 
-def test_leaving_an_open_run_early_saves_each_thing_once(write_config, tmp_path):
+@pytest.mark.parametrize("by", ["break", "stop_reason"])
+def test_leaving_an_open_run_early_saves_each_thing_once(write_config, tmp_path, by):
     notes, folder = Notes(), tmp_path / "run"
     config = write_config(log__save_steps=2)
     with open_run(load_config(config), python=PythonInputs(callbacks=[notes])) as opened:
         for metrics in train(opened):
-            if metrics["step"] == 3:
+            if metrics["step"] == 3 and by == "break":
                 break
+            opened.stop_reason = "enough" if metrics["step"] == 3 else None
     saved = [event for event in notes.events if event[0] == "saved"]
     assert saved == [("saved", "checkpoint-2"), ("saved", "checkpoint-3")]
     assert (folder / "adapter").exists()

@@ -17,10 +17,12 @@ from helpers import (
     without_times,
 )
 
+from stapo_lite.assemble import open_run
 from stapo_lite.config import load_config
 from stapo_lite.errors import InputError
 from stapo_lite.training.checkpoint import check_resume
 from stapo_lite.training.folder import read_metrics
+from stapo_lite.training.loop import train
 
 
 @pytest.mark.parametrize(
@@ -173,3 +175,17 @@ def test_a_schedule_that_falls_is_of_its_max_steps(write_config):
     run(write_config(train__max_steps=1, train__lr_scheduler_type="linear"))
     with pytest.raises(InputError, match="train.max_steps 1 -> 2"):
         run(write_config(train__max_steps=2, train__lr_scheduler_type="linear"), resume=True)
+
+
+def test_a_smaller_window_forgets(write_config):
+    """Entropies of a window that is off would count for good."""
+
+    def config(window):
+        return load_config(write_config(objective={"s2t": {"window": window, "tau_p": 1.0}}))
+
+    with open_run(config(2)) as begun:
+        next(train(begun))
+        assert begun.progress.recent
+    with open_run(config(0), resume=True, force=True) as resumed:
+        assert resumed.progress.step == 1
+        assert resumed.progress.recent == []

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stapo_lite.data.prompts import is_answer
 from stapo_lite.errors import InputError, explained
 from stapo_lite.files import read_jsonl
 from stapo_lite.types import derived_seed
@@ -119,14 +120,14 @@ def _problem(
         gold = int(gold)
     if not isinstance(text, str) or not text.strip():
         raise InputError(f"{where}: `{problem}` must be text, got {text!r}")
-    if not isinstance(gold, str | int | float) or not str(gold).strip():
+    if not is_answer(gold):
         raise InputError(f"{where}: `{answer}` must be an answer, got {gold!r}")
     tolerance = row.get("tolerance") or row.get("error") or 0  # OlympiadBench calls it error
     with explained(f"{where}: the tolerance must be a number", ValueError):
         tolerance = max(float(part or 0) for part in str(tolerance).split(","))
     return Problem(
         benchmark=benchmark,
-        id=str(row.get("id", number)),
+        id=str(number if row.get("id") is None else row["id"]),
         text=text,
         gold=str(gold),
         ordered=row.get("answer_type") == "list",

@@ -10,7 +10,7 @@ from stapo_lite.config import BENCHMARK_NAMES, Data
 from stapo_lite.data.prompts import load_rows, prompt_text
 from stapo_lite.errors import InputError
 from stapo_lite.extras.evaluation.benchmarks import Problem, load_benchmark
-from stapo_lite.files import check_writable, write_lines
+from stapo_lite.files import check_writable, write_out
 
 
 def load_problems(benchmarks: Sequence[str]) -> list[Problem]:
@@ -44,15 +44,15 @@ def find_overlaps(
     grams = [_grams(problem.text, n) for problem in problems]
     holders = defaultdict(list)
     for number, own in enumerate(grams):
-        for gram in own:
+        for gram in filter(None, own):
             holders[gram].append(number)
     lengths = {len(gram) for gram in holders}
     overlaps = []
     for row, text in enumerate(texts):
         hits: Counter[int] = Counter()
-        for length in lengths:
-            for gram in holders.keys() & _grams(text, length):
-                hits.update(holders[gram])
+        there = set().union(*(_grams(text, length) for length in lengths))
+        for gram in holders.keys() & there:
+            hits.update(holders[gram])
         for number, count in sorted(hits.items()):
             held = count / len(grams[number])
             if held >= share:
@@ -100,9 +100,11 @@ def check_dataset(
         lines.append(f"  {pair}: {start}")
     dropped = {overlap.row for overlap in overlaps}
     lines.append(f"{len(dropped)} of {len(rows)} rows overlap a benchmark")
+    if silent := texts.count(""):
+        lines.append(f"{silent} rows were not compared: {columns[0]} is neither text nor messages")
     if out:
         clean = [row for number, row in enumerate(rows) if number not in dropped]
-        write_lines(out, clean)
+        write_out(out, clean)
         lines.append(f"{len(clean)} rows: {out}")
     return "\n".join(lines)
 

@@ -20,7 +20,7 @@ from accelerate import PartialState
 
 from stapo_lite.config import EvalConfig, Lora, flatten, to_yaml
 from stapo_lite.data.prompts import stop_token_ids
-from stapo_lite.errors import InputError, explained
+from stapo_lite.errors import InputError, RunError, explained
 from stapo_lite.extras.evaluation.results import pass_table, results_table
 from stapo_lite.extras.evaluation.scores import Sample
 from stapo_lite.extras.evaluation.tasks import Task, draw, judge, make_tasks, sample_key, summarise
@@ -276,7 +276,8 @@ def grade_samples(
     results |= config.rollout.model_dump(include={"temperature", "top_p", "max_completion_length"})
     results |= {"engine": engine_name, "verifier": config.verifier.model, "versions": versions}
     results |= summarise(tasks, samples)
-    write_results(folder, tasks, samples, results)
+    with explained(f"output_dir={folder}: cannot be written", OSError, kind=RunError):
+        write_results(folder, tasks, samples, results)
     return results
 
 

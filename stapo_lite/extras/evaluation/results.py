@@ -67,7 +67,7 @@ def compare_evaluations(folders: Sequence[Path]) -> str:
         raise InputError("compare: give the output_dir of two evaluations or more")
     runs = {}
     for folder in folders:
-        with explained(f"{folder}: no results of an evaluation", InputError):
+        with explained(f"{folder}: no results of an evaluation", InputError, KeyError):
             runs[str(folder)] = read_object(folder / "results.json")["rates"]
     first = runs[str(folders[0])]
     names = []

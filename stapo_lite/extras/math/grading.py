@@ -4,6 +4,7 @@ Answers such as `9^{9^{9^{9}}}` hang sympy in C code, which handles no signals; 
 process stops it.
 """
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 from tqdm.auto import tqdm
 
 from stapo_lite.errors import InputError, RunError, explained
-from stapo_lite.files import check_writable, read_jsonl, write_lines
+from stapo_lite.files import check_writable, read_jsonl, write_out
 from stapo_lite.machine import cores
 from stapo_lite.rewards.sandbox import Sandbox, SandboxError
 
@@ -120,7 +121,7 @@ def grade_file(cases: Path, out: Path, timeout: float, num_workers: int) -> str:
     verdicts = grader.grade(questions, progress=True)
     grader.close()
     right = [verdict.correct for verdict in verdicts]
-    write_lines(out, [row | {"correct": correct} for row, correct in zip(rows, right, strict=True)])
+    write_out(out, [row | {"correct": correct} for row, correct in zip(rows, right, strict=True)])
     missing = sum(verdict.answer is None for verdict in verdicts)
     return f"{len(rows)} graded, {sum(right)} correct, {missing} without an answer: {out}"
 
@@ -130,7 +131,7 @@ def _case(row: dict[str, Any], where: str) -> Question:
         if not isinstance(row.get(field), str | int | float):
             raise InputError(f"{where}: {field} must be text or a number, got {row.get(field)!r}")
     tolerance = row.get("tolerance", 0.0)
-    if not isinstance(tolerance, int | float):
+    if not isinstance(tolerance, int | float) or not math.isfinite(tolerance):
         raise InputError(f"{where}: tolerance must be a number, got {tolerance!r}")
     response = f"\\boxed{{{row['pred']}}}" if row.get("form") == "answer" else str(row["pred"])
     ordered = row.get("answer_type") == "list"

@@ -19,12 +19,24 @@ TEN_TO = r"(?:\\times|\\cdot|\*|x|×|·)\s*10\s*\^"  # noqa: RUF001
 ANOTHER = r"\b(?:and|or)\b|[;=]|,(?!\s*[a-z]\s*(?:,|\\in|\\text|[<>]|$))"
 """Text after `for all n` that may begin another answer."""
 
-PLAIN = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | str.maketrans("、–", ",-")  # noqa: RUF001
-"""Maps full-width characters, and two others that models write, to ASCII."""
+OTHERS = {
+    "、": ",",
+    "–": "-",  # noqa: RUF001
+    "\N{NO-BREAK SPACE}": " ",
+    "\N{NARROW NO-BREAK SPACE}": " ",
+    "\N{ZERO WIDTH SPACE}": "",
+    "∞": r"\infty ",
+    "²": "^{2}",
+    "³": "^{3}",
+    "½": r"\frac{1}{2}",
+}
+PLAIN = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | str.maketrans(OTHERS)
+"""Maps full-width characters, and others that models write, to ASCII and LaTeX."""
 
 SPELLINGS = [
     # pattern, what it becomes, an example, its result
     (r"(?<!\\)\$|\\displaystyle(?![a-zA-Z])", "", r"\displaystyle $5$", " 5"),
+    (r"√\s*(?:\(([^()]*)\)|(\d+|\w))", r"\\sqrt{\1\2}", "√(x+1)", r"\sqrt{x+1}"),
     # row spacing of a matrix
     (r"\\\\\[[^\]]*\]", r"\\\\", r"1\\[4pt]2", r"1\\2"),
     # doubly escaped backslashes

@@ -301,7 +301,8 @@ class ServerEngine(RolloutEngine):
     def prefetch(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> None:
         """Start sampling what later calls of `generate` will ask for, in that order."""
         for prompt, seed in each_sample(prompts, seeds, self._sampling.num_generations):
-            if seed not in self._ahead:
+            begun = self._ahead.get(seed)
+            if begun is None or (begun.done() and begun.exception()):  # servers may be back
                 self._ahead[seed] = self._begin(prompt, seed, self._sampling.decoding)
 
     def _begin(self, prompt: Prompt, seed: int, decoding: Decoding) -> Future:

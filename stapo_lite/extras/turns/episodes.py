@@ -280,7 +280,10 @@ class Meeting:
         await self.over.wait()
 
     async def _play(self, episode: Episode) -> None:
-        await self._function(episode)
+        try:
+            await self._function(episode)
+        except (SystemExit, KeyboardInterrupt) as error:  # they would end the event loop
+            raise RunError(f"rollout.function: raised {error!r}") from error
         if episode.busy:
             raise RunError(
                 "rollout.function: an episode ended before it had its turn: await generate()"

@@ -56,14 +56,21 @@ async def run_tool(tools: Sequence[Tool], call: ToolCall) -> str:
     try:
         if call.name not in functions:
             raise LookupError(f"there is no tool {call.name!r}, only {', '.join(functions)}")
-        function = functions[call.name]
-        if inspect.iscoroutinefunction(function):
-            result = await function(**call.arguments)
-        else:
-            result = await asyncio.to_thread(function, **call.arguments)
-        return result if isinstance(result, str) else json.dumps(result, default=str)
+        result = await asyncio.to_thread(_run, functions[call.name], call.arguments)
+        if inspect.isawaitable(result):  # a coroutine's, made in the thread and run here
+            result = await result
+        if isinstance(result, str):
+            return result
+        return json.dumps(result, default=str, ensure_ascii=False)
     except (Exception, SystemExit) as error:  # such as from code that the model wrote
         return f"error: {type(error).__name__}: {one_line(error)}"
+
+
+def _run(function: Tool, arguments: dict[str, Any]) -> Any:
+    try:
+        return function(**arguments)
+    except StopIteration as error:  # which no Future can carry
+        raise RuntimeError("StopIteration") from error
 
 
 def answer_of(call: ToolCall, result: str) -> Message:
