@@ -1,7 +1,6 @@
 """Rewards: the package's functions and the user's, given by import path or as Python objects."""
 
 import asyncio
-import copy
 import inspect
 import json
 import logging
@@ -111,20 +110,32 @@ def reward_arguments(
 ) -> dict[str, Any]:
     """Keyword arguments of a reward function, those of TRL's GRPOTrainer: `prompts`, `completions`
     (text, or messages if the prompt is messages), `completion_ids`, `trainer_state` with
-    `global_step` and `max_steps`, and every other column of the data set as a list."""
+    `global_step` and `max_steps`, and every other column of the data set as a list.
+
+    Lists and dictionaries are copies: a function that changes them changes no row or completion.
+    """
     prompts = [c.prompt for c in completions]
     names = {name for p in prompts for name in p.columns}
     answers: list[str | list[dict[str, str]]] = []
     for c in completions:
         as_message = [{"role": "assistant", "content": c.text}]
         answers.append(c.text if isinstance(c.prompt.prompt, str) else as_message)
-    columns = {name: [p.columns.get(name) for p in prompts] for name in names}
+    columns = {name: [copied(p.columns.get(name)) for p in prompts] for name in names}
     return columns | {  # these win over columns of the same name
-        "prompts": [p.prompt for p in prompts],
+        "prompts": [copied(p.prompt) for p in prompts],
         "completions": answers,
-        "completion_ids": [c.token_ids for c in completions],
+        "completion_ids": [list(c.token_ids) for c in completions],
         "trainer_state": trainer_state,
     }
+
+
+def copied(value: Any) -> Any:
+    """Copy lists and dictionaries, also nested ones; anything else stays the same object."""
+    if isinstance(value, dict):
+        return {key: copied(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [copied(part) for part in value]
+    return value
 
 
 def judgements(name: str, values: Any, count: int) -> Judgements:
@@ -198,8 +209,7 @@ class LocalFunction:
         Raises:
             RunError: it did not return a list with a value for each completion.
         """
-        # Copies: what a function does to its arguments must not reach rows and completions.
-        values = self._function(**copy.deepcopy(reward_arguments(completions, trainer_state)))
+        values = self._function(**reward_arguments(completions, trainer_state))
         if inspect.iscoroutine(values):
             self._running = asyncio.run_coroutine_threadsafe(values, event_loop())
             if self._closed:  # by another thread, which may not have seen `_running`

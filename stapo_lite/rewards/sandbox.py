@@ -68,15 +68,17 @@ class Sandbox:
         if self._process is not None:
             return False
         self._connection, theirs = Pipe()
-        number, path = theirs.fileno(), filter(None, sys.path)
+        number = theirs.fileno()
+        # Unbuffered: what the function prints is not lost when its process is killed.
+        environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        environment["PYTHONUNBUFFERED"] = "1"
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "stapo_lite.rewards.sandbox", str(number)],
                 pass_fds=[number],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # its own process group, to kill as a whole
-                # Unbuffered: what the function prints is not lost when it is killed.
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1"},
+                env=os.environ | environment,
             )
         except OSError as error:
             self._connection.close()

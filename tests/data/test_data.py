@@ -308,8 +308,7 @@ def test_the_contamination_report(tmp_path, capsys):
     assert read_lines(tmp_path / "clean.jsonl") == [{"prompt": "new", "on": "2026-01-02"}]
     write_lines(tmp_path / "train.jsonl", [{"prompt": {"from": "human", "value": words}}])
     assert command(*arguments) == 0
-    unread = "1 rows were not compared: prompt is neither text nor messages"
-    assert unread in capsys.readouterr().out
+    assert "1 rows were not compared: no text in prompt" in capsys.readouterr().out
     write_lines(tmp_path / "train.jsonl", [{"text": words}])
     assert command(*arguments) == 2
     assert "--prompt-column:" in capsys.readouterr().err

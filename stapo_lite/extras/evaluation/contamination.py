@@ -101,7 +101,7 @@ def check_dataset(
     dropped = {overlap.row for overlap in overlaps}
     lines.append(f"{len(dropped)} of {len(rows)} rows overlap a benchmark")
     if silent := texts.count(""):
-        lines.append(f"{silent} rows were not compared: {columns[0]} is neither text nor messages")
+        lines.append(f"{silent} rows were not compared: no text in {columns[0]}")
     if out:
         clean = [row for number, row in enumerate(rows) if number not in dropped]
         write_out(out, clean)
