@@ -55,7 +55,7 @@ def test_the_quickstart_learns_with_a_real_model_and_vllm(smollm2, tmp_path):
         metrics[0]["sampler_gap_mean"] < 0.1
     )  # vLLM and the trainer compute in the same data type
     rewards = [m["reward"] for m in metrics]
-    assert 0.02 < rewards[0] < 0.6  # the untrained model writes some such sentences
+    assert 0.02 < rewards[0] < 0.4  # the untrained model writes some such sentences
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
     assert sum(m["silenced_share"] for m in metrics) > 0
     assert list(folder.rglob("events.out.tfevents*"))

@@ -67,7 +67,7 @@ def distilling(write_config, teacher_folder):
     """A config whose teacher is the random adapter."""
     return load_config(
         write_config(
-            train__max_steps=30, train__learning_rate=6e-3, rollout__max_completion_length=16
+            train__max_steps=40, train__learning_rate=6e-3, rollout__max_completion_length=16
         ),
         {
             "algorithm": "distill",
@@ -85,7 +85,7 @@ def distilling(write_config, teacher_folder):
 def test_a_student_becomes_its_teacher(distilling, caplog):
     metrics = Trainer(config=distilling).train()
     kl = [m["teacher_kl"] for m in metrics]
-    assert fmean(kl[-5:]) < 0.5 * fmean(kl[:2])
+    assert fmean(kl[-5:]) < 0.3 * fmean(kl[:2])
     assert {m["reward"] for m in metrics} == {None}
     assert all(m["updates"] == 1 for m in metrics)
     assert "no_signal" not in caplog.text
