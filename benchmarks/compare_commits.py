@@ -7,8 +7,9 @@ may change their speed.
 
 COMMIT (by default HEAD) is unpacked to a temporary folder and compared with the working tree. Each
 case trains a tiny random model for a few steps with both: every preset, both engines, the token
-log, a resumed run, two processes, dynamic sampling, half precision. Metrics, adapters and token
-logs are compared number by number. Both versions must know the config keys of the cases.
+log, a resumed run, two processes, dynamic sampling, half precision. Metrics, adapters and the
+candidates of token logs are compared number by number; metrics and fields that only one version has
+are named. Both versions must know the config keys of the cases.
 
 `--time` runs a script of `benchmarks/`, each tree its own copy, and compares the number at `--key`
 of its JSON: medians over pairs in alternating order. `--key` may be given several times.
@@ -158,11 +159,11 @@ def child(tree: Path, folder: Path, launcher: list[str], runs: list[list[Any]]) 
 
 
 def difference(old: Any, new: Any) -> float:
-    """The largest relative difference of two numbers, lists or dictionaries; infinite if anything
-    else differs."""
+    """The largest relative difference of two numbers, lists or dictionaries (of the keys that both
+    have); infinite if anything else differs."""
     if isinstance(old, dict) and isinstance(new, dict):
-        keys = (old.keys() | new.keys()) - TIMES
-        return max((difference(old.get(key), new.get(key)) for key in keys), default=0.0)
+        keys = (old.keys() & new.keys()) - TIMES
+        return max((difference(old[key], new[key]) for key in keys), default=0.0)
     if isinstance(old, list) and isinstance(new, list):
         return max((difference(a, b) for a, b in zip_longest(old, new)), default=0.0)
     if isinstance(old, float) and isinstance(new, float):
@@ -173,22 +174,32 @@ def difference(old: Any, new: Any) -> float:
 
 def compare(old: Path, new: Path) -> dict[str, Any]:
     """Relative differences between two run folders; a number is 0 if they agree to the bit."""
-    old_metrics, new_metrics = (read_lines(folder / "metrics.jsonl") for folder in (old, new))
+    metrics = [read_lines(folder / "metrics.jsonl") for folder in (old, new)]
+    tokens = [candidates(folder) for folder in (old, new)]
+    adapters = [adapter_weights(folder) for folder in (old, new)]
     worst = {}
-    for name in old_metrics[0].keys() - TIMES:
-        old_values = [line.get(name) for line in old_metrics]
-        new_values = [line.get(name) for line in new_metrics]
-        worst[name] = difference(old_values, new_values)
-    old_adapter, new_adapter = adapter_weights(old), adapter_weights(new)
-    result = {
-        "first step": difference(old_metrics[0], new_metrics[0]),
-        "metrics": difference(old_metrics, new_metrics),
+    for name in set.intersection(*map(names, metrics)) - TIMES:
+        values = [[line[name] for line in lines if name in line] for lines in metrics]
+        worst[name] = difference(*values)
+    return {
+        "first step": difference(metrics[0][0], metrics[1][0]),
+        "metrics": difference(*metrics),
         "worst metric": max(worst, key=worst.__getitem__),
-        "adapter": ((old_adapter - new_adapter).norm() / old_adapter.norm()).item(),
+        "metrics of one only": sorted(names(metrics[0]) ^ names(metrics[1])),
+        "adapter": ((adapters[0] - adapters[1]).norm() / adapters[0].norm()).item(),
+        "token log": difference(*tokens),
+        "fields of the token log of one only": sorted(names(tokens[0]) ^ names(tokens[1])),
     }
-    for name, file in (("token log", "tokens.jsonl"), ("planes", "quadrants.jsonl")):
-        result[name] = difference(read_lines(old / file), read_lines(new / file))
-    return result
+
+
+def names(lines: list[dict[str, Any]]) -> set[str]:
+    """All keys of the lines."""
+    return set().union(*lines)
+
+
+def candidates(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run's token log that show a candidate."""
+    return [line for line in read_lines(run / "tokens.jsonl") if "token" in line]
 
 
 def adapter_weights(run: Path) -> torch.Tensor:

@@ -33,9 +33,9 @@ from study_csv import RESULT, add_results_option, collect_results, finished_runs
 
 from stapo_lite.assemble import PythonInputs, open_run
 from stapo_lite.config import Config, load_config
-from stapo_lite.data.prompts import Prompts
+from stapo_lite.data.prompts import make_prompts
 from stapo_lite.files import read_lines, write_lines
-from stapo_lite.rollout import Decoding
+from stapo_lite.rollout.engine import Decoding
 from stapo_lite.training.callbacks import Callback
 from stapo_lite.training.lifecycle import end_on_sigterm
 from stapo_lite.training.loop import decode_and_score, train
@@ -121,12 +121,13 @@ STUDIES = {
 def prepare(
     study: Study, method: str, seed: int, folder: Path, overrides: Sequence[str]
 ) -> tuple[Config, list[dict[str, Any]]]:
-    """Write the training prompts to the run folder; return the run's config and the held-out
+    """Write the training prompts beside the run folder; return the run's config and the held-out
     rows."""
     rows, held_out = study.task.prompts()
-    folder.mkdir(parents=True, exist_ok=True)
-    write_lines(folder / "prompts.jsonl", rows)
-    own = [f"seed={seed}", f"output_dir={folder}", f"data.source={folder / 'prompts.jsonl'}"]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    source = folder.with_name(f"{folder.name}-prompts.jsonl")
+    write_lines(source, rows)
+    own = [f"seed={seed}", f"output_dir={folder}", f"data.source={source}"]
     own.append(f"reward.functions=[{study.task.__name__}:reward]")
     keys = [*METHODS[method], *study.overrides, *own, *overrides]
     return load_config(HERE / study.config, keys), held_out
@@ -161,7 +162,7 @@ class HeldOut(Callback):
         data = run.config.data.model_copy(
             update={"source": "held out", "filter_overlong_prompts": False}
         )
-        self._prompts = Prompts(self._rows, run.tokenizer, data, graded=False)
+        self._prompts = make_prompts(self._rows, run.tokenizer, data, graded=False)
         lines = read_lines(run.folder / "held_out.jsonl")
         self._judged = {line["step"]: line for line in lines}
 

@@ -24,13 +24,16 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from scipy.stats import permutation_test
 from study_csv import add_results_option, read_rows, run_key, steps_paths
 
-from stapo_lite.extras.audit.charts import COLOURS, running_mean
 from stapo_lite.training.log import markdown
 
+COLOURS = (
+    "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#999999",
+)  # fmt: skip
 WINDOW = 5
 """Steps that curves and last values are averaged over."""
 FIGURE = (
@@ -101,8 +104,8 @@ def mean(rows: Steps, name: str) -> float:
 def smooth(rows: Steps, name: str, window: int = WINDOW) -> list[float]:
     """Means of a metric over `window` steps each, the first ones over fewer; NaN if none of them
     has it."""
-    means = running_mean([row.get(name) for row in rows], window)
-    return [math.nan if value is None else value for value in means]
+    values = pd.Series([row.get(name) for row in rows], dtype=float)
+    return values.rolling(window, min_periods=1).mean().tolist()
 
 
 def first_reaching(level: float, smoothed: Sequence[float]) -> int | None:

@@ -7,23 +7,25 @@ Parts, the most telling first: `tests` (tests/gpu); `decoding` (tokens per secon
 bf16, nf4 and fp8, with and without an adapter, and what vLLM leaves of the card); `lm_head`,
 `update`, `mismatch` (the benchmarks of those names, the last two on the shape of Qwen3-1.7B); and
 `run:NAME` for each shipped Qwen3 config: three steps of training on a model of that size with
-random weights, as on a card of `--gpu-memory` GiB. Another process holds the rest of the card, and
-vLLM gets its share of what is left. Each `run` reports the peak memory of the card in each phase
-next to what `stapo plan` predicts, tokens per second, and the seconds of sleep and wake.
+random weights, as on a card of `--gpu-memory` GiB: another process holds the rest. Each `run`
+reports the peak memory of the card in each phase, what `stapo plan` says of it, what the run itself
+printed about memory, tokens per second, and the seconds of sleep and wake.
 
 Each part has a process of its own, and the JSON file is written after each part, so parts can be
 run one by one. The largest model (14B) needs 30 GB of disk.
 """
 
 import argparse
+import io
 import json
+import logging
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,10 +34,12 @@ import torch
 from common import now, save
 from random_model import build, qwen3
 
-from stapo_lite.extras.planning.plan import CUDA_CONTEXT
 from stapo_lite.files import write_lines
 
 HERE = Path(__file__).parent
+GIB = 2**30
+CUDA_CONTEXT = GIB // 2
+"""Of the process that holds a part of the card."""
 RUNS = {"qwen1.7b_lora": "1.7B", "qwen8b_lora": "8B", "qwen8b_qlora": "8B", "qwen14b_qlora": "14B"}
 DECODED = {"bf16": None, "nf4": "bitsandbytes", "fp8": "fp8"}
 # A model with random weights writes until the limit. Limits are short here, so that the longest
@@ -125,17 +129,28 @@ def time_sleep_and_wake(watch: Watch) -> dict[str, list[float]]:
     return seconds
 
 
+@contextmanager
+def kept_output() -> Iterator[io.StringIO]:
+    """Keep what is printed and warned about memory within the context, and print it at its end."""
+    printed = io.StringIO()
+    handler = logging.StreamHandler(printed)
+    logging.getLogger("stapo_lite.training.memory").addHandler(handler)
+    try:
+        with redirect_stdout(printed):
+            yield printed
+    finally:
+        print(printed.getvalue())
+
+
 def run_config(
     name: str, gpu_memory: int, scratch: Path, overrides: Sequence[str]
 ) -> dict[str, Any]:
     """Train three steps with a shipped config; measure memory and speed."""
     from stapo_lite import Trainer
     from stapo_lite.config import load_config
-    from stapo_lite.extras.planning.choice import apply, choose
-    from stapo_lite.extras.planning.plan import GIB, Hardware, make_plan
+    from stapo_lite.extras.planning import plan
 
-    model = qwen3(RUNS[name])
-    build(scratch / "model", model, torch.bfloat16, "cuda")
+    build(scratch / "model", qwen3(RUNS[name]), torch.bfloat16, "cuda")
     torch.cuda.empty_cache()
     requests = [f"Say something about the number {n}." for n in range(64)]
     rows = [{"prompt": request, "answer": "1"} for request in requests]
@@ -147,32 +162,23 @@ def run_config(
         f"data.source={scratch / 'prompts.jsonl'}",
         f"output_dir={scratch / 'run'}",
     ]
-    given = load_config(HERE.parent / f"configs/{name}.yaml", [*SHORT, *paths, *overrides])
-    planned = apply(given, choose(given, model, Hardware(gpu_memory)))
-    share = planned.rollout.gpu_memory_utilization * gpu_memory / total
-    config = load_config(planned.model_dump(), [f"rollout.gpu_memory_utilization={share:.4f}"])
-
+    config = load_config(HERE.parent / f"configs/{name}.yaml", [*SHORT, *paths, *overrides])
     watch = Watch()
     watch.start()
     seconds = time_sleep_and_wake(watch)
     with ballast(gpu_memory - used_by_others) if gpu_memory < total else nullcontext():
         free, total = torch.cuda.mem_get_info()
         watch.base = total - free - used_by_others  # the ballast is no part of the run
-        metrics = Trainer(config=config).train()
+        with kept_output() as printed:
+            metrics = Trainer(config=config).train()
         watch.phase = None
-    prediction = make_plan(planned, model, Hardware(gpu_memory))
-    predicted = prediction.rollout | prediction.update
-    rollout = planned.rollout
-    completions = planned.train.batch_size * rollout.num_generations
-    tokens = completions * rollout.max_completion_length
+    completions = config.train.batch_size * config.rollout.num_generations
+    tokens = completions * config.rollout.max_completion_length
     return {
         "GiB in use, others' included": {phase: peak / GIB for phase, peak in watch.peaks.items()},
         "GiB in use by others before": used_by_others / GIB,
-        "GiB predicted": {
-            "rollout": sum(prediction.rollout.values()) / GIB,
-            "update": sum(prediction.update.values()) / GIB,
-        },
-        "predicted, part by part": {name: size / GIB for name, size in predicted.items()},
+        "stapo plan": plan(config, gpu_memory / GIB).splitlines(),
+        "printed": [line for line in printed.getvalue().splitlines() if "micro-batches" in line],
         "torch's peak in GiB": torch.cuda.max_memory_allocated() / GIB,
         "seconds": seconds,
         "rollout tokens per second": tokens / metrics[-1]["seconds_rollout"],
@@ -212,14 +218,14 @@ def decode(model: str, quantization: str | None, rank: int, length: int = 1024) 
         length: of each completion, in tokens.
     """
     from stapo_lite.config import Engine, Lora
-    from stapo_lite.rollout import RolloutSettings
+    from stapo_lite.rollout.engine import RolloutSettings
     from stapo_lite.rollout.vllm_engine import VLLMEngine
     from stapo_lite.types import Prompt
 
     settings = RolloutSettings(8, length + 64, length, 1.0, stop_token_ids=())
     options = Engine(max_num_seqs=128, gpu_memory_utilization=0.85, quantization=quantization)
     lora = Lora(r=rank) if rank else None
-    engine = VLLMEngine(model, "auto", settings, options, lora, sleep_level=1)
+    engine = VLLMEngine(model, "auto", settings, options, lora)
     if lora is not None:
         engine.publish(zeros(model, lora), 1)
     prompts = [Prompt("", [10 + (7 * i + t) % 250 for t in range(64)], None) for i in range(16)]
@@ -238,7 +244,7 @@ def zeros(model: str, lora: Any) -> Any:
     """An adapter that changes nothing, as an engine takes it."""
     from stapo_lite.model.loading import add_adapter, load_model_config, without_weights
 
-    adapted = add_adapter(without_weights(load_model_config(model)), lora, False)
+    adapted = add_adapter(without_weights(load_model_config(model)), lora)
     values = {
         name.replace(".default.", "."): torch.zeros(parameter.shape)
         for name, parameter in adapted.named_parameters()

@@ -4,7 +4,8 @@ states.
     python benchmarks/lm_head.py [--tokens 512] [--hidden 2048 4096] [--vocabulary 151936]
     [--pairs 5] [--out FILE]
 
-Bfloat16, with a frozen head, as with LoRA. Each round runs all ways one after the other. Times are
+In bfloat16 where the card or the CPU has hardware for it, float32 elsewhere, with a frozen head, as
+with LoRA. Each round runs all ways one after the other. Times are
 medians over the rounds; ratios are taken within a round. The memory budget of ours is TRL's peak
 less the size of the results. Errors are measured against float64 on 32 tokens.
 """
@@ -22,6 +23,7 @@ from memory import peak_bytes
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 
 from stapo_lite.algorithm.lm_head import token_statistics
+from stapo_lite.model.processes import resolve_dtype
 
 
 def ours(hidden, weight, targets, memory_bytes):
@@ -116,9 +118,10 @@ def compare(tokens: int, width: int, vocabulary: int, pairs: int, device: str) -
     """Measure all ways at one hidden size; return seconds, ratios, peaks and errors."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(vocabulary, width, generator=generator) * width**-0.5
-    weight = weight.bfloat16().to(device)
+    dtype = getattr(torch, resolve_dtype("auto", None))
+    weight = weight.to(device, dtype)
     hidden = torch.randn(tokens, width, generator=generator) * 3
-    hidden = hidden.bfloat16().to(device)
+    hidden = hidden.to(device, dtype)
     targets = torch.randint(0, vocabulary, (tokens,), generator=generator).to(device)
     peers: dict[str, Callable] = {"trl": trl, "recomputed": Recomputed.apply, "dense": dense}
     if device == "cuda" and find_spec("liger_kernel"):
@@ -162,6 +165,7 @@ def main() -> None:
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = {"tokens": arguments.tokens, "vocabulary": arguments.vocabulary, "device": device}
+    shape["dtype"] = resolve_dtype("auto", None)
     result = {}
     for width in arguments.hidden:
         result[f"hidden {width}"] = compare(

@@ -7,7 +7,8 @@ The engine samples four completions for each of 32 requests for a sentence, with
 is random, and the trainer scores them again. Each way runs in a process of its own. The yardstick
 is how far the adapter moves the trainer's log-probabilities of the same tokens: a gap of that size
 would mean that the adapter is not served. Merged weights are made by TRL's own code. The seconds of
-a rollout are the median of three, after a first one that does not count.
+a rollout are the median of three, after a first one that does not count. In names of ways bf16 is
+the machine's own dtype: float32 on a CPU without hardware for bfloat16.
 """
 
 import argparse
@@ -32,7 +33,8 @@ from stapo_lite.errors import InputError
 from stapo_lite.extras.quickstart.model import fetch_model
 from stapo_lite.model.loading import load_weights
 from stapo_lite.model.policy import Policy, make_policy
-from stapo_lite.rollout import make_engine, rollout_settings
+from stapo_lite.model.processes import resolve_dtype
+from stapo_lite.rollout.make import rollout_settings, start_vllm
 from stapo_lite.rollout.vllm_options import check_vllm
 from stapo_lite.types import Completion, Prompt
 
@@ -77,12 +79,11 @@ def make_config(
         "num_generations": 4,
         "max_completion_length": 48,
         "gpu_memory_utilization": 0.3,
-        "sleep_level": 0,
     }
     tree = {
         "model": str(model),
         "output_dir": "unused",
-        "dtype": "bfloat16",
+        "dtype": resolve_dtype("auto", rollout_quantization),
         "quantization": quantization,
         "data": {"source": f"{TASK}:prompts", "max_prompt_length": 128},
         "reward": {"functions": [f"{TASK}:reward"]},
@@ -230,7 +231,8 @@ def measure(
     if merged:
         engine = MergedEngine(config, policy)
     else:
-        engine = make_engine("vllm", config, rollout_settings(config, stop_tokens))
+        share = config.rollout.gpu_memory_utilization
+        engine = start_vllm(config, rollout_settings(config, stop_tokens), share)
     engine.publish(policy, 0)
     result = sampler_gap(policy, sample(engine, prompts))
     times = [seconds(partial(sample, engine, prompts)) for _ in range(3)]
@@ -247,7 +249,8 @@ def compare(model: Path | str, names: Sequence[str]) -> dict[str, Any]:
             result[name] = "left out: needs a GPU"
             continue
         try:
-            check_vllm(Engine(quantization=keys.get("rollout_quantization")), "bfloat16")
+            quantization = keys.get("rollout_quantization")
+            check_vllm(Engine(quantization=quantization), resolve_dtype("auto", quantization))
             result[name] = in_own_process(measure, model, **keys)
         except InputError as error:
             result[name] = f"left out: {error}"
@@ -280,6 +283,7 @@ def main() -> None:
     arguments = parser.parse_args()
     model = arguments.model or fetch_model()
     setting = {"model": model.name, "standard deviation of B": SCALE}
+    setting["dtype"] = resolve_dtype("auto", None)
     save(setting | compare(model, arguments.only), arguments.out)
 
 

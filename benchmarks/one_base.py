@@ -28,7 +28,6 @@ from stapo_lite.extras.quickstart.model import fetch_model
 SETTINGS = [
     "quantization=nf4",
     "rollout.quantization=bitsandbytes",
-    "dtype=bfloat16",
     "train.batch_size=4",
     "train.mini_batch_size=2",
     "train.gradient_checkpointing=true",
@@ -45,7 +44,8 @@ def run(share_base: str, settings: list[str]) -> dict[str, Any]:
         for metrics in Trainer(config=load_config(QUICKSTART, changes)):
             first = first or time.perf_counter() - start
             seconds.append(metrics["seconds_step"])
-            rewards.append([metrics["reward"], metrics["grad_norm"], metrics["sampler_gap_mean"]])
+            compared = ("reward", "grad_norm", "sampler_gap_mean")
+            rewards.append([metrics.get(name) for name in compared])
             resident = psutil.Process().memory_info().rss / 2**30
     result = {
         "first step": first,

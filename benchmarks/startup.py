@@ -28,7 +28,6 @@ COMMANDS = {
         "rollout.temperature=0",
     ],
     "serve --help": ["serve", "--help"],
-    "grade --help": ["grade", "--help"],
     "plan": ["plan", str(QUICKSTART.with_name("qwen8b_qlora.yaml")), "--gpu-memory", "24"],
 }
 

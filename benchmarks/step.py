@@ -131,7 +131,7 @@ def run_side(name: str, given: argparse.Namespace) -> None:
     """Run one side in this process."""
     with tempfile.TemporaryDirectory() as folder:
         overrides = [*SETTINGS, f"train.max_steps={given.pairs + 1}", *given.set]
-        config, _ = prepare(STUDIES["writing"], "justrl", 0, Path(folder), overrides)
+        config, _ = prepare(STUDIES["writing"], "justrl", 0, Path(folder, "run"), overrides)
         if name == "ours":
             for result in our_steps(config):
                 answer(result)

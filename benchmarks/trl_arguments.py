@@ -36,7 +36,8 @@ def trl_arguments(config: Config, **others: Any) -> dict[str, Any]:
     dtype = resolve_dtype(config.dtype, config.rollout.quantization)
     lora, objective, train, rollout = config.lora, config.objective, config.train, config.rollout
     completions = train.mini_batch_size * rollout.num_generations
-    rows = config.largest_microbatch // config.max_sequence_length
+    most = train.max_tokens_per_microbatch
+    rows = max(1, (16_384 if most == "auto" else most) // config.max_sequence_length)
     while completions % rows:
         rows -= 1
     arguments = GRPOConfig(

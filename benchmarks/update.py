@@ -17,6 +17,7 @@ compared with each other and with float32. Lengths of completions are log-normal
 is the share of groups without advantage. Each pair runs both sides, in alternating order. Ratios
 are TRL's seconds divided by ours within a pair; medians are over the pairs.
 
+The dtype is by default bfloat16 where the card or the CPU has hardware for it, float32 elsewhere.
 TRL runs `train()` for one step, with its adapter from `peft_config` and bf16 by its autocast.
 `_generate` returns the rollouts and starts the clock, `on_step_end` stops it. In between are
 padding, a forward pass for the old log-probabilities and the correction from them (as every user of
@@ -53,9 +54,13 @@ from stapo_lite.config import Config
 from stapo_lite.extras.quickstart.model import fetch_model
 from stapo_lite.model.loading import load_weights
 from stapo_lite.model.policy import Policy, make_optimizer, make_policy
-from stapo_lite.training.budget import TokenBudget
+from stapo_lite.model.processes import resolve_dtype
 from stapo_lite.training.checkpoint import Progress
-from stapo_lite.training.update import Learner, measure, update, with_gradient
+from stapo_lite.training.learner import Learner
+from stapo_lite.training.memory import MemoryBudget, MemorySetting
+from stapo_lite.training.metrics import finish
+from stapo_lite.training.statistics import measure, with_gradient
+from stapo_lite.training.update import update
 from stapo_lite.types import Completion, Prompt
 
 GAP = 0.3
@@ -72,7 +77,7 @@ class Ours:
         self.rollouts, self.gradient = rollouts, []
         optimizer = make_optimizer(policy, config.train)
         optimizer.register_step_pre_hook(self._keep_gradient)
-        budget = TokenBudget(config.train.max_tokens_per_microbatch)
+        budget = make_budget(config, policy)
         self.learner = Learner(
             config, policy, optimizer, budget, accelerator, Progress(config.objective.s2t.tau_p)
         )
@@ -85,8 +90,8 @@ class Ours:
         start = now()
         self.learner.set_learning_rate(0.0)
         done = update(self.learner, pack(self.rollouts, self.learner.policy.device))
-        loss = done.sums["loss"].item()
-        return {"loss": loss, "seconds": now() - start}
+        metrics: Any = finish([done.means])
+        return {"loss": metrics["loss"], "seconds": now() - start}
 
 
 class Trl(GRPOTrainer, TrainerCallback):
@@ -187,11 +192,19 @@ def give_rewards(rollouts: list[Completion], generations: int, zero: float) -> N
         completion.reward, completion.advantage = reward.item(), advantage.item()
 
 
-def give_logprobs(rollouts: list[Completion], policy: Policy, max_tokens: int) -> None:
+def make_budget(config: Config, policy: Policy) -> MemoryBudget:
+    """Micro-batches of the config's size, with all layers checkpointed."""
+    tokens: Any = config.train.max_tokens_per_microbatch
+    setting = MemorySetting(offload=False, checkpointing=True, tokens=tokens)
+    return MemoryBudget(setting, policy.save_memory)
+
+
+def give_logprobs(rollouts: list[Completion], policy: Policy, config: Config) -> None:
     """Set the sampler's log-probabilities: those of the policy plus noise."""
     generator = torch.Generator().manual_seed(0)
     batch = pack(rollouts, policy.device)
-    measured = measure(policy, batch, range(len(rollouts)), TokenBudget(max_tokens)).logprobs.cpu()
+    budget = make_budget(config, policy)
+    measured = measure(policy, batch, range(len(rollouts)), budget).logprobs.cpu()
     parts = measured.split([len(c.token_ids) for c in rollouts])
     for completion, logprobs in zip(rollouts, parts, strict=True):
         noise = GAP * torch.randn(len(logprobs), generator=generator)
@@ -244,7 +257,7 @@ def compare(given: argparse.Namespace) -> dict[str, Any]:
     policy = make_policy(load_weights(config.model, config.dtype, device), config)
     exact = make_policy(load_weights(config.model, "float32", device), exact_config)
     share_adapter(policy, trl.model, exact.model)
-    give_logprobs(rollouts, policy, given.max_tokens)
+    give_logprobs(rollouts, policy, config)
     ours = Ours(rollouts, policy, config, trl.accelerator)
     reference = Ours(rollouts, exact, config, trl.accelerator)
 
@@ -341,10 +354,11 @@ def main() -> None:
         help="shares of groups without advantage",
     )
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     given.model = given.model or str(fetch_model())
+    given.dtype = resolve_dtype(given.dtype, None)
     result = compare(given)
     settings = vars(given) | {"model": Path(given.model).name}
     path = settings.pop("out")

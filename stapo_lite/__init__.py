@@ -28,6 +28,14 @@ if not os.path.exists("/proc/driver/nvidia/version"):  # read by torch when it i
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Threads that wait without spinning: a quarter faster on a CPU that something else uses too.
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+# Both are read when CUDA starts. Micro-batches have many shapes, which would fragment the memory of
+# torch's allocator without expandable segments; parts of vLLM read only the variable's old name.
+if "PYTORCH_ALLOC_CONF" in os.environ:
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = os.environ["PYTORCH_ALLOC_CONF"]
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+# On Hopper and later torch prefers cuDNN's attention, which is a third faster than flash, but takes
+# 0.15 seconds for each new shape (benchmarks/results/gpu/attention.json).
+os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
 
 __version__ = "0.1.0"
 _MODULES = {

@@ -14,52 +14,48 @@ from typing import Any, NamedTuple
 
 from accelerate import Accelerator
 
-from stapo_lite.config import Config, batch_arithmetic, check_processes, to_yaml
-from stapo_lite.data.prompts import Prompts, check_rows, load_rows, stop_token_ids
+from stapo_lite.config import Config, batch_arithmetic, to_yaml
+from stapo_lite.data.prompts import check_rows, load_rows, make_prompts, stop_token_ids
 from stapo_lite.errors import InputError, RunError, explained, one_line
+from stapo_lite.extras.audit.diagnostics import Diagnostics
 from stapo_lite.extras.audit.report import Report
 from stapo_lite.extras.audit.token_log import TokenLog
 from stapo_lite.extras.evaluation.contamination import find_contaminated
 from stapo_lite.extras.evaluation.periodic import PeriodicEvaluation
 from stapo_lite.extras.math.grading import MathGrader
 from stapo_lite.extras.math.reward import math_reward
-from stapo_lite.extras.planning.choice import fit
 from stapo_lite.extras.publish.hub import HubMirror
 from stapo_lite.extras.self_check import check_engine
 from stapo_lite.extras.servers.engine import ServerEngine, api_key
 from stapo_lite.extras.symptoms import Symptoms
 from stapo_lite.extras.teacher import AdapterTeacher, ServerTeacher
 from stapo_lite.extras.trackers import Trackers
-from stapo_lite.extras.turns.episodes import RolloutFunction, find_function, play
+from stapo_lite.extras.transformers_engine import TransformersEngine
+from stapo_lite.extras.turns.episodes import RolloutFunction, find_function, run_episodes
 from stapo_lite.extras.turns.tools import Chat
-from stapo_lite.files import lock, write_text
+from stapo_lite.files import check_new, lock, write_text
 from stapo_lite.model.loading import (
-    adapter_digest,
     find_adapter,
     find_start,
     load_tokenizer,
     load_weights,
-    model_digest,
 )
-from stapo_lite.model.one_base import base_on, check_weights
+from stapo_lite.model.one_base import base_on
 from stapo_lite.model.policy import make_optimizer, make_policy
 from stapo_lite.model.processes import resolve_dtype
 from stapo_lite.rewards.functions import RewardModel
-from stapo_lite.rollout import (
-    RolloutEngine,
-    check_options,
-    make_engine,
-    resolve_engine,
-    rollout_settings,
-)
+from stapo_lite.rollout.engine import RolloutEngine
+from stapo_lite.rollout.make import check_options, resolve_engine, rollout_settings, start_vllm
 from stapo_lite.training import checkpoint, lifecycle
-from stapo_lite.training.budget import TokenBudget
 from stapo_lite.training.callbacks import Callback
 from stapo_lite.training.checkpoint import Progress
 from stapo_lite.training.folder import ENVIRONMENT_FILE, drop_later_lines, read_metrics
+from stapo_lite.training.learner import Learner
 from stapo_lite.training.log import RunLog
+from stapo_lite.training.memory import MemoryBudget, card_memory, propose, vllm_share
+from stapo_lite.training.rehearsal import rehearse
 from stapo_lite.training.run import Run
-from stapo_lite.training.update import Learner, rehearse
+from stapo_lite.types import Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +83,7 @@ class Inputs(NamedTuple):
     """With what was chosen for this machine."""
     engine: str
     """Name of the engine, resolved."""
-    prompts: Prompts
+    prompts: list[Prompt]
     tokenizer: Any
     stop_tokens: tuple[int, ...]
     """They end a completion."""
@@ -125,6 +121,7 @@ def open_run(
         folder = Path(config.output_dir)
         accelerator = lifecycle.make_accelerator(config.log, folder / "logs")
         inputs = check_inputs(config, resume, python, accelerator)
+        accelerator.wait_for_everyone()  # all have looked into the folder, before one locks it
         if accelerator.is_main_process:
             closing.enter_context(lock(folder))
         accelerator.wait_for_everyone()
@@ -166,16 +163,14 @@ def check_inputs(
     config: Config, resume: bool, python: PythonInputs, accelerator: Accelerator
 ) -> Inputs:
     """Check everything that needs no weights, before the run folder is touched."""
-    folder, processes = Path(config.output_dir), accelerator.num_processes
-    check_processes(config, processes)
+    folder = Path(config.output_dir)
     engine = resolve_engine(config.rollout.engine)
     resumed = resume and bool(checkpoint.list_checkpoints(folder))
-    if not resumed:
-        lifecycle.check_no_run(folder, resume)
+    if not resume:
+        check_new(folder)
     dtype = resolve_dtype(config.dtype, config.rollout.quantization)
     config = config.model_copy(update={"dtype": dtype})
-    config = fit(config, engine, folder if resumed else None, processes)
-    check_options(engine, config)  # with what was chosen for this card
+    check_options(engine, config.rollout, dtype)
     prompts, tokenizer, stop_tokens = load_prompts(config, python.rows, accelerator.print)
     # A resumed run reads the start as a reference only.
     start = find_start(config.lora) if config.objective.beta or not resumed else None
@@ -185,7 +180,7 @@ def check_inputs(
     rollout_func = python.rollout_func
     if rollout_func is None and config.rollout.function:
         rollout_func = find_function(config.rollout.function)
-    accelerator.print(batch_arithmetic(config, processes))
+    accelerator.print(batch_arithmetic(config, accelerator.num_processes))
     return Inputs(
         config, engine, prompts, tokenizer, stop_tokens, start, teacher, rollout_func, python
     )
@@ -202,30 +197,11 @@ def check_checkpoint(
     config = inputs.config
     newest = checkpoint.newest_checkpoint(Path(config.output_dir)) if resume else None
     environment = lifecycle.environment(inputs.engine, accelerator.num_processes)
-    environment["prompts"] = inputs.prompts.digest[:16]
-    environment |= weights_digests(config, inputs.start, inputs.teacher)
     if newest is not None:
         now = config.model_dump(mode="json")
         for note in checkpoint.check_resume(newest, now, environment, force):
             accelerator.print(note)
     return environment, newest
-
-
-def weights_digests(config: Config, start: Path | None, teacher: Path | None) -> dict[str, str]:
-    """Digests of the weights that a run reads, by their keys.
-
-    Args:
-        start: folder of the adapter to start from; None if the run does not read it.
-        teacher: folder of the teacher's adapter, if there is one.
-    """
-    digests = {"model": model_digest(config.model)}
-    if config.rollout.model:
-        digests["rollout.model"] = model_digest(config.rollout.model)
-    if start is not None:
-        digests["lora.adapter"] = adapter_digest(start)
-    if teacher is not None:
-        digests["objective.teacher_adapter"] = adapter_digest(teacher)
-    return {key: digest[:16] for key, digest in digests.items() if digest is not None}
 
 
 def build(
@@ -241,36 +217,33 @@ def build(
         newest: the checkpoint to continue from.
         closing: receives what must be closed.
     """
-    config = inputs.config
+    config, python = inputs.config, inputs.python
     grader = MathGrader()
     closing.callback(grader.close)
-    callbacks = make_callbacks(inputs, grader, accelerator)
+    callbacks = make_callbacks(inputs, accelerator)
     for callback in callbacks:
         closing.callback(close, callback)
     math = partial(math_reward, grader, config.reward)
-    own = inputs.python.reward_funcs
-    rewards = RewardModel(config.reward, config.train.max_steps, own, {"math": math})
+    rewards = RewardModel(
+        config.reward, config.train.max_steps, python.reward_funcs, {"math": math}
+    )
     closing.callback(rewards.close)
-    engine = start_engine(inputs, accelerator)
-    closing.callback(engine.close)
-    base = shared_base(engine, config, accelerator)
-    engine.sleep()  # leaves its memory to the trainer
-    learner = make_learner(config, accelerator, base, inputs.start, newest)
-    if base is not None:
-        closing.callback(learner.policy.drop_base)
-    if config.train.park_trainer:
-        closing.callback(learner.policy.park)  # before the engine wakes up to be closed
+    if "math" in config.reward.functions and accelerator.is_main_process:
+        grader.warn_of_unreadable([prompt.answer for prompt in inputs.prompts])
+    engine, base = open_engine(inputs, accelerator, closing)
+    learner = open_learner(inputs, base, newest, accelerator, closing)
     if config.rollout.self_check:
         gap = check_engine(engine, learner, inputs.prompts)
         environment["self_check"] = f"{gap:.1e} nats between engine and trainer"
     if accelerator.device.type == "cuda":
         rehearse(learner)
+        accelerator.print(f"{card_memory():.1f} GiB in use with {learner.budget.setting}")
     open_folder(config, accelerator, environment, learner.progress.step)
     generate: Callable[..., Any] = engine.generate
     if inputs.rollout_func is not None:
         settings = rollout_settings(config, inputs.stop_tokens)
         chat = Chat(inputs.tokenizer, config.data)
-        generate = partial(play, engine, settings, chat, inputs.rollout_func)
+        generate = partial(run_episodes, engine, settings, chat, inputs.rollout_func)
     return Run(
         config=config,
         accelerator=accelerator,
@@ -287,7 +260,7 @@ def build(
     )
 
 
-def make_callbacks(inputs: Inputs, grader: MathGrader, accelerator: Accelerator) -> list[Callback]:
+def make_callbacks(inputs: Inputs, accelerator: Accelerator) -> list[Callback]:
     """The callbacks of a run, in call order; each extra takes a line or two here."""
     config, log = inputs.config, inputs.config.log
     callbacks: list[Callback] = []
@@ -296,94 +269,96 @@ def make_callbacks(inputs: Inputs, grader: MathGrader, accelerator: Accelerator)
         callbacks.append(AdapterTeacher(weight, inputs.teacher))
     if url := config.objective.teacher_server:
         callbacks.append(ServerTeacher(weight, url, api_key()))
-    callbacks += [RunLog(), Symptoms()]  # after a teacher, so that its metric is logged
+    # After a teacher, whose metric is logged, too.
+    callbacks += [Diagnostics(), RunLog(), Symptoms(config.stop_on)]
     if config.evaluation.steps:
-        callbacks.append(
-            PeriodicEvaluation(
-                config, inputs.tokenizer, grader, inputs.rollout_func, inputs.stop_tokens
-            )
-        )
+        callbacks.append(PeriodicEvaluation(config, inputs.tokenizer))
     if log.audit_tokens:
         callbacks.append(TokenLog(log.audit_tokens))
     if log.report_to:
         callbacks.append(Trackers(accelerator))
     if log.hub_model_id and accelerator.is_main_process:
-        callbacks.append(
-            HubMirror(
-                log.hub_model_id,
-                log.hub_private_repo,
-                Path(config.output_dir),
-                inputs.tokenizer,
-                inputs.stop_tokens,
-            )
-        )
+        callbacks.append(HubMirror(log.hub_model_id, log.hub_private_repo))
     return [*callbacks, Report(), *inputs.python.callbacks]
 
 
-def start_engine(inputs: Inputs, accelerator: Accelerator) -> RolloutEngine:
-    """The engine of a run: servers, or one in this process."""
-    config = inputs.config
+def open_engine(
+    inputs: Inputs, accelerator: Accelerator, closing: ExitStack
+) -> tuple[RolloutEngine, Any | None]:
+    """Start the engine of a run, which then sleeps: servers, or one in this process.
+
+    Args:
+        closing: receives what must be closed.
+
+    Returns:
+        The engine, and a base model on its weights; None if the trainer needs a copy of its own.
+    """
+    config, folder = inputs.config, Path(inputs.config.output_dir)
     settings = rollout_settings(config, inputs.stop_tokens)
+    engine: RolloutEngine
     if inputs.engine == "server":
-        folder = Path(config.output_dir)
-        return ServerEngine(config.dtype, settings, config.rollout, folder, accelerator)
-    return make_engine(inputs.engine, config, settings)
+        engine = ServerEngine(config.dtype, settings, config.rollout, folder, accelerator)
+    elif inputs.engine == "transformers":
+        engine = TransformersEngine(settings, config.rollout.max_num_seqs)
+    else:
+        engine = start_vllm(config, settings, vllm_share(config))
+    closing.callback(engine.close)
+    base = shared_base(engine, config, accelerator)
+    engine.sleep()  # leaves its memory to the trainer
+    return engine, base
 
 
 def shared_base(engine: RolloutEngine, config: Config, accelerator: Accelerator) -> Any | None:
     """A base model on the engine's weights; None if the trainer needs a copy of its own.
 
     Raises:
-        InputError: there is none, but the config requires one or memory is planned for one copy.
+        InputError: there is none, but the config requires one; or the weights are not laid out as
+            the model's.
     """
     weights = engine.shared_base() if config.may_share_base else None
     must = config.rollout.share_base == "on" or config.quantization == "fp8"
+    if weights is None and must:
+        raise InputError(
+            "rollout.share_base: the engine has no weights to share (on a CPU vLLM packs those "
+            "away that are not in 4 bits, and fp8 needs a card of compute capability 8.9); set "
+            "auto, and quantization to nf4 or null"
+        )
     if weights is None:
-        if must:
-            raise InputError(
-                "rollout.share_base: the engine has no weights to share (on a CPU vLLM packs those "
-                "away that are not in 4 bits); set auto, and quantization to nf4 or null"
-            )
         return None
-    try:
-        with explained("the weights of the engine cannot be used"):
-            base = base_on(weights, config.model, config.dtype, accelerator.device)
-            check_weights(base, config.model)
-    except InputError as error:
-        if must:
-            raise
-        if accelerator.device.type == "cuda" and config.memory == "auto":
-            raise InputError(
-                f"rollout.share_base: {error}; set it to off, and memory is planned for two copies"
-            ) from error
-        logger.warning("rollout.share_base: %s; the trainer loads a copy of its own", error)
-        return None
-    engine.keep_base()
-    return base
+    # There may be no memory left for a copy.
+    with explained("rollout.share_base: the weights do not fit", InputError, fix=": set it to off"):
+        return base_on(weights, config.model, config.dtype, accelerator.device)
 
 
-def make_learner(
-    config: Config,
-    accelerator: Accelerator,
+def open_learner(
+    inputs: Inputs,
     base: Any | None,
-    start: Path | None,
     newest: Path | None,
+    accelerator: Accelerator,
+    closing: ExitStack,
 ) -> Learner:
     """Policy and optimiser, new or from a checkpoint.
 
     Args:
-        base: from `shared_base`; None loads one.
+        base: from `open_engine`; None loads one.
+        newest: the checkpoint.
+        closing: receives what must be closed.
     """
+    config = inputs.config
+    shared = base is not None
     if base is None:
         assert config.quantization != "fp8"  # nothing to load: `shared_base` has raised
         base = load_weights(config.model, config.dtype, accelerator.device, config.quantization)
-    policy = make_policy(base, config, start)
+    policy = make_policy(base, config, inputs.start)
+    if shared:
+        closing.callback(policy.drop_base)
     optimizer = make_optimizer(policy, config.train)
     progress = Progress(tau_p=config.objective.s2t.tau_p)
     if newest is not None:
-        progress = checkpoint.load_checkpoint(newest, policy, optimizer, config.objective.s2t)
-    tokens = config.train.max_tokens_per_microbatch
-    budget = TokenBudget(tokens, progress.halvings, policy.save_memory)
+        progress = checkpoint.load_checkpoint(newest, policy, optimizer, config)
+    count = sum(parameter.numel() for parameter in policy.parameters.values())
+    setting = progress.memory or propose(config, count)
+    budget = MemoryBudget(setting, policy.save_memory)
     return Learner(config, policy, optimizer, budget, accelerator, progress)
 
 
@@ -405,27 +380,19 @@ def open_folder(
 
 def load_prompts(
     config: Config, rows: Sequence[dict[str, Any]] | None, show: Callable[[str], None]
-) -> tuple[Prompts, Any, tuple[int, ...]]:
+) -> tuple[list[Prompt], Any, tuple[int, ...]]:
     """The rendered prompts, the tokenizer and the tokens that end a completion.
 
     Args:
         rows: of the data set; None reads `data.source`.
     """
-    d = config.data
-    columns = {"prompt_column": d.prompt_column}
-    if graded := "math" in config.reward.functions:
-        columns["answer_column"] = d.answer_column
-    rows = load_rows(d) if rows is None else check_rows(rows, f"data.source={d.source}")
-    for key, column in columns.items():
-        if column not in rows[0]:
-            there = ", ".join(rows[0])
-            why = "; the reward `math` needs it" if key == "answer_column" else ""
-            raise InputError(f"data.{key}={column}: {d.source} has only the columns {there}{why}")
-    contaminated = find_contaminated(rows, d, show) if d.drop_contaminated else set[int]()
-    longest, modules = config.max_sequence_length, config.lora.target_modules
-    tokenizer, model_eos = load_tokenizer(config.model, longest, modules)
-    prompts = Prompts(rows, tokenizer, d, graded, contaminated)
+    data = config.data
+    rows = load_rows(data) if rows is None else check_rows(rows, f"data.source={data.source}")
+    contaminated = find_contaminated(rows, data, show) if data.drop_contaminated else set[int]()
+    tokenizer, model_eos = load_tokenizer(config.model, config.lora.target_modules)
+    graded = "math" in config.reward.functions
+    prompts = make_prompts(rows, tokenizer, data, graded, contaminated)
     dropped = len(rows) - len(contaminated) - len(prompts)
-    note = f"; {dropped} longer than {d.max_prompt_length} tokens left out" if dropped else ""
-    show(f"{len(prompts)} prompts from {d.source}{note}")
-    return prompts, tokenizer, stop_token_ids(tokenizer, model_eos, d.apply_chat_template)
+    note = f"; {dropped} longer than {data.max_prompt_length} tokens left out" if dropped else ""
+    show(f"{len(prompts)} prompts from {data.source}{note}")
+    return prompts, tokenizer, stop_token_ids(tokenizer, model_eos, data.apply_chat_template)

@@ -5,7 +5,6 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 from filelock import FileLock, Timeout
@@ -37,23 +36,6 @@ def lock(folder: Path) -> AbstractContextManager:
         raise InputError(f"output_dir={folder}: cannot be written ({error.strerror})") from None
 
 
-def check_nothing_overwritten(folder: Path, patterns: Iterable[str]) -> None:
-    """Check that nothing in an output folder would be overwritten.
-
-    Args:
-        patterns: `Path.glob` patterns of the files and folders that will be written.
-
-    Raises:
-        InputError: one of them exists.
-    """
-    for pattern in patterns:
-        if there := sorted(folder.glob(pattern)):
-            raise InputError(
-                f"output_dir={folder}: {there[0].name} is there already and would be overwritten: "
-                "choose another folder, or move it away"
-            )
-
-
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """Read a user's file with one JSON object per line. Values stay as they are; the `datasets`
     reader would turn text into dates.
@@ -69,32 +51,13 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return objects
 
 
-def check_writable(path: Path) -> None:
-    """Check, before the work starts, that the file of `--out` can be written; create it if missing.
-
-    Raises:
-        InputError: it cannot be written.
-    """
-    if path.exists() and not path.is_file():
-        raise InputError(f"--out={path}: not a file")
-    with explained(f"--out={path}: cannot be written", OSError):
-        path.open("a").close()
-        TemporaryFile(dir=path.resolve().parent).close()  # `write_text` makes one beside it
-
-
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Read the complete lines of a JSON lines file; none if there is no file.
 
     Raises:
         InputError: a complete line is not a JSON object.
     """
-    return list(stream_lines(path))
-
-
-def stream_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Like `read_lines`, but lazy: the file may be larger than memory."""
-    if path.exists():
-        yield from (line for _, line in _complete_lines(path))
+    return [line for _, line in _complete_lines(path)] if path.exists() else []
 
 
 def size_up_to_step(path: Path, step: int) -> int:
@@ -146,16 +109,6 @@ def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
     write_text(path, "".join(map(_dump, lines)))
 
 
-def write_out(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    """Write the JSON lines file of `--out`.
-
-    Raises:
-        RunError: it cannot be written.
-    """
-    with explained(f"--out={path}: cannot be written", OSError, kind=RunError):
-        write_lines(path, lines)
-
-
 def append_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
     """Append to a JSON lines file.
 
@@ -191,3 +144,10 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def check_new(folder: Path) -> None:
+    """Raise an InputError if an output folder holds anything but `.lock`, left by a start that
+    failed."""
+    if any(folder.glob("[!.]*")):
+        raise InputError(f"output_dir={folder} is not empty: --resume it, or choose another folder")

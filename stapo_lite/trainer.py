@@ -1,13 +1,9 @@
 """A training run in Python, with reward functions and data that exist only there."""
 
-import shutil
-import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import PartialState
 
 from stapo_lite.assemble import PythonInputs, open_run
@@ -68,16 +64,11 @@ class Trainer:
     ):
         own, rows = dict[str, Callable](), None
         if model is not None:
-            if not isinstance(model, (str, Path)):
-                kind = type(model).__name__
-                raise InputError(f"model: give a folder or a name on the Hub; got {kind}")
-            if str(model).endswith(".yaml"):
-                raise InputError(f"model={model}: a YAML file is a config, Trainer(config=...)")
             keys["model"] = str(model)
         if reward_funcs is not None:
             named = _named(reward_funcs)
             keys["reward.functions"] = [name for name, _ in named]
-            own = {name: function for name, function in named if not isinstance(function, str)}
+            own = {name: function for name, function in named if callable(function)}
         if isinstance(train_dataset, str | Path):
             keys["data.source"] = train_dataset
         elif train_dataset is not None:
@@ -90,13 +81,9 @@ class Trainer:
         if rollout_func is not None:
             check_function(rollout_func, "rollout_func")
             keys["rollout.function"] = _name(rollout_func)
-        if isinstance(callbacks, Callback) or not all(isinstance(c, Callback) for c in callbacks):
-            raise InputError("callbacks: must be a list of stapo_lite.Callback objects")
         self._inputs = PythonInputs(own, rows, rollout_func, callbacks)
         tree = config.model_dump(exclude_unset=True) if isinstance(config, Config) else config
         self.config = load_config(tree or {}, keys)
-        if tools and not self.config.data.apply_chat_template:
-            raise InputError("tools: need data.apply_chat_template=true, which writes them")
 
     def steps(self, resume: bool = False, force: bool = False) -> Iterator[dict[str, Any]]:
         """Train step by step; yields the metrics of each one. If the caller stops iterating, the
@@ -159,16 +146,10 @@ class Trainer:
         return Path(out)
 
     def push_to_hub(self, repository: str, **options: Any) -> None:
-        """Export to a repository on the Hub, created if it does not exist; options as in `export`.
-        If the upload fails, the error names the exported folder."""
-        folder = Path(tempfile.mkdtemp(prefix="stapo_lite-export-"))
-        try:
-            self.export(folder / "export", push_to_hub=repository, **options)
-        except BaseException:
-            if not (folder / "export").exists():
-                shutil.rmtree(folder)
-            raise
-        shutil.rmtree(folder)
+        """Export to a repository on the Hub, created if it does not exist, and to a new folder of
+        its name in the run folder; options as in `export`."""
+        folder = Path(self.config.output_dir) / repository.rpartition("/")[2]
+        self.export(folder, push_to_hub=repository, **options)
 
 
 def _name(function: Callable) -> str:
@@ -176,31 +157,7 @@ def _name(function: Callable) -> str:
 
 
 def _named(reward_funcs: RewardFunc | Sequence[RewardFunc]) -> list[tuple[str, RewardFunc]]:
-    """The functions, each with its name in config and metrics; a callable whose name is taken gets
-    a number.
-
-    Raises:
-        InputError: there is none, or one is a model or a class.
-    """
+    """The functions, each with its name in config and metrics."""
     single = callable(reward_funcs) or isinstance(reward_funcs, str)
     functions: Any = [reward_funcs] if single else reward_funcs
-    if not functions:
-        raise InputError(
-            "reward_funcs=[]: give a function, or leave it out for those of the config"
-        )
-    paths = [function for function in functions if isinstance(function, str)]
-    taken = Counter({"math", *paths})
-    named: list[tuple[str, RewardFunc]] = []
-    for function in functions:
-        name = function if isinstance(function, str) else _name(function)
-        if isinstance(function, type | torch.nn.Module):
-            raise InputError(
-                f"reward_funcs: {name} is a model or a class: give a function that calls it, and "
-                "returns a number for each completion"
-            )
-        if not isinstance(function, str):
-            taken[name] += 1
-            if taken[name] > 1:
-                name += f"#{taken[name]}"
-        named.append((name, function))
-    return named
+    return [(f if isinstance(f, str) else _name(f), f) for f in functions]

@@ -148,35 +148,18 @@ class Gradient(NamedTuple):
     """[] float64, this process's part."""
 
 
-class TokenDetails(NamedTuple):
-    """How an update treated each token, [N] each."""
-
-    statistics: TokenStatistics
-    """Those that decide what is a candidate and spurious, from `statistics_behind_masks`."""
-    gradient_norm: Tensor
-    """fp32: norm of the gradient with respect to the token's logits, ignoring the keep-mask."""
-    keep: Tensor
-    """bool"""
-    candidate: Tensor
-    """bool: A > 0 and pi < tau_p."""
-    spurious: Tensor
-    """bool: a candidate with H < tau_h, whether or not S2T is on."""
-
-
 class Update(NamedTuple):
     """The outcome of one update."""
 
-    grad_norm: float | None
+    means: dict[str, tuple[Any, Any]]
+    """Of this process (`training/metrics.py`)."""
+    grad_norm: float | None = None
     """Before clipping, the same in every process. None if no kept token has a gradient: then
     nothing changed."""
-    tau_h: float | None
-    """The same in every process. None if its population is empty, or if nothing changed."""
-    sums: dict[str, Tensor]
-    """What this process counted (`training/metrics.py`)."""
-    tokens: TokenDetails | None = None
-    """None if nothing changed."""
     skipped: bool = False
     """Loss or gradient was not finite: nothing changed, and nothing was counted."""
+    masks: Masks | None = None
+    gradient: Gradient | None = None
 
     @property
     def changed(self) -> bool:

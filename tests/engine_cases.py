@@ -9,9 +9,9 @@ from helpers import LONG, PROMPTS, SAMPLING, gap, generate
 from transformers import AutoTokenizer
 
 from stapo_lite.config import Prompting
-from stapo_lite.extras.turns.episodes import play
+from stapo_lite.extras.turns.episodes import run_episodes
 from stapo_lite.extras.turns.tools import Chat
-from stapo_lite.rollout import Decoding
+from stapo_lite.rollout.engine import Decoding
 from stapo_lite.types import Prompt
 
 DECODING = Decoding(max_completion_length=10, temperature=0.8, top_p=1.0)
@@ -76,7 +76,7 @@ def test_turns_with_a_tool_between_them(engine, make_policy, tokenizer):
     policy, now = make_policy(), next(VERSIONS)
     engine.publish(policy, now)
     chat = Chat(tokenizer, Prompting())
-    groups = play(engine, SAMPLING, chat, with_a_tool, PROMPTS, [1, 2, 3])
+    groups = run_episodes(engine, SAMPLING, chat, with_a_tool, PROMPTS, [1, 2, 3])
     assert [len(group) for group in groups] == [SAMPLING.num_generations] * len(PROMPTS)
     completions = [completion for group in groups for completion in group]
     said = tokenizer("!?").input_ids
@@ -94,7 +94,8 @@ def test_turns_with_a_tool_between_them(engine, make_policy, tokenizer):
     assert gap(policy, groups)[mask].max() < 1e-4
     assert all(c.rollout_logprobs[c.loss_mask.index(False)] == 0.0 for c in completions)
     engine.publish(policy, next(VERSIONS))
-    assert tokens(play(engine, SAMPLING, chat, with_a_tool, PROMPTS, [1, 2, 3])) == tokens(groups)
+    again = run_episodes(engine, SAMPLING, chat, with_a_tool, PROMPTS, [1, 2, 3])
+    assert tokens(again) == tokens(groups)
 
 
 def deviations(completions, p):

@@ -5,18 +5,14 @@ from random_model import VOCABULARY, build
 from safetensors.torch import load_file, save_file
 from transformers import (
     Gemma3TextConfig,
-    GptOssConfig,
     GraniteConfig,
-    Lfm2Config,
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
     Olmo3Config,
     Phi3Config,
     Qwen2Config,
-    Qwen3_5TextConfig,
     Qwen3Config,
-    Qwen3MoeConfig,
     SmolLM3Config,
 )
 
@@ -55,19 +51,6 @@ FAMILIES = {
     "OLMo 2": Olmo2Config(**SIZES, tie_word_embeddings=False),
     "OLMo 3": Olmo3Config(**SIZES, layer_types=LAYERS, sliding_window=16),
 }
-REFUSED = {
-    "Qwen3-MoE": Qwen3MoeConfig(
-        **SIZES, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64
-    ),
-    "gpt-oss": GptOssConfig(
-        **SIZES, head_dim=32, num_local_experts=4, layer_types=LAYERS, sliding_window=16
-    ),
-    "LFM2": Lfm2Config(**SIZES, layer_types=["conv", "full_attention"]),
-    "Qwen3.5": Qwen3_5TextConfig(
-        **SIZES, head_dim=32, layer_types=["linear_attention", "full_attention"]
-    ),
-}
-"""Families that vLLM's CPU build cannot serve."""
 
 
 def random_checkpoint(folder, config):

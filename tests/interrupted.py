@@ -11,12 +11,13 @@ import os
 import resource
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from stapo_lite.config import load_config
-from stapo_lite.rollout.transformers_engine import TransformersEngine
+from stapo_lite.extras.transformers_engine import TransformersEngine
 from stapo_lite.training import checkpoint
 from stapo_lite.training.log import RunLog
 
@@ -74,7 +75,8 @@ def count(arguments: list[str], out: Path) -> None:
 
     for phase in PHASES:
         watch(phase, on_call)
-    command(arguments)
+    with suppress(SystemExit):  # of status 0
+        command(arguments)
     out.write_text(json.dumps(calls), encoding="utf-8")
 
 

@@ -168,18 +168,7 @@ def loss_and_metrics(
     if s.silence is None:
         tau_h = masks([c for c in completions if c.advantage != 0], now, s)[2]
     total, count, mass = 0.0, Counter(), Counter()
-    names = (
-        "entropy",
-        "collision",
-        "logit_grad_norm",
-        "gap",
-        "gap_k3",
-        "gap_max",
-        "kl",
-        "clipped_low",
-        "clipped_high",
-    )
-    sums = dict.fromkeys(names, 0.0)
+    sums, trained = Counter(), 0
     for c in completions:
         logits = token_logits(model, c, temperature)
         base = (
@@ -228,8 +217,8 @@ def loss_and_metrics(
                 sums["collision"] += (p * p).sum().item()
                 sums["gap"] += abs(gaps[t])
                 sums["gap_k3"] += math.exp(gaps[t]) - gaps[t] - 1
-                sums["gap_max"] = max(sums["gap_max"], abs(gaps[t]))
                 if (c, t) in kept:
+                    trained += 1
                     sums["clipped_low"] += too_low
                     sums["clipped_high"] += too_high
         if c.advantage == 0:
@@ -254,17 +243,27 @@ def loss_and_metrics(
                 mass[kind] += norm * holds
             if (c, t) in kept:
                 sums["logit_grad_norm"] += norm
-    kinds = ("candidate", "spurious", "negative_rare", "negative_sure")
-    metrics = sums | {
-        "loss": total.item(),
-        "kept": len(kept),
-        "silenced": len(silenced),
-        "amplified": sum(weight != 1 for weight in omega.values()),
-        "capped": count["capped"],
+    active, tokens = count["active"], sum(len(written(c)) for c in completions)
+    parts = {  # metric -> its sum and the number of values
+        "loss": (total.item(), 1),
+        "tau_h": (tau_h, tau_h > -math.inf),
+        "kept_share": (len(kept), tokens),
+        "silenced_share": (len(silenced), tokens),
+        "amplified_share": (sum(weight != 1 for weight in omega.values()), tokens),
+        "entropy": (sums["entropy"], active),
+        "collision": (sums["collision"], active),
+        "sampler_gap_mean": (sums["gap"], active),
+        "sampler_gap_k3": (sums["gap_k3"], active),
+        "sampler_capped_share": (count["capped"], active),
+        "clip_low_share": (sums["clipped_low"], trained),
+        "clip_high_share": (sums["clipped_high"], trained),
+        "logit_grad_norm": (sums["logit_grad_norm"], trained),
     }
-    metrics |= {"gradient_mass": mass["active"], "tau_h": None if tau_h == -math.inf else tau_h}
-    metrics |= {kind: count[kind] for kind in kinds} | {
-        f"{kind}_mass": mass[kind] for kind in kinds[1:]
-    }
+    if reference is not None:
+        parts["kl"] = (sums["kl"], len(kept))
+    for kind in ("candidate", "spurious", "negative_rare", "negative_sure"):
+        parts[f"{kind}_share"] = (count[kind], tokens)
+        parts[f"{kind}_gradient_share"] = (mass[kind], mass["active"])
+    metrics = {name: part / number if number else None for name, (part, number) in parts.items()}
     trainable = [p for p in model.parameters() if p.requires_grad]
     return metrics, torch.cat([g.flatten() for g in torch.autograd.grad(total, trainable)])

@@ -5,9 +5,8 @@ import os
 import sys
 from pathlib import Path
 
-os.environ["OMP_NUM_THREADS"] = (
-    "1"  # before torch: two processes with two threads each fight for two cores
-)
+# Before torch: two processes with two threads each fight for two cores.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 from accelerate import PartialState
 

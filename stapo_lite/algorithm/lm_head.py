@@ -8,9 +8,8 @@ hidden state is one vector, known as soon as the softmax is:
 
 The sum is formed in the forward pass by the online softmax of flash attention (hidden states as
 queries, rows of W as both keys and values). This takes two matrix products in total, and the
-backward pass only scales rows; recomputing the logits there would take three. Only if entropy needs
-a gradient does the backward pass recompute logits, a few tokens at a time. The head itself is never
-trained.
+backward pass only scales rows; recomputing the logits there would take three. The entropy's
+gradient comes out of the same sweep. The head itself is never trained.
 
 Logits are accumulated in fp32: rounding them to bf16 changes a probability near tau_p by a few
 percent.
@@ -23,14 +22,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from stapo_lite.types import TokenStatistics
 
 TILE = 128
 """Row and column counts of a tile of logits are multiples of this."""
-DENSE_COPIES = 6
-"""fp32 values in memory per token and vocabulary entry if entropy needs a gradient."""
 
 
 class Head(NamedTuple):
@@ -63,11 +59,11 @@ def token_statistics(
         bias: [V] or None.
         temperature: the sampling temperature, > 0.
         memory_bytes: workspace; sets the chunk sizes.
-        differentiable_entropy: give entropy and collision probability a gradient too.
+        differentiable_entropy: give entropy a gradient too, for a third product.
 
     Returns:
-        TokenStatistics of [N] fp32. Gradients flow to `hidden`, from `logprobs` or with
-        `differentiable_entropy` from all three.
+        TokenStatistics of [N] fp32. Gradients flow to `hidden` from `logprobs`, and with
+        `differentiable_entropy` from `entropy`.
 
     Raises:
         ValueError: the head requires a gradient.
@@ -79,11 +75,10 @@ def token_statistics(
     if not torch.is_grad_enabled():
         hidden = hidden.detach()  # then only the first product runs
     head = Head(weight, bias, temperature)
-    with torch.autocast(hidden.device.type, enabled=False):  # autocast would round to bf16
-        if differentiable_entropy and hidden.requires_grad:
-            return _differentiable(hidden, head, targets, memory_bytes)
-        with _bf16_products(weight):
-            return TokenStatistics(*_FrozenHead.apply(hidden, head, targets, memory_bytes))
+    # autocast would round to bf16
+    with torch.autocast(hidden.device.type, enabled=False), _bf16_products(weight):
+        values = _FrozenHead.apply(hidden, head, targets, memory_bytes, differentiable_entropy)
+        return TokenStatistics(*values)
 
 
 @torch.no_grad()
@@ -109,20 +104,21 @@ def top_tokens(
     return best.indices, best.values
 
 
-def chunk_sizes(tokens: int, weight: Tensor, memory_bytes: int) -> tuple[int, int]:
+def chunk_sizes(tokens: int, weight: Tensor, memory_bytes: int, count: int = 1) -> tuple[int, int]:
     """Rows of hidden and of weight per tile, so that the fp32 workspace stays within the budget.
 
-    The workspace of a tile of n tokens x v vocabulary rows: logits and exponentials (2 n v), the
-    running expectation and a copy of the hidden states (2 n D), and what the product needs in its
-    own type: the rows on a CPU, the exponentials on a GPU (at most v D). With many tokens, square
-    tiles use it best. Sizes are multiples of 128 unless everything fits, since cuBLAS has fast
-    kernels only for such leading dimensions. A budget smaller than one such tile is exceeded.
+    The workspace of a tile of n tokens x v vocabulary rows: logits and exponentials (2 n v), a copy
+    of the hidden states and `count` running sums of rows ((1 + count) n D), and what the product
+    needs in its own type: the rows on a CPU, the exponentials on a GPU (at most v D). With many
+    tokens, square tiles use it best. Sizes are multiples of 128 unless everything fits, since
+    cuBLAS has fast kernels only for such leading dimensions. A budget smaller than one such tile is
+    exceeded.
     """
     vocabulary, width = weight.shape
-    floats = memory_bytes / 4
-    square = (math.sqrt(9 * width**2 + 8 * floats) - 3 * width) / 4  # 2 n^2 + 3 n D = floats
+    floats, wide = memory_bytes / 4, (2 + count) * width
+    square = (math.sqrt(wide**2 + 8 * floats) - wide) / 4  # 2 n^2 + n wide = floats
     n = min(tokens, _tile(square))
-    v = min(vocabulary, _tile((floats - 2 * n * width) / (2 * n + width)))
+    v = min(vocabulary, _tile((floats - (wide - width) * n) / (2 * n + width)))
     return max(1, n), v
 
 
@@ -131,73 +127,38 @@ def _tile(size: float) -> int:
 
 
 class _FrozenHead(torch.autograd.Function):
-    """Only log-probability gets a gradient, with respect to hidden, computed in forward."""
+    """Log-probability, and entropy if asked, get a gradient with respect to hidden, computed in
+    forward: with m = sum_v p_v W_v
+
+        d log pi(y) / d h = (W[y] - m) / T
+        d H / d h         = sum_v p_v (m - W_v) log p_v / T
+    """
 
     @staticmethod
-    def forward(ctx: Any, hidden, head, targets, memory_bytes):
-        want_gradient = ctx.needs_input_grad[0]
-        n, v = chunk_sizes(len(hidden), head.weight, memory_bytes)
+    def forward(ctx: Any, hidden, head, targets, memory_bytes, with_entropy):
+        count = 0
+        if ctx.needs_input_grad[0]:
+            count = 2 if with_entropy else 1
+        n, v = chunk_sizes(len(hidden), head.weight, memory_bytes, 1 + with_entropy)
         statistics = hidden.new_empty(3, len(hidden), dtype=torch.float32)
-        direction = torch.empty_like(hidden) if want_gradient else None
+        directions = hidden.new_empty(count, *hidden.shape)
         for start in range(0, len(hidden), n):
             rows = slice(start, start + n)
-            part, expected = _sweep(hidden[rows], head, targets[rows], v, want_gradient)
+            part, sums = _sweep(hidden[rows], head, targets[rows], v, count)
             statistics[:, rows] = part
-            if direction is not None:
-                torch.sub(head.weight[targets[rows]], expected, out=expected)
-                direction[rows] = expected.div_(head.temperature)
-        ctx.save_for_backward(direction)
+            directions[:, rows] = sums.div_(head.temperature)
+        ctx.save_for_backward(directions)
         logprobs, entropy, collision = statistics.unbind()
-        ctx.mark_non_differentiable(entropy, collision)
+        ctx.mark_non_differentiable(collision, *(() if with_entropy else (entropy,)))
         return logprobs, entropy, collision
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor):
-        (direction,) = ctx.saved_tensors
-        d_hidden = torch.mul(direction, gradients[0][:, None], out=torch.empty_like(direction))
-        return d_hidden, None, None, None
-
-
-def _differentiable(hidden, head, targets, memory_bytes) -> TokenStatistics:
-    """Statistics that are all differentiable. The backward pass recomputes the logits, a few tokens
-    at a time."""
-    n = max(1, memory_bytes // (4 * DENSE_COPIES * len(head.weight)))
-    _, v = chunk_sizes(n, head.weight, memory_bytes // DENSE_COPIES)
-    chunks = []
-    for start in range(0, max(1, len(hidden)), n):
-        rows = slice(start, start + n)
-        chunk = checkpoint(
-            _dense_statistics, hidden[rows], head, targets[rows], v, use_reentrant=False
-        )
-        chunks.append(chunk)
-    return TokenStatistics(*map(torch.cat, zip(*chunks, strict=True)))
-
-
-def _dense_statistics(hidden, head, targets, v) -> tuple[Tensor, Tensor, Tensor]:
-    log_p = _Logits.apply(hidden, head, v).log_softmax(1)
-    p = log_p.exp()
-    logprobs = log_p.gather(1, targets[:, None])[:, 0]
-    return logprobs, -(p * log_p).sum(1), p.square().sum(1)
-
-
-class _Logits(torch.autograd.Function):
-    """All logits, [n, V] fp32; products accumulate in fp32 in both passes."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden, head, v):
-        ctx.head, ctx.tile, ctx.dtype = head, v, hidden.dtype
-        return _all_logits(hidden, head, v)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor):
-        weight = ctx.head.weight
-        (d_logits,) = gradients
-        d_hidden = torch.zeros(len(d_logits), weight.shape[1], device=weight.device)
-        with _bf16_products(weight):
-            for columns, tile in _weight_tiles(weight, ctx.tile):
-                part = d_logits[:, columns] / ctx.head.temperature
-                _product(part.to(tile.dtype), tile, d_hidden, add=True)
-        return d_hidden.to(ctx.dtype), None, None
+        (directions,) = ctx.saved_tensors
+        d_hidden = torch.zeros_like(directions[0])
+        for direction, gradient in zip(directions, gradients, strict=False):
+            d_hidden.addcmul_(direction, gradient[:, None])
+        return d_hidden, None, None, None, None
 
 
 def _all_logits(hidden, head, v) -> Tensor:
@@ -206,44 +167,50 @@ def _all_logits(hidden, head, v) -> Tensor:
         return torch.cat([logits.clone() for *_, logits in _logit_tiles(hidden, head, v)], 1)
 
 
-def _sweep(hidden, head, targets, v, want_expectation: bool):
+def _sweep(hidden, head, targets, v, count: int):
     """One pass over the vocabulary: the online softmax.
 
     Returns:
-        Log-probability, entropy and collision probability, [3, n] fp32; and the expected row of
-        weight, sum_v p_v W_v, [n, D] fp32, or None unless wanted.
+        Log-probability, entropy and collision probability, [3, n] fp32; and the gradients of the
+        first `count` of them with respect to hidden times T, [count, n, D] fp32.
     """
     # The largest logit a so far. It starts finite, so that 0 * (m - higher) is 0.
     m = torch.full(targets.shape, -1e30, device=hidden.device)
     # Over the columns so far: sum e^(a-m), sum e^(a-m) (a-m), sum e^(2(a-m)), the target's logit.
     s, shifted, squares, target_logit = torch.zeros(4, len(hidden), device=hidden.device)
-    expected = torch.zeros_like(hidden, dtype=torch.float32) if want_expectation else None
+    # sum e^(a-m) W and sum e^(a-m) (a-m) W
+    sums = torch.zeros(count, *hidden.shape, device=hidden.device)
     for columns, tile, logits in _logit_tiles(hidden, head, v):
         local = (targets - columns.start)[:, None]
         column = local.clamp(0, len(tile) - 1)
         here = logits.gather(1, column)[:, 0]
         target_logit = torch.where((column == local)[:, 0], here, target_logit)
         higher = torch.maximum(m, logits.amax(1))
-        scale = torch.exp(m - higher)
+        scale, moved = torch.exp(m - higher), m - higher
         logits -= higher[:, None]
         exponentials = logits.exp()
+        weighted = logits.mul_(exponentials)
         # torch.sum adds pairwise; a BLAS dot product over 150,000 columns would have 60 times the
         # error.
-        shifted = scale * (shifted + s * (m - higher)) + logits.mul_(exponentials).sum(1)
+        shifted = scale * (shifted + s * moved) + weighted.sum(1)
+        if count == 2:
+            sums[1].addcmul_(moved[:, None], sums[0])
+            _product(weighted.to(tile.dtype), tile, sums[1], add=True, scale=scale)
         torch.mul(exponentials, exponentials, out=logits)
         squares = scale.square() * squares + logits.sum(1)
         s = scale * s + exponentials.sum(1)
         m = higher
-        if expected is not None:
-            expected *= scale[:, None]
-            exponentials = exponentials.to(tile.dtype)
-            _product(exponentials, tile, expected, add=True)
+        if count:
+            _product(exponentials.to(tile.dtype), tile, sums[0], add=True, scale=scale)
         del exponentials  # its memory serves the next tile
     log_s = s.log()
-    if expected is not None:
-        expected /= s[:, None]
+    sums /= s[:, None]
+    if count == 2:
+        sums[1].neg_().addcmul_((shifted / s)[:, None], sums[0])
+    if count:
+        sums[0].neg_().add_(head.weight[targets])
     entropy = log_s - shifted / s
-    return torch.stack([target_logit - (m + log_s), entropy, squares / s**2]), expected
+    return torch.stack([target_logit - (m + log_s), entropy, squares / s**2]), sums
 
 
 def _logit_tiles(hidden, head, v) -> Iterator[tuple[slice, Tensor, Tensor]]:
@@ -278,8 +245,11 @@ def _weight_tiles(weight, v) -> Iterator[tuple[slice, Tensor]]:
         yield slice(start, start + len(tile)), tile
 
 
-def _product(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
-    """out = a @ b or out += a @ b, in fp32, from fp32 or (CUDA only) half-precision operands."""
+def _product(a: Tensor, b: Tensor, out: Tensor, add: bool, scale: Any = None) -> None:
+    """out = a @ b or out = scale out + a @ b, in fp32, from fp32 or (CUDA only) half-precision
+    operands."""
+    if scale is not None:
+        out *= scale[:, None]
     if a.dtype == torch.float32:
         out.addmm_(a, b, beta=float(add))
     elif add:

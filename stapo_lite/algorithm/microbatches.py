@@ -4,6 +4,7 @@ padding."""
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeVar
 
 import torch
@@ -125,19 +126,16 @@ def split_by_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     return batches
 
 
-def split_evenly(work: Sequence[float], parts: int) -> list[list[int]]:
-    """Distribute items so that each part has about the same work: the largest item first, each to
+def deal(work: Sequence[float], parts: int) -> list[list[int]]:
+    """Distribute items so that each part has about the same work: deal them out by size, each to
     the part with the least work so far.
 
     Returns:
         The indices of each part, in ascending order.
     """
-    loads = [0.0] * parts
     shares: list[list[int]] = [[] for _ in range(parts)]
     for index in sorted(range(len(work)), key=work.__getitem__, reverse=True):
-        least = loads.index(min(loads))
-        loads[least] += work[index]
-        shares[least].append(index)
+        min(shares, key=lambda share: sum(work[i] for i in share)).append(index)
     return [sorted(share) for share in shares]
 
 
@@ -149,9 +147,5 @@ def cut_evenly(items: Sequence[T], most: int) -> list[Sequence[T]]:
     itself.
     """
     count = math.ceil(len(items) / most)
-    runs = []
-    for i in range(count):
-        start = len(items) * i // count
-        end = len(items) * (i + 1) // count
-        runs.append(items[start:end])
-    return runs
+    cuts = [len(items) * i // max(1, count) for i in range(count + 1)]
+    return [items[start:end] for start, end in pairwise(cuts)]

@@ -1,6 +1,6 @@
 """The config: one typed tree, read from YAML and `key.sub=value` overrides."""
 
-from stapo_lite.config.launch import batch_arithmetic, check_processes
+from stapo_lite.config.launch import batch_arithmetic
 from stapo_lite.config.loading import flatten, load_config, load_eval_config, to_yaml
 from stapo_lite.config.schema import (
     BENCHMARK_NAMES,
@@ -18,6 +18,5 @@ from stapo_lite.config.schema import (
     Reward,
     Rollout,
     Stare,
-    Symptom,
     Train,
 )

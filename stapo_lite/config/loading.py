@@ -6,7 +6,7 @@ Errors are one line each, with the key and the fix.
 import copy
 import difflib
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +14,6 @@ import yaml
 from pydantic import ValidationError
 
 from stapo_lite.config.schema import Config, EvalConfig, Section
-from stapo_lite.config.trl import TRL_NAMES
 from stapo_lite.errors import InputError, explained
 
 S = TypeVar("S", bound=Section)
@@ -126,9 +125,7 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
     *parents, last = key.split(".")
     node = tree
     for parent in parents:
-        if node.get(parent) is None:
-            node[parent] = {}
-        node = node[parent]
+        node = node.setdefault(parent, {})
         if not isinstance(node, dict):
             raise InputError(f"override {key}={value}: {parent} is a value, not a section")
     node[last] = value
@@ -137,9 +134,9 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
 def _explain(schema: type[Section], errors: Sequence[Any]) -> str:
     """Render pydantic's errors as one line: all unknown keys, of which whoever comes from TRL has
     many, or else the first mistake: the key, what is wrong, what is allowed."""
-    unknown = [error["loc"] for error in errors if error["type"] == "extra_forbidden"]
+    unknown = [".".join(e["loc"]) for e in errors if e["type"] == "extra_forbidden"]
     if unknown:
-        return "; ".join(_unknown(schema, path, len(unknown) == 1) for path in unknown)
+        return "; ".join(_unknown(schema, key) for key in unknown)
     error = errors[0]
     key = ".".join(map(str, error["loc"]))
     kind, value, message = error["type"], error["input"], error["msg"]
@@ -153,29 +150,15 @@ def _explain(schema: type[Section], errors: Sequence[Any]) -> str:
     return f"key {key!r}: {message[0].lower()}{message[1:]}, got {reprlib.repr(value)}{fix}"
 
 
-def _unknown(schema: type[Section], path: tuple[Any, ...], alone: bool) -> str:
-    """Render an unknown key and what may be meant: what TRL's name is called here, a key of another
-    section, or one with a similar spelling. If there is none, a key that is `alone` gets the names
-    of its section."""
-    *parents, last = path
-    unknown = f"unknown key {'.'.join(map(str, path))!r}"
-    if schema is Config and last in TRL_NAMES:
-        return f"{unknown}: TRL's name; here {TRL_NAMES[last]}"
-    section: Any = schema
-    for part in parents:
-        section = section.model_fields[part].annotation
-    allowed = list(section.model_fields)
+def _unknown(schema: type[Section], key: str) -> str:
+    """Render an unknown key and what may be meant: keys of the same name in another section, or
+    those with the most similar name."""
     by_name = _by_name(schema)
-    meant = by_name.get(last, [])
-    if not meant:
-        near = difflib.get_close_matches(last, allowed, n=1, cutoff=0.75)
-        meant = [".".join([*parents, name]) for name in near]
-    if not meant:
-        near = difflib.get_close_matches(last, by_name, n=1, cutoff=0.8)
-        meant = [key for name in near for key in by_name[name]]
-    if meant:
-        return f"{unknown}: did you mean {' or '.join(map(repr, meant))}?"
-    return f"{unknown}: allowed are {', '.join(allowed)} (docs/config.md)" if alone else unknown
+    name = key.rpartition(".")[2]
+    near = [name] if name in by_name else difflib.get_close_matches(name, by_name, n=1, cutoff=0.75)
+    meant = [repr(full) for one in near for full in by_name[one]]
+    hint = f"did you mean {' or '.join(meant)}?" if meant else "docs/config.md lists all"
+    return f"unknown key {key!r}: {hint}"
 
 
 def _by_name(schema: type[Section]) -> dict[str, list[str]]:
@@ -186,15 +169,13 @@ def _by_name(schema: type[Section]) -> dict[str, list[str]]:
     return found
 
 
-def _keys(section: Any, prefix: str = "") -> list[str]:
+def _keys(section: Any, prefix: str = "") -> Iterator[str]:
     """All keys of a section; those of nested sections are dotted."""
-    found: list[str] = []
     for name, field in section.model_fields.items():
         if hasattr(field.annotation, "model_fields"):
-            found += _keys(field.annotation, f"{prefix}{name}.")
+            yield from _keys(field.annotation, f"{prefix}{name}.")
         else:
-            found.append(prefix + name)
-    return found
+            yield prefix + name
 
 
 def flatten(tree: dict[Any, Any], prefix: str = "") -> dict[str, Any]:

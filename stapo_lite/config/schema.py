@@ -5,7 +5,6 @@ PEFT's if those have the setting.
 """
 
 import math
-from collections.abc import Iterator
 from operator import attrgetter
 from os.path import expanduser
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -20,23 +19,12 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    ValidationInfo,
     field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 from stapo_lite.config.presets import EVAL_PRESETS, PRESETS, Presets
-
-Symptom = Literal[
-    "entropy_collapse",
-    "entropy_explosion",
-    "no_signal",
-    "reward_stuck",
-    "silenced_share",
-    "sampler_gap",
-    "ratio",
-]
 
 UserPath = Annotated[str, Field(min_length=1), AfterValidator(expanduser)]
 """A path, or a name on the Hub."""
@@ -49,9 +37,11 @@ BENCHMARK_NAMES = ["aime24", "aime25", "amc23", "math500", "minerva", "olympiadb
 _ON_OFF = BeforeValidator(lambda value: ("off", "on")[value] if isinstance(value, bool) else value)
 _ALL_LINEAR = BeforeValidator(lambda value: [value] if value == "all-linear" else value)
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-PLANNED = ("kv_cache_memory_bytes", "max_num_batched_tokens", "tensor_parallel_size")
-"""vLLM's arguments that `stapo plan` computes with."""
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+Conflicts = list[tuple[Any, str]]
+"""Conditions that must not hold, and the message for each: the keys and the fix."""
 
 
 class Section(BaseModel):
@@ -69,24 +59,21 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_slip_of_the_pen(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse booleans for numbers, and Python's None as a text. Pydantic would read booleans as
-        1 and 0, and some numbers here are switches in TRL, such as `log_completions`."""
+    def _null_is_no_text(cls, value: Any) -> Any:
+        """Refuse Python's None as a text."""
         if value == "None":
             raise PydanticCustomError("none", "for no value write null")
-        numbers = (int, float, PositiveInt | None, float | None, Literal[0, 1, 2])
-        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation in numbers:
-            raise PydanticCustomError("number", "must be a number")
         return value
 
-    def conflicts(self) -> Iterator[str]:
-        """Yield a message for each conflict between values: the keys and the fix."""
-        return iter(())
+    def conflicts(self) -> Conflicts:
+        """Values that do not go together."""
+        return []
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
-        for conflict in self.conflicts():
-            raise ValueError(conflict)
+        for holds, message in self.conflicts():
+            if holds:
+                raise ValueError(message)
         return self
 
 
@@ -121,10 +108,14 @@ class Prompting(Section):
     max_prompt_length: PositiveInt = 1024
     """Longest prompt, in tokens."""
 
-    def conflicts(self) -> Iterator[str]:
-        if self.system_prompt is not None and not self.apply_chat_template:
-            fix = "put it into the prompts instead"
-            yield f"data.system_prompt needs data.apply_chat_template=true: {fix}"
+    def conflicts(self) -> Conflicts:
+        return [
+            (
+                self.system_prompt is not None and not self.apply_chat_template,
+                "data.system_prompt needs data.apply_chat_template=true: put it into the prompts "
+                "instead",
+            )
+        ]
 
 
 class Data(Prompting):
@@ -168,19 +159,25 @@ class Reward(Section):
     function_timeout: float = Field(300.0, gt=0, le=1e9)
     """Seconds that a call of your reward function may take before its process is killed."""
 
-    def conflicts(self) -> Iterator[str]:
+    def conflicts(self) -> Conflicts:
         names, weights = self.functions, self.weights
-        if len(set(names)) < len(names):
-            fix = "list it once and give it a weight (reward.weights)"
-            yield f"reward.functions={names}: one is listed twice; {fix}"
-        if weights is None:
-            return
-        if len(weights) != len(names):
-            fix = "give one weight per function"
-            yield f"reward.weights={weights} for reward.functions={names}: {fix}"
-        if not any(weights):
-            fix = "give one function another weight"
-            yield f"reward.weights={weights}: a weight of 0 only logs; {fix}"
+        return [
+            (
+                len(set(names)) < len(names),
+                f"reward.functions={names}: one is listed twice; list it once and give it a weight "
+                "(reward.weights)",
+            ),
+            (
+                weights is not None and len(weights) != len(names),
+                f"reward.weights={weights} for reward.functions={names}: give one weight per "
+                "function",
+            ),
+            (
+                weights is not None and not any(weights),
+                f"reward.weights={weights}: a weight of 0 only logs; give one function another "
+                "weight",
+            ),
+        ]
 
 
 class Engine(Section):
@@ -190,8 +187,9 @@ class Engine(Section):
     """`auto` takes vLLM if it is installed and has a device, else transformers' `generate`."""
     max_completion_length: PositiveInt = 2048
     """Longest completion, in tokens."""
-    gpu_memory_utilization: float = Field(0.45, gt=0, lt=1)
-    """vLLM's share of the card's memory."""
+    gpu_memory_utilization: float | None = Field(None, gt=0, lt=1)
+    """vLLM's share of the card's memory; by default all that the trainer does not need, and on a
+    server vLLM's own default."""
     max_num_seqs: PositiveInt = 128
     """Completions sampled at a time."""
     quantization: str | None = None
@@ -222,34 +220,29 @@ class Rollout(Engine):
     """`server`: addresses of what `stapo serve` started."""
     max_lag: NonNegativeInt = 0
     """`server`: steps that may be sampled ahead of the trainer."""
-    model: UserPath | None = None
-    """vLLM serves this fp8, AWQ or GPTQ checkpoint of the same model; watch `sampler_gap_mean`."""
     share_base: Annotated[Literal["auto", "on", "off"], _ON_OFF] = "auto"
     """Train on vLLM's weights, so that the base is in memory once. `auto` does so if `quantization`
-    and `rollout.quantization` agree and neither `rollout.model` nor `train.park_trainer` is set;
-    `on` ends the run if it cannot; `off` loads two copies."""
-    sleep_level: Literal[0, 1, 2] = 1
-    """vLLM on a GPU during updates: 0 keeps its memory, 1 moves its weights to the host, 2 reads
-    them from the disk again. With a shared base, 1 and 2 free the KV cache alone."""
+    and `rollout.quantization` agree; `on` ends the run if it cannot; `off` loads two copies."""
     self_check: bool = True
     """Before the first step, compare engine and trainer with a random adapter (docs/faults.md)."""
 
-    def conflicts(self) -> Iterator[str]:
-        for name in PLANNED:
-            value = self.vllm.get(name, 1)
-            if type(value) is not int or value < 1:
-                yield f"rollout.vllm.{name}={value}: must be a whole number above 0"
-        parallel = {"tensor_parallel_size", "data_parallel_size"}
-        if self.engine != "server" and self.vllm.keys() & parallel:
-            keys = "rollout.vllm.tensor_parallel_size and data_parallel_size"
-            yield f"{keys} need rollout.engine=server (docs/scaling.md)"
-        if self.engine != "server" and self.max_lag:
-            yield "rollout.max_lag needs rollout.engine=server (docs/scaling.md)"
-        if self.function and self.max_lag:
-            yield "rollout.function needs rollout.max_lag=0: turns cannot be sampled ahead"
-        if self.sleep_level == 2 and self.quantization == "bitsandbytes":
-            fix = "set rollout.sleep_level=1"
-            yield f"rollout.sleep_level=2: vLLM cannot read bitsandbytes weights again; {fix}"
+    def conflicts(self) -> Conflicts:
+        parallel = self.vllm.keys() & {"tensor_parallel_size", "data_parallel_size"}
+        return [
+            (
+                self.engine != "server" and parallel,
+                "rollout.vllm.tensor_parallel_size and data_parallel_size need "
+                "rollout.engine=server (docs/scaling.md)",
+            ),
+            (
+                self.engine != "server" and self.max_lag,
+                "rollout.max_lag needs rollout.engine=server (docs/scaling.md)",
+            ),
+            (
+                self.function and self.max_lag,
+                "rollout.function needs rollout.max_lag=0: turns cannot be sampled ahead",
+            ),
+        ]
 
 
 class S2T(Section):
@@ -362,9 +355,9 @@ class Train(Section):
     """Prompts per step, over all processes."""
     mini_batch_size: PositiveInt = 16
     """Prompts per update, over all processes; must divide `batch_size`."""
-    max_tokens_per_microbatch: PositiveInt = 16384
+    max_tokens_per_microbatch: PositiveInt | Literal["auto"] = "auto"
     """Most tokens in one pass of one process, padding included; a longer sequence gets its own
-    pass. Halved when memory runs out."""
+    pass. `auto`: what fits the card, and 16,384 on a CPU. Lowered when memory runs out."""
     learning_rate: PositiveFloat = 1e-5
     """Learning rate after the warm-up."""
     warmup_steps: NonNegativeInt = 10
@@ -377,12 +370,11 @@ class Train(Section):
     """Gradient clipping by global norm."""
     optim: Literal["adamw", "paged_adamw_8bit"] = "adamw"
     """`paged_adamw_8bit` is bitsandbytes'."""
-    park_trainer: bool = False
-    """Keep the trainer's base in host memory during rollouts; it is then not shared."""
-    gradient_checkpointing: bool | PositiveInt = True
-    """Recompute the activations of all layers (`true`), or of the first N."""
-    offload_activations: bool = False
-    """Keep the inputs of checkpointed layers in host memory."""
+    gradient_checkpointing: bool | Literal["auto"] = "auto"
+    """Recompute the activations of all layers in the backward pass. `auto`: if they do not fit the
+    card, and always on a CPU."""
+    offload_activations: bool | Literal["auto"] = "auto"
+    """Keep the inputs of checkpointed layers in host memory. `auto`: if nothing else fits."""
     compile: bool = False
     """Compile the decoder layers with `torch.compile`."""
     lm_head_memory_gb: PositiveFloat = 0.25
@@ -406,12 +398,12 @@ class Log(Section):
     save_total_limit: PositiveInt = 2
     """Checkpoints kept."""
     hub_model_id: str | None = None
-    """Repository on the Hub that gets adapter and model card at every checkpoint."""
+    """Repository on the Hub that gets the adapter at every checkpoint."""
     hub_private_repo: bool = False
     """Make that repository private."""
     audit_tokens: NonNegativeInt = 32
-    """S2T's candidates that a step writes at most for `stapo audit`, 0.7 kB each; 0 for no token
-    log."""
+    """For `stapo audit` a step writes at most so many of S2T's candidates, 0.7 kB each, and as many
+    other tokens, 0.1 kB each; 0 for no token log."""
 
     @field_validator("report_to", mode="before")
     @classmethod
@@ -476,23 +468,19 @@ class Config(Preset):
     model: UserPath
     """Base model: a folder, or a name on the Hub."""
     output_dir: UserPath
-    """Folder for the run's config, metrics, checkpoints and adapter."""
+    """Folder for the run's config, metrics, checkpoints and adapter; new, unless you resume."""
     dtype: Dtype = "auto"
     """Type of the base and of the forward pass. `auto`: bfloat16 if the hardware computes in it,
     else float16 on a card, and on a CPU float32 (bfloat16 with
     `rollout.quantization=bitsandbytes`)."""
     quantization: Literal["nf4", "fp8"] | None = None
     """`nf4` trains on a 4-bit base (QLoRA); give vLLM the same weights by
-    `rollout.quantization=bitsandbytes`. `fp8`, not tried on a card yet, trains on vLLM's 8-bit
-    weights (`rollout.quantization=fp8`)."""
-    memory: Annotated[Literal["auto", "off"], _ON_OFF] = "auto"
-    """`auto` chooses on a GPU with vLLM, unless given: `rollout.gpu_memory_utilization`,
-    `max_num_seqs`, `sleep_level`, `train.park_trainer`, `max_tokens_per_microbatch`,
-    `gradient_checkpointing`, `offload_activations` (docs/cards.md). `off` takes their defaults."""
+    `rollout.quantization=bitsandbytes`. `fp8` trains on vLLM's 8-bit weights
+    (`rollout.quantization=fp8`). Neither was tried on a card yet."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of every random draw."""
-    stop_on: list[Symptom] = []
-    """Symptoms (docs/faults.md) that end the run; others are only printed."""
+    stop_on: list[str] = []
+    """Symptoms (docs/faults.md#symptoms) that end the run; others are only printed."""
     lora: Lora = Lora()
     data: Data
     reward: Reward = Reward()
@@ -521,82 +509,98 @@ class Config(Preset):
         return (
             rollout.share_base != "off"
             and rollout.engine in ("auto", "vllm")
-            and rollout.model is None
-            and not self.train.park_trainer
             and rollout.quantization == self.quantization_in_vllm
         )
 
-    @property
-    def bytes_per_value(self) -> int:
-        """Bytes of a value in `dtype`; 2 for `auto`, as on a GPU."""
-        return 4 if self.dtype == "float32" else 2
+    def conflicts(self) -> Conflicts:
+        return [
+            *self._objective_conflicts(),
+            *self._reward_conflicts(),
+            *self._size_conflicts(),
+            *self._engine_conflicts(),
+        ]
 
-    @property
-    def largest_microbatch(self) -> int:
-        """Tokens of the largest possible micro-batch: a sequence longer than the limit gets one of
-        its own."""
-        return max(self.train.max_tokens_per_microbatch, self.max_sequence_length)
+    def _objective_conflicts(self) -> Conflicts:
+        objective, s2t = self.objective, self.objective.s2t
+        return [
+            (
+                s2t.target_share is not None and not s2t.enabled,
+                "objective.s2t.target_share needs objective.s2t.enabled=true: set that, or leave "
+                "target_share out",
+            ),
+            (
+                s2t.window and (s2t.population, s2t.silence) != ("candidates", "low-entropy"),
+                f"objective.s2t.window={s2t.window} remembers entropies of candidates: set "
+                "population=candidates and silence=low-entropy, or leave it out",
+            ),
+            (
+                objective.teacher_server and self.rollout.temperature != 1,
+                f"rollout.temperature={self.rollout.temperature}: a server scores at a temperature "
+                "of 1; set it to 1",
+            ),
+        ]
 
-    def conflicts(self) -> Iterator[str]:
+    def _reward_conflicts(self) -> Conflicts:
+        reward, rollout, evaluation = self.reward, self.rollout, self.evaluation
+        by_mean = self.objective.scale_rewards == "mean"
+        return [
+            (
+                not reward.functions and not self.objective.distills,
+                "reward.functions=[]: give one, or a teacher (objective.teacher_adapter or "
+                "objective.teacher_server)",
+            ),
+            (
+                by_mean
+                and "math" in reward.functions
+                and min(reward.correct, reward.incorrect) < 0,
+                "objective.scale_rewards=mean divides by the mean reward: set reward.incorrect=0",
+            ),
+            (
+                by_mean and reward.overlong_penalty,
+                "objective.scale_rewards=mean divides by the mean reward: leave "
+                "reward.overlong_penalty out",
+            ),
+            (
+                rollout.function and evaluation.source and evaluation.top_p < 1,
+                f"evaluation.top_p={evaluation.top_p}: rollout.function makes the completions of "
+                "evaluation.source, as in training; set it to 1",
+            ),
+            (
+                (evaluation.source or evaluation.best) and not evaluation.steps,
+                "evaluation.source and evaluation.best need evaluation.steps: set it, such as to "
+                "20",
+            ),
+        ]
+
+    def _size_conflicts(self) -> Conflicts:
+        train = self.train
+        divisor = math.gcd(train.batch_size, train.mini_batch_size)
+        return [
+            (
+                train.batch_size % train.mini_batch_size,
+                f"train.batch_size={train.batch_size} is not divisible by train.mini_batch_size="
+                f"{train.mini_batch_size}: choose a divisor, such as {divisor}",
+            ),
+        ]
+
+    def _engine_conflicts(self) -> Conflicts:
         objective, rollout = self.objective, self.rollout
-        train, evaluation = self.train, self.evaluation
-        if objective.s2t.target_share is not None and not objective.s2t.enabled:
-            fix = "set that, or leave target_share out"
-            yield f"objective.s2t.target_share needs objective.s2t.enabled=true: {fix}"
-        s2t = objective.s2t
-        if s2t.window and (s2t.population, s2t.silence) != ("candidates", "low-entropy"):
-            fix = "set population=candidates and silence=low-entropy, or leave it out"
-            yield f"objective.s2t.window={s2t.window} remembers entropies of candidates: {fix}"
-        if self.algorithm == "distill" and not objective.distills:
-            yield "algorithm=distill needs objective.teacher_adapter or objective.teacher_server"
-        if objective.teacher_adapter and objective.teacher_server:
-            yield "objective.teacher_adapter and objective.teacher_server: choose one teacher"
-        if objective.teacher_server and rollout.temperature != 1:
-            why = "a server scores at a temperature of 1"
-            yield f"rollout.temperature={rollout.temperature}: {why}; set it to 1"
-        if not self.reward.functions and not objective.distills:
-            yield "reward.functions=[]: give one, or a teacher (algorithm=distill)"
-        judged = rollout.dynamic_sampling or self.reward.overlong_penalty or evaluation.source
-        if judged and not self.reward.functions:
-            keys = "rollout.dynamic_sampling, reward.overlong_penalty and evaluation.source"
-            yield f"reward.functions=[]: {keys} need one"
-        if objective.scale_rewards == "mean":
-            why = "objective.scale_rewards=mean divides by the mean reward"
-            negative = min(self.reward.correct, self.reward.incorrect) < 0
-            if "math" in self.reward.functions and negative:
-                yield f"{why}: set reward.incorrect=0"
-            if self.reward.overlong_penalty:
-                yield f"{why}: leave reward.overlong_penalty out"
-        if train.batch_size % train.mini_batch_size:
-            sizes = f"train.batch_size={train.batch_size} is not divisible by train.mini_batch_size"
-            divisor = math.gcd(train.batch_size, train.mini_batch_size)
-            yield f"{sizes}={train.mini_batch_size}: choose a divisor, such as {divisor}"
-        if rollout.max_num_seqs < rollout.num_generations:
-            group = f"one group, rollout.num_generations={rollout.num_generations}"
-            yield f"rollout.max_num_seqs={rollout.max_num_seqs} is less than {group}: raise it"
-        uncorrected = objective.old_logprobs == "trainer" and objective.sampler_correction == "off"
-        if rollout.max_lag and uncorrected:
-            fix = "objective.sampler_correction=token-truncate, or objective.old_logprobs=rollout"
-            lag = f"rollout.max_lag={rollout.max_lag}"
-            yield f"{lag} needs a correction for older adapters: set {fix}"
-        if rollout.function and evaluation.source and evaluation.top_p < 1:
-            why = "rollout.function makes the completions of evaluation.source, as in training"
-            yield f"evaluation.top_p={evaluation.top_p}: {why}; set it to 1"
-        if (evaluation.source or evaluation.best) and not evaluation.steps:
-            keys = "evaluation.source and evaluation.best"
-            yield f"{keys} need evaluation.steps: set it, such as to 20"
-        if (rollout.share_base == "on" or self.quantization == "fp8") and not self.may_share_base:
-            key = "quantization=fp8" if self.quantization == "fp8" else "rollout.share_base=on"
-            name = self.quantization_in_vllm or "null"
-            fix = f"set rollout.engine=vllm and rollout.quantization={name}, and leave out"
-            others = "rollout.model, rollout.share_base=off and train.park_trainer"
-            yield f"{key} needs vLLM in the process with the trainer's weights: {fix} {others}"
-        if rollout.engine == "server" and train.park_trainer:
-            fix = "leave it out with rollout.engine=server"
-            yield f"train.park_trainer=true needs vLLM in the process: {fix}"
-        if train.offload_activations and train.gradient_checkpointing is not True:
-            needed = "train.gradient_checkpointing=true"
-            yield f"train.offload_activations needs {needed}: set that, or leave it out"
+        corrected = objective.old_logprobs == "rollout" or objective.sampler_correction != "off"
+        must_share = rollout.share_base == "on" or self.quantization == "fp8"
+        name = self.quantization_in_vllm or "null"
+        return [
+            (
+                rollout.max_lag and not corrected,
+                f"rollout.max_lag={rollout.max_lag} needs a correction for older adapters: set "
+                "objective.sampler_correction=token-truncate, or objective.old_logprobs=rollout",
+            ),
+            (
+                must_share and not self.may_share_base,
+                "rollout.share_base=on and quantization=fp8 need vLLM in the process with the "
+                f"trainer's weights: set rollout.engine=vllm and rollout.quantization={name}, and "
+                "leave out rollout.share_base=off",
+            ),
+        ]
 
 
 class EvalEngine(Engine):
@@ -624,17 +628,6 @@ class EvalPrompting(Prompting):
     """Longest prompt, in tokens."""
 
 
-class Verifier(Section):
-    """A language model that judges the answers that the rules reject."""
-
-    model: UserPath | None = None
-    """Folder, or name on the Hub."""
-    max_prompt_length: int = Field(4096, ge=64)
-    """Longest prompt, in tokens; of a longer response only the end is read."""
-    batch_size: PositiveInt = 8
-    """Answers judged at a time."""
-
-
 class EvalConfig(Preset):
     """An evaluation: `stapo evaluate`."""
 
@@ -656,8 +649,15 @@ class EvalConfig(Preset):
     """As in a run."""
     seed: int = Field(0, ge=0, lt=2**31)
     """A sample's seed follows from it, the problem and the sample's number."""
+    verifier_server: str | None = None
+    """Address of a vLLM server, such as http://127.0.0.1:8000, whose model reads the answers that
+    the rules reject (docs/evaluation.md#a-second-judge)."""
     data: EvalPrompting = EvalPrompting()
     rollout: EvalEngine = EvalEngine()
-    verifier: Verifier = Verifier()
 
     _presets: ClassVar[Presets] = EVAL_PRESETS
+
+    @property
+    def max_sequence_length(self) -> int:
+        """Tokens of the longest prompt plus the longest completion."""
+        return self.data.max_prompt_length + self.rollout.max_completion_length

@@ -1,12 +1,8 @@
 """Prompts: read, rendered with the chat template, and checked."""
 
-import hashlib
-import logging
 import math
-import os
 import pkgutil
 import reprlib
-from array import array
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +11,6 @@ from stapo_lite.config import Data, Prompting
 from stapo_lite.errors import InputError, explained
 from stapo_lite.files import read_jsonl
 from stapo_lite.types import Prompt
-
-logger = logging.getLogger(__name__)
 
 
 def load_rows(data: Data, key: str = "data.source") -> Sequence[dict[str, Any]]:
@@ -46,20 +40,12 @@ def check_rows(rows: Sequence[Any], where: str) -> Sequence[dict[str, Any]]:
     """Check the rows and return them.
 
     Raises:
-        InputError: there are none, they have no length (a stream), or they are not dictionaries.
+        InputError: there are none, or the first is no dictionary.
     """
-    if isinstance(rows, Mapping) or not hasattr(rows, "__len__"):  # a DatasetDict; a stream
-        kind = type(rows).__name__
-        raise InputError(f"{where}: must be a list of rows or a datasets.Dataset, got {kind}")
-    if not len(rows):
-        raise InputError(f"{where}: no rows")
-    with explained(
-        f"{where}: must be a list of rows or a datasets.Dataset", LookupError, TypeError
-    ):
-        checked = rows if isinstance(rows, list) else [rows[0]]  # others may be on disk
-    if not all(isinstance(row, dict) for row in checked):
-        raise InputError(f"{where}: rows must be dictionaries")
-    return rows
+    with explained(f"{where}: must be a list of rows or a datasets.Dataset"):
+        if isinstance(rows[0], dict):
+            return rows
+    raise InputError(f"{where}: rows must be dictionaries")
 
 
 def _read_dataset(data: Data) -> Sequence[dict[str, Any]]:
@@ -84,10 +70,15 @@ def prompt_text(prompt: Any) -> str:
     return "\n".join(message.get("content") or "" for message in prompt)
 
 
-class Prompts(Sequence[Prompt]):
-    """The prompts of a data set, rendered and tokenized on access, so that rows on disk stay there.
-
-    The constructor renders every prompt once, to check it.
+def make_prompts(
+    rows: Sequence[Any],
+    tokenizer: Any,
+    data: Data,
+    graded: bool,
+    left_out: Collection[int] = (),
+    key: str = "data.source",
+) -> list[Prompt]:
+    """Render and tokenize the prompts of a data set.
 
     Args:
         tokenizer: a transformers tokenizer.
@@ -95,106 +86,46 @@ class Prompts(Sequence[Prompt]):
         left_out: indices of rows to leave out.
         key: the config key of the source, for messages.
 
-    Attributes:
-        digest: SHA-256 of token ids and answers.
-
     Raises:
         InputError: a prompt is of the wrong type, empty, refused by the chat template, or longer
             than `max_prompt_length` tokens (unless those are filtered); an answer is missing;
             nothing is left; the tokenizer has no chat template.
     """
-
-    def __init__(
-        self,
-        rows: Sequence[Any],
-        tokenizer: Any,
-        data: Data,
-        graded: bool,
-        left_out: Collection[int] = (),
-        key: str = "data.source",
-    ):
-        self._source = f"{key}={data.source}"
-        self._rows, self._tokenizer, self._data, self._graded = rows, tokenizer, data, graded
-        if data.apply_chat_template and not tokenizer.chat_template:
+    if data.apply_chat_template and not tokenizer.chat_template:
+        raise InputError(
+            "data.apply_chat_template: the model's tokenizer has no chat template; set it to "
+            "false to give the model the prompt as it is, or choose an instruction-tuned model"
+        )
+    prompts = []
+    for number, row in enumerate(rows):
+        if number in left_out:
+            continue
+        where = f"{key}={data.source}, row {number + 1}"
+        prompt = _make_prompt(row, tokenizer, data, graded, where)
+        count, longest = len(prompt.token_ids), data.max_prompt_length
+        if count <= longest:
+            prompts.append(prompt)
+        elif not data.filter_overlong_prompts:
             raise InputError(
-                "data.apply_chat_template: the model's tokenizer has no chat template; set it to "
-                "false to give the model the prompt as it is, or choose an instruction-tuned model"
+                f"{where}: the prompt has {count} tokens, data.max_prompt_length is {longest}; "
+                "raise it, or drop such rows (data.filter_overlong_prompts=true)"
             )
-        added = tokenizer.added_tokens_decoder.values()
-        self._markers = [str(token) for token in added if token.special]
-        if not data.apply_chat_template or os.environ.get("RANK", "0") != "0":
-            self._markers = []
-        digest = hashlib.sha256()
-        self._kept = array("q")
-        for number, row in enumerate(rows):
-            if number in left_out:
-                continue
-            prompt = self._prompt(number, row)
-            self._warn_of_markers(number, prompt.prompt)
-            if self._fits(number, prompt):
-                self._kept.append(number)
-                digest.update(repr((prompt.token_ids, prompt.answer)).encode())
-        if not self._kept:
-            longest = data.max_prompt_length
-            raise InputError(
-                f"{self._source}: every prompt is longer than data.max_prompt_length={longest}"
-            )
-        self.digest = digest.hexdigest()
+    if not prompts:
+        raise InputError(f"{key}={data.source}: no prompt is left")
+    return prompts
 
-    def __len__(self) -> int:
-        return len(self._kept)
 
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(len(self))[index]]
-        number = self._kept[index]
-        return self._prompt(number, self._rows[number])
-
-    def _where(self, number: int) -> str:
-        return f"{self._source}, row {number + 1}"
-
-    def _warn_of_markers(self, number: int, prompt: Any) -> None:
-        """Warn once if a prompt seems to have been rendered with a chat template already."""
-        for marker in self._markers:
-            if isinstance(prompt, str) and marker in prompt:
-                message = (
-                    "%s: the text holds %s and gets the chat template; if it has been through one, "
-                    "set data.apply_chat_template=false"
-                )
-                logger.warning(message, self._where(number), marker)
-                self._markers = []
-                break
-
-    def _fits(self, number: int, prompt: Prompt) -> bool:
-        count, longest = len(prompt.token_ids), self._data.max_prompt_length
-        if count > longest and not self._data.filter_overlong_prompts:
-            raise InputError(
-                f"{self._where(number)}: the prompt has {count} tokens, data.max_prompt_length is "
-                f"{longest}; raise it, or drop such rows (data.filter_overlong_prompts=true does, "
-                "but for benchmarks)"
-            )
-        return count <= longest
-
-    def _prompt(self, number: int, row: dict[str, Any]) -> Prompt:
-        where, data = self._where(number), self._data
-        for name in ("image", "images"):
-            value = row.get(name)
-            empty = isinstance(value, list) and not value
-            if not empty and not isinstance(value, str | int | float | None):
-                raise InputError(
-                    f"{where}: images are not supported; without the column {name!r} it trains on "
-                    "the text"
-                )
-        prompt: Any = row.get(data.prompt_column)
-        answer = _read_answer(row, data.answer_column, where) if self._graded else None
-        text = _render(prompt, self._tokenizer, data, where)
-        with explained(f"{where}: the prompt is not valid Unicode", UnicodeError, TypeError):
-            encoded = self._tokenizer(text, add_special_tokens=not data.apply_chat_template)
-        if not encoded.input_ids:
-            raise InputError(f"{where}: the prompt is empty")
-        columns = {name: value for name, value in row.items() if name != data.prompt_column}
-        thinking = text.rstrip().endswith("<think>")
-        return Prompt(prompt, encoded.input_ids, answer, columns, opens_thinking=thinking)
+def _make_prompt(
+    row: dict[str, Any], tokenizer: Any, data: Data, graded: bool, where: str
+) -> Prompt:
+    prompt: Any = row.get(data.prompt_column)
+    answer = _read_answer(row, data.answer_column, where) if graded else None
+    text = _render(prompt, tokenizer, data, where)
+    with explained(f"{where}: the prompt cannot be tokenized"):  # half a character
+        encoded = tokenizer(text, add_special_tokens=not data.apply_chat_template)
+    columns = {name: value for name, value in row.items() if name != data.prompt_column}
+    thinking = text.rstrip().endswith("<think>")
+    return Prompt(prompt, encoded.input_ids, answer, columns, opens_thinking=thinking)
 
 
 def is_answer(value: Any) -> bool:
@@ -208,8 +139,8 @@ def _read_answer(row: dict[str, Any], column: str, where: str) -> Any:
     answer = row.get(column)
     if not is_answer(answer):
         raise InputError(
-            f"{where}: data.answer_column={column} is empty, or neither text nor a number: "
-            f"{reprlib.repr(answer)}; drop the row or give its answer"
+            f"{where}: data.answer_column={column} is neither text nor a number, which the reward "
+            f"`math` needs: {reprlib.repr(answer)}; drop the row or give its answer"
         )
     return answer
 
@@ -218,7 +149,7 @@ def _render(prompt: Any, tokenizer: Any, prompting: Prompting, where: str) -> st
     """Render a prompt with system prompt and suffix, by the chat template if it is on."""
     templated = prompting.apply_chat_template
     if fault := _fault(prompt, templated):
-        raise InputError(f"{where}: {fault}")
+        raise InputError(f"{where}: {fault} (data.prompt_column)")
     messages = conversation(prompt, prompting)
     if not templated:
         return messages[-1]["content"]

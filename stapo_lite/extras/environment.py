@@ -1,13 +1,15 @@
 """What a bug report needs: versions, hardware, and what `auto` means on this machine."""
 
+import os
 import platform
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from stapo_lite.machine import cores, host_memory, on_wsl
+import psutil
+
 from stapo_lite.model.processes import resolve_dtype
-from stapo_lite.rollout import resolve_engine
+from stapo_lite.rollout.make import resolve_engine
 
 PACKAGES = (
     "stapo-lite",
@@ -26,13 +28,14 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 def describe_environment() -> Iterator[str]:
     """Yield the lines of a report: versions, hardware, and what `auto` means here."""
-    yield f"python {platform.python_version()}, {platform.platform()}{' (WSL)' if on_wsl() else ''}"
+    yield f"python {platform.python_version()}, {platform.platform()}"
     for name in PACKAGES:
         try:
             yield f"{name} {version(name)}"
         except PackageNotFoundError:
             yield f"{name}: not installed"
-    yield f"host: {cores()} cores, {host_memory() / 2**30:.0f} GiB"
+    cores, memory = len(os.sched_getaffinity(0)), psutil.virtual_memory().total
+    yield f"host: {cores} cores, {memory / 2**30:.0f} GiB"
     try:
         import torch
     except (ImportError, OSError) as error:  # such as one built for another CUDA

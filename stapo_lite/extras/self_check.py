@@ -15,9 +15,10 @@ from torch import Tensor
 
 from stapo_lite.algorithm.microbatches import pack
 from stapo_lite.errors import RunError
-from stapo_lite.rollout import Decoding, RolloutEngine
+from stapo_lite.rollout.engine import Decoding, RolloutEngine
+from stapo_lite.training.learner import Learner
 from stapo_lite.training.run import lent_device
-from stapo_lite.training.update import Learner, measure
+from stapo_lite.training.statistics import measure
 from stapo_lite.types import Completion, Prompt
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 64, 16
@@ -48,7 +49,7 @@ def check_engine(engine: RolloutEngine, learner: Learner, prompts: Sequence[Prom
     Raises:
         RunError: the engine ignores the adapter, loses it, or computes something else.
     """
-    policy, park = learner.policy, learner.config.train.park_trainer
+    policy = learner.policy
     beginnings = [
         Prompt("", prompts[i % len(prompts)].token_ids[:PROMPT_TOKENS], None)
         for i in range(PROMPTS)
@@ -57,7 +58,7 @@ def check_engine(engine: RolloutEngine, learner: Learner, prompts: Sequence[Prom
     gaps: list[float] = []
     with policy.holding(random_adapter(learner, beginnings)):
         for moment in ("with a new adapter", "after sleep and wake"):
-            with lent_device(engine, policy, park):
+            with lent_device(engine):
                 if not gaps:
                     engine.publish(policy, version=0)
                 drawn = engine.stream(beginnings, range(PROMPTS), [decoding] * PROMPTS)
@@ -111,7 +112,7 @@ def measure_gap(learner: Learner, completions: Sequence[Completion], moment: str
     config, limit = learner.config, LARGEST_GAP * effect
     its = config.quantization_in_vllm
     # The engine rounds differently (in fp8 also layer inputs); the gap is logged and corrected.
-    if config.rollout.model or config.rollout.quantization != its or its == "fp8":
+    if config.rollout.quantization != its or its == "fp8":
         limit = to_base
     if gap <= limit or (gap <= ROUNDING and 2 * gap <= to_base):
         return gap

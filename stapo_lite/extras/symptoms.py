@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from statistics import fmean, variance
 from typing import Any, NamedTuple
 
-from stapo_lite.config import Symptom
+from stapo_lite.errors import InputError
 from stapo_lite.training.callbacks import Callback
 from stapo_lite.training.run import Run
 from stapo_lite.types import Rollouts
@@ -36,7 +36,7 @@ def _is(*names: str, when: Callable[[float, float], bool]) -> Callable[[Metrics]
     """
 
     def holds(history: Metrics) -> bool:
-        rows = [[metrics[name] for name in names] for metrics in history]
+        rows: list[list[Any]] = [[metrics.get(name) for name in names] for metrics in history]
         known = [sum(row) for row in rows if None not in row]
         return len(known) >= 2 * SHORT and when(fmean(known[:SHORT]), fmean(known[-SHORT:]))
 
@@ -47,7 +47,7 @@ def _not_rising(history: Metrics) -> bool:
     """Whether the mean reward of the last LONG steps exceeds that of the first LONG by at most two
     standard errors."""
     first, last = (
-        [m["reward"] for m in part if m["reward"] is not None]
+        [m["reward"] for m in part if m.get("reward") is not None]
         for part in (history[:LONG], history[-LONG:])
     )
     if len(history) < 2 * LONG or min(len(first), len(last)) < SHORT:
@@ -56,7 +56,7 @@ def _not_rising(history: Metrics) -> bool:
     return fmean(last) - fmean(first) <= 2 * error
 
 
-RULES: dict[Symptom, Rule] = {
+RULES: dict[str, Rule] = {
     "entropy_collapse": Rule(
         _is("entropy", when=lambda first, last: last < 0.1 * first),
         "entropy is below a tenth of what it was: the policy has stopped exploring; raise "
@@ -88,7 +88,7 @@ RULES: dict[Symptom, Rule] = {
     "sampler_gap": Rule(
         _is("sampler_gap_mean", when=lambda first, last: last > max(2 * first, 0.02)),
         "the engine's log-probabilities drift away from the trainer's: raise the precision of the "
-        "engine (rollout.quantization, rollout.model, dtype), lower rollout.max_lag, or keep "
+        "engine (rollout.quantization, dtype), lower rollout.max_lag, or keep "
         "objective.sampler_correction on",
     ),
     "ratio": Rule(
@@ -99,31 +99,38 @@ RULES: dict[Symptom, Rule] = {
 }
 
 
-def new_symptoms(history: Metrics) -> list[Symptom]:
+def new_symptoms(history: Metrics) -> list[str]:
     """Symptoms that hold after the last of these steps but not after the one before."""
     return [
         name for name, rule in RULES.items() if rule.holds(history) and not rule.holds(history[:-1])
     ]
 
 
-def ending_symptom(symptoms: Sequence[Symptom], stop_on: Sequence[Symptom]) -> Symptom | None:
-    """The first of a step's new symptoms that ends the run; None if none does."""
-    return next((symptom for symptom in symptoms if symptom in stop_on), None)
-
-
 class Symptoms(Callback):
-    """Warns of new symptoms, and ends the run if one is in `stop_on`."""
+    """Warns of new symptoms, and ends the run at some of them.
+
+    Args:
+        stop_on: their names.
+
+    Raises:
+        InputError: there is no such symptom.
+    """
+
+    def __init__(self, stop_on: Sequence[str]):
+        if unknown := set(stop_on) - RULES.keys():
+            raise InputError(f"stop_on={min(unknown)}: choose from {', '.join(RULES)}")
+        self._stop_on = stop_on
 
     def on_train_begin(self, run: Run) -> None:
-        self._end(run)  # a resumed run that had ended this way ends again
+        self._note(run)  # a resumed run that had ended this way ends again
 
     def on_step_end(self, run: Run, metrics: dict[str, Any], rollouts: Rollouts) -> None:
-        if run.accelerator.is_main_process:
-            for symptom in new_symptoms(run.history):
-                logger.warning("step %d, %s: %s", metrics["step"], symptom, RULES[symptom].cause)
-        self._end(run)
+        self._note(run)
 
-    def _end(self, run: Run) -> None:
-        symptom = ending_symptom(new_symptoms(run.history), run.config.stop_on)
-        if symptom is not None:
-            run.stop_reason = f"stop_on={symptom}"
+    def _note(self, run: Run) -> None:
+        for symptom in new_symptoms(run.history):
+            if run.accelerator.is_main_process:
+                step = run.progress.step
+                logger.warning("step %d, %s: %s", step, symptom, RULES[symptom].cause)
+            if symptom in self._stop_on:
+                run.stop_reason = run.stop_reason or f"stop_on={symptom}"

@@ -8,33 +8,27 @@ With the second term, the policy gradient minimises each token's reverse KL dive
 sampling. The teacher is another adapter on the same base, or a model on a vLLM server.
 """
 
-import json
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-import torch
+from openai import OpenAI
 from torch import Tensor
 
 from stapo_lite.algorithm.microbatches import MiniBatch
 from stapo_lite.errors import RunError, explained
 from stapo_lite.model.loading import load_adapter
 from stapo_lite.training.callbacks import Callback
+from stapo_lite.training.metrics import Means, finish, mean
 from stapo_lite.training.run import Run
-from stapo_lite.training.update import measure
+from stapo_lite.training.statistics import measure
 from stapo_lite.types import Completion, Rollouts
 
 AT_ONCE = 16
 """Requests to a server at the same time."""
-TIMEOUT = 600.0
-"""Seconds that a request may take."""
-ATTEMPTS, PAUSE = 4, 5.0
-"""Attempts per request before the run ends, and the seconds between two."""
+MAX_RETRIES = 5
+"""Retries of a request by the client before the run ends."""
 
 
 class Teacher(Callback):
@@ -46,7 +40,7 @@ class Teacher(Callback):
 
     def __init__(self, weight: float):
         self._weight = weight
-        self._kl = self._tokens = 0.0
+        self._parts: list[Means] = []
 
     def logprobs(self, run: Run, batch: MiniBatch) -> Tensor:
         """The teacher's log-probabilities of a mini-batch's tokens, [N] fp32."""
@@ -57,14 +51,11 @@ class Teacher(Callback):
             difference = self.logprobs(run, batch) - batch.rollout_logprobs
             difference = difference.where(batch.loss_mask, 0.0)
             batch.advantages += self._weight * difference
-            self._kl -= difference.sum().item()
-            self._tokens += batch.loss_mask.sum().item()
+            self._parts.append({"teacher_kl": mean(-difference, batch.loss_mask)})
 
     def on_step_end(self, run: Run, metrics: dict[str, Any], rollouts: Rollouts) -> None:
-        sums = torch.tensor([self._kl, self._tokens], device=run.accelerator.device)
-        kl, tokens = run.accelerator.reduce(sums).tolist()
-        metrics["teacher_kl"] = kl / tokens if tokens else None
-        self._kl = self._tokens = 0.0
+        metrics |= finish(self._parts)
+        self._parts = []
 
 
 class AdapterTeacher(Teacher):
@@ -104,10 +95,9 @@ class ServerTeacher(Teacher):
 
     def __init__(self, weight: float, url: str, key: str):
         super().__init__(weight)
-        self._url, self._key = url.rstrip("/"), key
-        failed = f"objective.teacher_server={url}: does not say what it serves"
-        with explained(failed, LookupError, TypeError, kind=RunError):
-            self._model = self._ask("/v1/models")["data"][0]["id"]
+        self._client = OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=MAX_RETRIES)
+        with explained(f"objective.teacher_server={url}: does not answer", kind=RunError):
+            self._model = self._client.models.list().data[0].id
 
     def logprobs(self, run: Run, batch: MiniBatch) -> Tensor:
         with ThreadPoolExecutor(AT_ONCE) as threads:
@@ -118,29 +108,10 @@ class ServerTeacher(Teacher):
     def _score(self, completion: Completion) -> list[float]:
         """The log-probability of each token of a completion."""
         ids = completion.prompt.token_ids + completion.token_ids
-        request = {"model": self._model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0}
-        (choice,) = self._ask("/v1/completions", request)["choices"]
-        scored = choice["prompt_logprobs"][len(completion.prompt.token_ids) :]
-        return [
-            one[str(token)]["logprob"]
-            for one, token in zip(scored, completion.token_ids, strict=True)
-        ]
-
-    def _ask(self, path: str, content: dict[str, Any] | None = None) -> Any:
-        body = None if content is None else json.dumps(content).encode()
-        headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
-        request = urllib.request.Request(self._url + path, body, headers)
-        failed = f"objective.teacher_server={self._url}: does not score"
-        broken = (OSError, HTTPException)
-        with explained(failed, *broken, KeyError, ValueError, kind=RunError):
-            for left in reversed(range(ATTEMPTS)):
-                try:
-                    with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
-                        return json.load(answer)
-                except urllib.error.HTTPError as error:
-                    if error.code < 500 or not left:
-                        raise OSError(error.read().decode(errors="replace")) from error
-                except broken:
-                    if not left:
-                        raise
-                time.sleep(PAUSE)
+        with explained("objective.teacher_server: does not score", kind=RunError):
+            answer: Any = self._client.completions.create(
+                model=self._model, prompt=ids, max_tokens=1, extra_body={"prompt_logprobs": 0}
+            )
+            scored = answer.choices[0].prompt_logprobs[len(completion.prompt.token_ids) :]
+            pairs = zip(scored, completion.token_ids, strict=True)
+            return [one[str(token)]["logprob"] for one, token in pairs]

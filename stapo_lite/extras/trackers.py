@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from stapo_lite.config import flatten
 from stapo_lite.errors import one_line
 from stapo_lite.training.callbacks import Callback
-from stapo_lite.training.log import completion_line, kept_completions, markdown, shorten
+from stapo_lite.training.log import completion_line, kept_completions, shorten
 from stapo_lite.training.run import Run
 from stapo_lite.types import Completion, Rollouts
 
@@ -39,16 +39,13 @@ class Trackers(Callback):
                 self._log_completions(step, kept)
 
     def _log_completions(self, step: int, completions: Sequence[Completion]) -> None:
-        """Log a table of completions to trackers that support tables or text."""
+        """Log a table of completions to trackers that support tables."""
         lines = [completion_line(step, completion) for completion in completions]
         names = list(lines[0])
         cells = [[shorten(str(value)) for value in line.values()] for line in lines]
         for tracker in self._accelerator.trackers:
             if hasattr(tracker, "log_table"):
                 tracker.log_table("completions", columns=names, data=cells, step=step)
-            elif tracker.name == "tensorboard":
-                rows = [[cell.replace("|", "\\|") for cell in row] for row in cells]
-                tracker.log({"completions": markdown([names, *rows])}, step=step)
 
     def on_evaluate(self, run: Run, step: int, results: dict[str, Any] | None) -> None:
         if results is None:  # not the main process

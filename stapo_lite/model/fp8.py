@@ -33,11 +33,6 @@ class FP8Linear(nn.Linear):
         y = _Product.apply(x, self.weight.view(torch.float8_e4m3fn), self.scale)
         return y if self.bias is None else y + self.bias
 
-    def dequantised(self, rows: slice = slice(None)) -> Tensor:
-        """The weight, or rows of it, [rows, in] fp32."""
-        scale = self.scale if self.scale.numel() == 1 else self.scale[rows]
-        return self.weight[rows].view(torch.float8_e4m3fn).float() * scale
-
 
 class _Product(torch.autograd.Function):
     """(x W^T) scale. Saves only the 8-bit weight and its scale for the backward pass."""

@@ -1,7 +1,5 @@
 """A model from a folder or the Hub: checked before its weights are loaded, then adapted."""
 
-import hashlib
-import json
 import logging
 import re
 import sys
@@ -12,48 +10,15 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from stapo_lite.config import Lora
 from stapo_lite.errors import InputError, explained
-from stapo_lite.files import read_object
 
 # bitsandbytes warns at every start if it cannot fetch a kernel from the Hub, and then uses its own.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-FREE_KEYS = {
-    # These decide the adapter's shape, and PEFT and vLLM apply them alike.
-    "r",
-    "lora_alpha",
-    "use_rslora",
-    "target_modules",
-    "exclude_modules",
-    "layers_to_transform",
-    "layers_pattern",
-    # These change nothing outside training, or only together with a key that is refused.
-    "base_model_name_or_path",
-    "revision",
-    "task_type",
-    "peft_version",
-    "auto_mapping",
-    "inference_mode",
-    "lora_dropout",
-    "megatron_core",
-    "qalora_group_size",
-    "runtime_config",
-}
-"""Keys of PEFT's LoRA config that may have any value in a plain adapter."""
-PLAIN_VALUES: dict[str, tuple] = {
-    "peft_type": ("LORA",),
-    "bias": ("none",),  # any other value trains biases of the base, which are not published
-    # any other value changes the base when the adapter is loaded
-    "init_lora_weights": (True, False, "gaussian", "orthogonal"),
-}
-"""Keys that may have one of these values. Every other key must be off: None, False or empty."""
 NO_MODEL = "model={}: not a causal language model in a folder or on the Hub"
-QUICKSTART_CACHE = ".cache/stapo_lite"
-"""Part of the path of the quickstart's model."""
 TRANSFORMED_LOGITS = (
     "final_logit_softcapping",
     "logit_scale",
@@ -64,11 +29,11 @@ TRANSFORMED_LOGITS = (
     "output_logit_soft_cap",
 )
 """Keys of a model's config that change its logits after the head, unless they are None or 1."""
+PLAIN_STARTS = (True, False, "gaussian", "orthogonal")
+"""PEFT's `init_lora_weights` that leave the base as it is."""
 
 
-def load_tokenizer(
-    model: str, longest_sequence: int, target_modules: Sequence[str]
-) -> tuple[Any, int | list[int] | None]:
+def load_tokenizer(model: str, target_modules: Sequence[str]) -> tuple[Any, int | list[int] | None]:
     """Load a model's tokenizer, and check the model before its weights are loaded.
 
     Returns:
@@ -76,8 +41,7 @@ def load_tokenizer(
 
     Raises:
         InputError: there is no such causal language model or tokenizer; its head is more than one
-            linear layer; its context is shorter than `longest_sequence` tokens; one of the
-            `target_modules` is not a linear layer of its decoder.
+            linear layer; one of the `target_modules` is not a linear layer of its decoder.
     """
     from transformers import AutoTokenizer, GenerationConfig
 
@@ -88,24 +52,14 @@ def load_tokenizer(
     # transformers makes an empty tokenizer if the files are missing.
     if not tokenizer("1 + 1 = 2", add_special_tokens=False).input_ids:
         raise InputError(f"model={model}: has no tokenizer")
-    text_config = config.get_text_config()  # the decoder's, if the model also reads images
     for key in TRANSFORMED_LOGITS:
-        if getattr(text_config, key, None) not in (None, 1):
-            raise InputError(
-                f"model={model}: its logits are transformed after the head ({key}): choose another "
-                "model"
-            )
-    context = getattr(text_config, "max_position_embeddings", longest_sequence)
-    if longest_sequence > context:
-        raise InputError(
-            f"model={model} holds {context} tokens, but data.max_prompt_length + "
-            f"rollout.max_completion_length = {longest_sequence}: shorten one"
-        )
+        if getattr(config.get_text_config(), key, None) not in (None, 1):
+            raise InputError(f"model={model}: its logits are transformed after the head ({key})")
     check_target_modules(target_modules, linears)
     try:
         model_eos = GenerationConfig.from_pretrained(model).eos_token_id
     except OSError:
-        model_eos = text_config.eos_token_id
+        model_eos = config.get_text_config().eos_token_id
     return tokenizer, model_eos
 
 
@@ -118,8 +72,7 @@ def load_model_config(model: str) -> Any:
     from transformers import AutoConfig
 
     if model.startswith(("/", ".")) and not Path(model).is_dir():
-        fix = "; `stapo quickstart` makes it" if QUICKSTART_CACHE in model else ""
-        raise InputError(f"model={model}: no such folder{fix}")
+        raise InputError(f"model={model}: no such folder")
     with explained(NO_MODEL.format(model)):
         return AutoConfig.from_pretrained(model, trust_remote_code=False)
 
@@ -186,9 +139,7 @@ def load_weights(
             bnb_4bit_compute_dtype=getattr(torch, dtype),
         )
     device = torch.device(device)
-    too_large = explained(
-        f"model={model} does not fit on {device}", torch.OutOfMemoryError, fix="; see `stapo plan`"
-    )
+    too_large = explained(f"model={model} does not fit on {device}", torch.OutOfMemoryError)
     config = load_model_config(model)
     with explained(NO_MODEL.format(model)), too_large, default_stream(device), beside_vllm(config):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -291,61 +242,32 @@ def _attend_with_repeated_keys(
     return sdpa_attention_forward(no_module, query, keys, values, *mask, **options)
 
 
-def read_adapter(folder: Path) -> dict[str, Any]:
-    """Read and check PEFT's config of an adapter.
+def read_adapter(folder: Path) -> Any:
+    """PEFT's config of an adapter. Its `target_modules`, whole paths or a pattern, become the last
+    parts of the names of the layers that it has.
 
     Raises:
-        InputError: there is no adapter, or not one that both engines apply as it was trained.
+        InputError: there is none, or it is not a plain LoRA adapter, which both engines apply as it
+            was trained.
     """
-    with explained(f"adapter={folder}: no adapter in PEFT's format", InputError):
-        adapter = read_object(folder / "adapter_config.json")
-    for key, value in adapter.items():
-        allowed = PLAIN_VALUES.get(key, (None, False, "", [], {}))
-        if key not in FREE_KEYS and value not in allowed:
-            raise InputError(f"adapter={folder}: not a plain LoRA adapter ({key}={value!r:.60})")
-    modules, rank = adapter.get("target_modules"), adapter.get("r", 0)
-    if not isinstance(modules, list) or any("." in name for name in modules):
-        raise InputError(
-            f"adapter={folder}: its target_modules must be a list of layer names, got {modules}"
-        )
-    if not isinstance(rank, int) or rank > 512:
-        raise InputError(f"adapter={folder}: its rank must be at most 512, got {rank}")
-    with (
-        explained(f"adapter={folder}: cannot be read"),
-        safe_open(folder / "adapter_model.safetensors", "pt") as weights,
-    ):
-        names = weights.keys()
-    for name in names:
-        # Such as a resized embedding, which PEFT would put into the base.
-        if ".lora_A." not in name and ".lora_B." not in name:
-            raise InputError(f"adapter={folder}: not a plain LoRA adapter (it holds {name})")
+    from peft import PeftConfig
+
+    with explained(f"adapter={folder}: no adapter in PEFT's format"):
+        adapter: Any = PeftConfig.from_pretrained(str(folder))
+        names = list(load_file(folder / "adapter_model.safetensors"))
+    plain = (
+        adapter.peft_type == "LORA"
+        and adapter.bias == "none"
+        and adapter.init_lora_weights in PLAIN_STARTS
+        and not (adapter.use_dora or adapter.modules_to_save or adapter.alpha_pattern)
+        # PEFT would put any other tensor, such as a resized embedding, into the base.
+        and all(".lora_" in name for name in names)
+    )
+    if not plain:
+        raise InputError(f"adapter={folder}: not a plain LoRA adapter")
+    layers = {name.partition(".lora_")[0].rpartition(".")[2] for name in names}
+    adapter.target_modules = sorted(layers)
     return adapter
-
-
-def adapter_digest(folder: Path) -> str:
-    """A digest of an adapter's files."""
-    config = (folder / "adapter_config.json").read_bytes()
-    weights = (folder / "adapter_model.safetensors").read_bytes()
-    return hashlib.sha256(config + weights).hexdigest()
-
-
-def model_digest(model: str) -> str | None:
-    """A digest of a model's folder: names and sizes of its config and weight files, and about 64
-    samples of 4 KiB from each, since they may be large. None for a name on the Hub."""
-    folder = Path(model)
-    if not folder.is_dir():
-        return None
-    digest = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
-        if path.suffix not in (".safetensors", ".bin") and path.name != "config.json":
-            continue
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
-        with path.open("rb") as file:
-            for position in range(0, size, max(1, size // 64)):
-                file.seek(position)
-                digest.update(file.read(4096))
-    return digest.hexdigest()
 
 
 def find_start(lora: Lora) -> Path | None:
@@ -368,16 +290,15 @@ def find_adapter(lora: Lora, adapter: str, key: str) -> Path:
 
         with explained(f"{key}={folder}: neither a folder nor on the Hub"):
             folder = Path(snapshot_download(adapter, allow_patterns="adapter_*"))
-    its = {"use_rslora": False} | read_adapter(folder)  # an old PEFT does not write this key
+    its = read_adapter(folder)
     differing = []
     for name in ("r", "lora_alpha", "use_rslora"):
-        if its.get(name) != getattr(lora, name):
+        if getattr(its, name) != getattr(lora, name):
             differing.append(name)
-    if set(lora.target_modules) not in ({"all-linear"}, set(its["target_modules"])):
+    if set(lora.target_modules) not in ({"all-linear"}, set(its.target_modules)):
         differing.append("target_modules")
     if differing:
-        settings = " ".join(f"lora.{name}={json.dumps(its.get(name))}" for name in differing)
-        raise InputError(f"{key}={adapter} is another kind of adapter: set {settings}")
+        raise InputError(f"{key}={adapter} has another lora.{', lora.'.join(differing)}")
     return folder
 
 
@@ -399,13 +320,12 @@ def load_adapter(model: Any, folder: Path) -> None:
         )
 
 
-def add_adapter(base: Any, lora: Lora, gradient_checkpointing: bool | int) -> Any:
+def add_adapter(base: Any, lora: Lora) -> Any:
     """Freeze the base and give it a LoRA adapter (PEFT, in fp32) that changes nothing yet; returns
     the PeftModel, ready to train.
 
-    Like PEFT's `prepare_model_for_kbit_training`, it freezes the base and uses non-reentrant
-    checkpointing. Unlike it, it does not cast unquantised weights to fp32, which would take 2.5 GB
-    in an 8B model and agree less with the engine.
+    Unlike PEFT's `prepare_model_for_kbit_training`, it does not cast unquantised weights to fp32,
+    which would take 2.5 GB in an 8B model and agree less with the engine.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -430,22 +350,12 @@ def add_adapter(base: Any, lora: Lora, gradient_checkpointing: bool | int) -> An
     # Training mode would switch on dropout, which the engine does not have, and more, such as the
     # random routing of PhiMoE.
     model.eval()
-    if gradient_checkpointing:
-        checkpoint_layers(base, gradient_checkpointing)
     return model
 
 
-def checkpoint_layers(base: Any, count: bool | int) -> None:
-    """Let layers recompute their activations in the backward pass.
-
-    Args:
-        count: True for all layers, or how many, counted from the first.
-    """
+def checkpoint_layers(base: Any) -> None:
+    """Let layers recompute their activations in the backward pass."""
     base.gradient_checkpointing_enable({"use_reentrant": False})
-    if count is not True:
-        # The last layers keep their activations: backward frees them before others recompute.
-        for layer in base.get_decoder().layers[count:]:
-            layer.gradient_checkpointing = False
     # A layer checkpoints only in training mode: set it on these layers alone, not on their
     # submodules, and set their own dropout rates to 0.
     for module in base.modules():

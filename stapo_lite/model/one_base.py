@@ -4,25 +4,15 @@ LoRA never changes the base, so trainer and engine may read the same bytes. tran
 built without weights, and each of its parameters becomes a view of the engine's.
 """
 
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from stapo_lite.errors import InputError
 from stapo_lite.model.fp8 import FP8Linear
 from stapo_lite.model.loading import attention_for, beside_vllm, load_model_config, ready
 from stapo_lite.types import BaseWeights, FP8Weight, NF4Weight
-
-ROUNDING_IN_4_BITS = 0.2
-"""Largest relative error (Frobenius) allowed for 4-bit weights: twice that of normally distributed
-ones."""
-ROUNDING_IN_8_BITS = 0.06
-"""The same for 8-bit weights."""
-COMPARED_AT_ONCE = 1 << 24
-"""Values compared at a time, since the engine's cache may leave little memory."""
 
 
 def base_on(weights: BaseWeights, model: str, dtype: str, device: torch.device) -> Any:
@@ -108,56 +98,3 @@ def linear_4bit(linear: nn.Linear, weight: NF4Weight) -> Any:
         module=layer,
     )
     return layer
-
-
-@torch.no_grad()
-def check_weights(base: Any, model: str) -> None:
-    """Compare each weight with the checkpoint's file, which is read part by part.
-
-    Raises:
-        InputError: one is not there, or differs.
-    """
-    folder = Path(model)
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-
-        folder = Path(snapshot_download(model, allow_patterns="*.safetensors"))
-    missing = dict(base.named_parameters())
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for name in missing.keys() & set(file.keys()):
-                layer = base.get_submodule(name.rpartition(".")[0])
-                check_weight(name, layer, missing.pop(name), file.get_slice(name))
-    if missing:
-        raise InputError(f"the checkpoint's files do not hold {min(missing)}")
-
-
-def check_weight(name: str, layer: Any, parameter: Any, stored: Any) -> None:
-    """Compare a parameter with its values in a file.
-
-    Args:
-        stored: safetensors' slice.
-
-    Raises:
-        InputError: they differ; for a quantised weight, by more than rounding explains.
-    """
-    values, allowed = parameter.data, 0.0
-    in_8_bits = isinstance(layer, FP8Linear) and parameter is layer.weight
-    if in_8_bits:
-        allowed = ROUNDING_IN_8_BITS
-    elif hasattr(parameter, "quant_state"):
-        from bitsandbytes.functional import dequantize_4bit
-
-        values, allowed = dequantize_4bit(values, parameter.quant_state), ROUNDING_IN_4_BITS
-    if list(values.shape) != stored.get_shape():
-        raise InputError(f"{name} is {list(values.shape)}, and {stored.get_shape()} in the file")
-    rows = max(1, COMPARED_AT_ONCE * len(values) // values.numel())
-    difference = norm = 0.0
-    for start in range(0, len(values), rows):
-        some = slice(start, start + rows)
-        part: Tensor = layer.dequantised(some) if in_8_bits else values[some]
-        expected = stored[some].to(part)
-        difference += (part - expected).float().square().sum().item()
-        norm += expected.float().square().sum().item()
-    if not difference <= allowed**2 * norm:  # also catches NaN
-        raise InputError(f"{name} in the engine differs from the checkpoint's file")

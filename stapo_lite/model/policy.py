@@ -28,7 +28,7 @@ def make_policy(base: Any, config: Config, start: Path | None = None) -> "Policy
         InputError: the adapter cannot be loaded, or lacks weights.
     """
     torch.manual_seed(config.seed)
-    peft_model = add_adapter(base, config.lora, config.train.gradient_checkpointing)
+    peft_model = add_adapter(base, config.lora)
     if config.train.compile:
         # Layer by layer: they share compiled code, and checkpointing stays outside it.
         module: Any
@@ -60,11 +60,9 @@ class Policy:
         }
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self._causal_lm = model.get_base_model()
-        self._checkpointing = config.train.gradient_checkpointing
-        self._offload_activations = config.train.offload_activations
+        self._offload = False
         self._temperature = config.rollout.temperature
         self._head_memory = int(config.train.lm_head_memory_gb * 2**30)
-        self._host_copies: dict[nn.Parameter, Tensor] = {}
         self._reference: dict[str, Tensor] = {}
 
     @property
@@ -72,37 +70,16 @@ class Policy:
         """The adapter's device."""
         return next(iter(self.parameters.values())).device
 
-    def park(self) -> None:
-        """Move the frozen base to pinned host memory. It is copied there only once, since it never
-        changes."""
-        for parameter in self.model.parameters():
-            if parameter.requires_grad:
-                continue
-            if parameter not in self._host_copies:
-                host = torch.empty_like(parameter.data, device="cpu", pin_memory=parameter.is_cuda)
-                self._host_copies[parameter] = host.copy_(parameter.data)
-            parameter.data = self._host_copies[parameter]
-        torch.cuda.empty_cache()  # for the engine, which allocates its own
+    def save_memory(self, checkpointing: bool, offload: bool) -> None:
+        """Set how passes with a gradient save memory, at the cost of time.
 
-    def unpark(self) -> None:
-        """Bring the base back to the device."""
-        for parameter, host in self._host_copies.items():
-            parameter.data = host.to(self.device, non_blocking=True)
-
-    def save_memory(self) -> str | None:
-        """Make later updates use less memory, at the cost of time.
-
-        Returns:
-            What has changed; None if nothing is left to change.
+        Args:
+            checkpointing: layers recompute their activations in the backward pass; this stays so.
+            offload: what waits for the backward pass does so in host memory.
         """
-        if self._checkpointing is not True:
-            self._checkpointing = True
-            checkpoint_layers(self._causal_lm, True)
-            return "all layers are checkpointed (train.gradient_checkpointing=true)"
-        if not self._offload_activations:
-            self._offload_activations = True
-            return "activations wait in host memory (train.offload_activations=true)"
-        return None
+        if checkpointing:
+            checkpoint_layers(self._causal_lm)
+        self._offload = offload
 
     def drop_base(self) -> None:
         """Drop the base, whose weights belong to the engine, at the end of a run. Only the
@@ -139,9 +116,8 @@ class Policy:
         precision = torch.autocast(
             self.device.type, self.dtype, enabled=self.dtype != torch.float32
         )
-        # The inputs of checkpointed layers wait for the backward pass on the device or the host.
         waiting: Any = nullcontext()
-        if self._offload_activations:
+        if self._offload:
             waiting = torch.autograd.graph.save_on_cpu(pin_memory=self.device.type == "cuda")
         with precision, waiting:
             decoded = self._causal_lm.get_decoder()(input_ids=input_ids, use_cache=False)
@@ -157,7 +133,7 @@ class Policy:
 
         Args:
             hidden: [n, D], from `hidden_states` of the same completions.
-            differentiable_entropy: give entropy a gradient too; the logits are then computed twice.
+            differentiable_entropy: give entropy a gradient too.
         """
         targets = [token for completion in completions for token in completion.token_ids]
         return token_statistics(

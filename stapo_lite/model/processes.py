@@ -2,71 +2,15 @@
 
 import logging
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from stapo_lite.errors import InputError
-from stapo_lite.machine import cores
 
 logger = logging.getLogger(__name__)
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 """A file that exists if NVIDIA's driver is loaded."""
-
-
-def count_processes(wanted: int | None) -> int:
-    """The number of processes in this launch; before a launch, the number wanted, or one per card.
-
-    Raises:
-        InputError: `wanted` is not the number launched.
-    """
-    if _is_launched():
-        launched = int(os.environ.get("WORLD_SIZE", "1"))
-        if wanted not in (None, launched):
-            raise InputError(
-                f"--processes={wanted}: {launched} were launched (WORLD_SIZE): leave it out"
-            )
-        return launched
-    if wanted is None and NVIDIA_DRIVER.exists():
-        import torch  # slow, so only with a driver
-
-        wanted = torch.cuda.device_count()
-    return wanted or 1
-
-
-def launch(processes: int, command: Sequence[str]) -> bool:
-    """Run a command of `stapo` in several processes of this machine and wait for them.
-
-    It uses torch's launcher, as accelerate does, but without accelerate's configuration.
-
-    Returns:
-        False if there is nothing to launch: one process is enough, or this is one of them.
-
-    Raises:
-        SystemExit: with the status of the process that failed, or the signal that ended all.
-    """
-    if processes == 1 or _is_launched():
-        return False
-    from torch.distributed import run
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    # A process that fails has said why itself.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // processes)))
-    try:
-        run.main(["--standalone", "--nproc-per-node", str(processes), "-m", "stapo_lite", *command])
-    except ChildFailedError as error:
-        status = error.get_first_failure()[1].exitcode
-        raise SystemExit(status if status > 0 else 128 - status) from None
-    except SignalException as error:
-        raise SystemExit(128 + error.sigval) from None
-    return True
-
-
-def _is_launched() -> bool:
-    return "WORLD_SIZE" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
 
 
 def check_launch(state: Any) -> None:
@@ -90,7 +34,7 @@ def check_launch(state: Any) -> None:
     launched, runs = int(os.environ.get("WORLD_SIZE", "1")), state.num_processes
     if runs != launched:
         raise InputError(
-            f"{launched} processes were launched, but accelerate runs {runs}: use --processes"
+            f"{launched} processes were launched, but accelerate runs {runs}: use accelerate launch"
         )
     if state.is_main_process and not torch.accelerator.is_available() and NVIDIA_DRIVER.exists():
         logger.warning(

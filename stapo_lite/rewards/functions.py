@@ -1,20 +1,16 @@
 """Rewards: the package's functions and the user's, given by import path or as Python objects."""
 
-import asyncio
 import inspect
-import json
 import logging
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 from stapo_lite.config import Reward
 from stapo_lite.errors import InputError, RunError
-from stapo_lite.machine import host_memory
-from stapo_lite.rewards.sandbox import Sandbox, SandboxError, to_json
+from stapo_lite.loop_thread import LoopThread
+from stapo_lite.rewards.sandbox import Sandbox, SandboxError
 from stapo_lite.types import Completion
 
 logger = logging.getLogger(__name__)
@@ -25,9 +21,9 @@ gradients."""
 MAX_FAILURES = 3
 """Batches in a row on which a user's function may fail before the run ends."""
 
-Judgements = list[float | None]
-"""A score per completion; None if the function does not judge it."""
-RewardFunction = Callable[[Sequence[Completion], int, SimpleNamespace], Judgements]
+Scores = list[float | None]
+"""A score per completion; None if the function gives none."""
+RewardFunction = Callable[[Sequence[Completion], int, SimpleNamespace], Scores]
 """Called with completions, a seed and TRL's `trainer_state`."""
 
 
@@ -51,9 +47,10 @@ class RewardModel:
         built_in: Mapping[str, RewardFunction] | None = None,
     ):
         self._max_steps = max_steps
+        self._coroutines = LoopThread("coroutine rewards")
         known = dict(built_in or {})
         for name, function in (own or {}).items():
-            known[name] = LocalFunction(name, function)
+            known[name] = LocalFunction(name, function, self._coroutines)
         self._functions = {
             name: known.get(name) or SandboxedFunction(name, settings.function_timeout)
             for name in settings.functions
@@ -74,21 +71,18 @@ class RewardModel:
         """
         # TRL's global_step counts finished steps.
         state = SimpleNamespace(global_step=step - 1, max_steps=self._max_steps)
-        running = {
-            name: self._threads.submit(function, completions, seed, state)
-            for name, function in self._functions.items()
-            if not (isinstance(function, LocalFunction) and function.in_this_thread)
-        }
-        values = {
-            name: function(completions, seed, state)
-            for name, function in self._functions.items()
-            if name not in running
-        }
+        running, values = {}, {}
+        for name, function in self._functions.items():
+            if not is_plain(function):
+                running[name] = self._threads.submit(function, completions, seed, state)
+        for name, function in self._functions.items():
+            if is_plain(function):
+                values[name] = function(completions, seed, state)
         values |= {name: future.result() for name, future in running.items()}
         for number, completion in enumerate(completions):
             scores = {name: values[name][number] for name in self._functions}
             completion.scores = {name: score for name, score in scores.items() if score is not None}
-            # A function of weight 0 is only logged; it alone does not make a completion judged.
+            # A function of weight 0 is only logged; it alone gives no reward.
             weighted = [
                 self._weights[name] * score
                 for name, score in completion.scores.items()
@@ -99,10 +93,16 @@ class RewardModel:
 
     def close(self) -> None:
         """End all calls, including those in progress."""
+        self._coroutines.close()
         for function in self._functions.values():
-            if isinstance(function, SandboxedFunction | LocalFunction):
+            if isinstance(function, SandboxedFunction):
                 function.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def is_plain(function: RewardFunction) -> bool:
+    """Whether it is the caller's plain function, which runs in the caller's thread."""
+    return isinstance(function, LocalFunction) and not function.is_coroutine
 
 
 def reward_arguments(
@@ -138,103 +138,75 @@ def copied(value: Any) -> Any:
     return value
 
 
-def judgements(name: str, values: Any, count: int) -> Judgements:
+def check_scores(name: str, values: Any, count: int) -> Scores:
     """Check the values that a function returned. Those that are not numbers, not finite or at least
     LARGEST in magnitude become None.
 
     Raises:
-        SandboxError: the values are not a list of `count`, or every value is unusable.
+        SandboxError: the values are not a list of `count`.
     """
     if not isinstance(values, list):
         raise SandboxError(f"returned {values!r:.100}, not a list")
     if len(values) != count:
         raise SandboxError(f"returned {len(values)} values, not {count}")
-    judged = [
+    scores = [
         float(value) if isinstance(value, int | float) and abs(value) < LARGEST else None
         for value in values
     ]
-    unusable = judged.count(None) - values.count(None)
-    if unusable and unusable == count:
-        raise SandboxError("returned no finite number")
+    unusable = scores.count(None) - values.count(None)
     if unusable:
         message = (
-            "reward.functions=%s: %d of %d values are not finite numbers; their completions are "
-            "not judged"
+            "reward.functions=%s: %d of %d values are not finite numbers; their completions get "
+            "no score"
         )
         logger.warning(message, name, unusable, count)
-    return judged
-
-
-_one_starts_it = threading.Lock()
-
-
-def event_loop() -> asyncio.AbstractEventLoop:
-    """The event loop, in its own thread, for all coroutine reward functions of this process. (In a
-    notebook, the main thread already runs a loop.)"""
-    with _one_starts_it:  # two functions may begin at once; what one keeps is tied to its loop
-        return _start_loop()
-
-
-@cache
-def _start_loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="reward-coroutines", daemon=True).start()
-    return loop
+    return scores
 
 
 class LocalFunction:
     """A reward function called in this process: it may be a lambda or closure, and keeps its state.
-    It has no time or memory limit and is not seeded; an exception in it ends the run.
+    It has no time limit and is not seeded; an exception in it ends the run.
 
     Args:
         name: for messages.
         function: called as TRL calls it; may be a coroutine function.
-
-    Attributes:
-        in_this_thread: whether to call it in the run's own thread, since it may need that thread's
-            device or signals. False only for coroutine functions.
+        loop: where coroutines run.
     """
 
-    def __init__(self, name: str, function: Callable):
-        self._name, self._function, self._closed = name, function, False
-        self._running: Future | None = None
-        asynchronous = map(inspect.iscoroutinefunction, (function, type(function).__call__))
-        self.in_this_thread = not any(asynchronous)
+    def __init__(self, name: str, function: Callable, loop: LoopThread):
+        self._name, self._function, self._loop = name, function, loop
+        kinds = map(inspect.iscoroutinefunction, (function, type(function).__call__))
+        self.is_coroutine = any(kinds)
 
     def __call__(
         self, completions: Sequence[Completion], _: int, trainer_state: SimpleNamespace
-    ) -> Judgements:
-        """Judge completions.
+    ) -> Scores:
+        """Score completions.
 
         Raises:
             RunError: it did not return a list with a value for each completion.
         """
         values = self._function(**reward_arguments(completions, trainer_state))
         if inspect.iscoroutine(values):
-            self._running = asyncio.run_coroutine_threadsafe(values, event_loop())
-            if self._closed:  # by another thread, which may not have seen `_running`
-                self._running.cancel()
-            values = self._running.result()
+            values = self._loop.submit(values).result()
         try:
-            return judgements(self._name, json.loads(to_json(values)), len(completions))
+            return check_scores(self._name, list(map(plain, values)), len(completions))
         except SandboxError as error:
             fix = "fix it, then resume=True"
             raise RunError(f"reward_funcs: {self._name} {error}; {fix}") from None
 
-    def close(self) -> None:
-        """Cancel a running coroutine, and any that a call in progress is about to start."""
-        self._closed = True
-        if self._running:
-            self._running.cancel()
+
+def plain(value: Any) -> float | None:
+    """A number of any library as a float."""
+    return None if value is None else float(value)
 
 
 class SandboxedFunction:
     """The user's reward function at `package.module:function`, called as TRL calls it
     (`reward_arguments`), in its own process; it may be a coroutine function.
 
-    It returns a list of numbers, with None for a completion that it does not judge. If it raises,
-    hangs, takes more than half of the machine's memory, or returns anything else, all completions
-    of the call count as not judged.
+    It returns a list of numbers, with None for a completion that it gives no score. If it raises,
+    hangs or returns anything else, no completion of the call gets one.
 
     Args:
         timeout: seconds of one call, and of the module's import.
@@ -247,16 +219,15 @@ class SandboxedFunction:
         self._path, self._failures = path, 0
         if ":" not in path:
             raise InputError(f"reward.functions={path}: use math or package.module:function")
-        self.sandbox = Sandbox(path, timeout, host_memory() // 2)
         try:
-            self.sandbox.start()
+            self._sandbox = Sandbox(path, timeout)
         except SandboxError as error:
             raise InputError(f"reward.functions={path}: {error}") from None
 
     def __call__(
         self, completions: Sequence[Completion], seed: int, trainer_state: SimpleNamespace
-    ) -> Judgements:
-        """Judge completions.
+    ) -> Scores:
+        """Score completions.
 
         Args:
             seed: for Python's, numpy's and torch's generators in the function's process.
@@ -266,10 +237,8 @@ class SandboxedFunction:
         """
         arguments = reward_arguments(completions, trainer_state)
         try:
-            values = judgements(self._path, self.sandbox.call(arguments, seed), len(completions))
+            values = check_scores(self._path, self._sandbox.call(arguments, seed), len(completions))
         except SandboxError as error:
-            if self.sandbox.killed:
-                raise RunError(f"reward.functions={self._path}: interrupted") from None
             self._fail(error)
             return [None] * len(completions)
         self._failures = 0
@@ -277,7 +246,8 @@ class SandboxedFunction:
 
     def _fail(self, problem: SandboxError) -> None:
         failed = f"reward.functions={self._path}: {problem}; it"
-        logger.warning("%s judges none of these completions", failed)
+        cause = problem.__cause__  # with the lines of the user's function
+        logger.warning("%s scores none of these completions", failed, exc_info=cause)
         self._failures += 1
         if self._failures >= MAX_FAILURES:
             raise RunError(
@@ -287,7 +257,7 @@ class SandboxedFunction:
 
     def close(self) -> None:
         """Kill its process, and with it a running call."""
-        self.sandbox.kill()
+        self._sandbox.close()
 
 
 def overlong_share(length: int, max_completion_length: int, buffer: float) -> float:

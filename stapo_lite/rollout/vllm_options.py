@@ -1,8 +1,6 @@
 """vLLM's engine arguments in one table, for an engine in the process and for a server; checks of
 the installed vLLM."""
 
-import dataclasses
-import difflib
 import logging
 import os
 import warnings
@@ -24,21 +22,9 @@ CPU_KV_CACHE_BYTES = 1 << 30
 WATERMARK = 0.05
 """Share of the KV cache that vLLM keeps free for running sequences when it admits a new one. This
 saves more than half of the tokens that preemption would otherwise recompute (docs/results.md)."""
-OURS = {
-    "model", "dtype", "quantization", "max_model_len", "max_num_seqs", "logprobs_mode",
-    "generation_config",
-    "disable_log_stats", "enable_lora", "max_loras", "max_lora_rank", "lora_target_modules",
-    "gpu_memory_utilization",
-    "enable_chunked_prefill", "enable_sleep_mode", "sleep_mode_offload_cudagraph",
-    "distributed_executor_backend",
-    "seed", "worker_extension_cls",
-}  # fmt: skip
-"""Engine arguments that the user may not set: other keys decide them, or training needs them."""
 OLDEST = Version("0.31")
 """Older ones may lose the adapter in sleep (vllm#53888), do not count the memory of CUDA graphs
 (vllm#49224), and cannot give back the KV cache alone."""
-ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
-"""Layer types in a transformers config that have no recurrent state."""
 ALLOWED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vllm.config.lora.MaxLoRARanks
 
 
@@ -84,6 +70,9 @@ def engine_arguments(
         model: folder or Hub name of the base.
         lora: rank and layers of the adapters to come; None if there will be none.
         max_loras: adapters that are served at the same time.
+
+    Raises:
+        InputError: `options.vllm` has an argument that the run sets itself.
     """
     ours: dict[str, Any] = {
         "model": model,
@@ -110,13 +99,14 @@ def engine_arguments(
         ours["worker_extension_cls"] = "stapo_lite.rollout.vllm_cpu_lora.WorkerExtension"
     else:
         defaults["max_num_batched_tokens"] = batched_tokens(options, max_model_len)
-        ours["gpu_memory_utilization"] = options.gpu_memory_utilization
+        if options.gpu_memory_utilization is not None:  # by default vLLM's
+            ours["gpu_memory_utilization"] = options.gpu_memory_utilization
+    for name in ours.keys() & options.vllm.keys():
+        raise InputError(f"rollout.vllm.{name}: the run sets it itself: leave it out")
     arguments = ours | defaults | options.vllm
     if not on_cpu:
         arguments["hf_overrides"] = fp32_head(model, options) | options.vllm.get("hf_overrides", {})
         compilation = options.vllm.get("compilation_config", {})
-        if isinstance(compilation, int):  # vLLM's short form
-            compilation = {"mode": compilation}
         # Every request has an adapter, so graphs without one are not needed. (Only vLLM's first
         # model runner heeds this; the second captures both sets.)
         arguments["compilation_config"] = {"cudagraph_specialize_lora": False} | compilation
@@ -167,31 +157,11 @@ def has_device() -> bool:
     return for_cpu or torch.cuda.is_available()
 
 
-def check_on_cpu(model: str) -> None:
-    """Raise InputError if vLLM's CPU build (0.32) cannot serve a model with adapters: mixtures of
-    experts need Triton, and layers with a recurrent state need chunked prefill, which is off."""
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config()
-    except (OSError, ValueError):  # there is no such model, which `load_tokenizer` says
-        return
-    states = set(getattr(config, "layer_types", None) or []) - ATTENTION
-    experts = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts"))
-    if experts or states:
-        kind = "a mixture of experts" if experts else f"a model with {', '.join(sorted(states))}"
-        raise InputError(
-            f"model={model}: vLLM's CPU build cannot serve adapters of {kind}; use a card, or "
-            "rollout.engine=transformers"
-        )
-
-
 def check_vllm(options: Engine, dtype: str) -> None:
     """Check that the installed vLLM can serve as asked.
 
     Raises:
-        InputError: it needs a plugin, or another dtype; `options.vllm` has a name that it does not
-            know, or that is not the user's to set.
+        InputError: it needs a plugin, or another dtype.
     """
     installed = vllm_version()
     if installed < OLDEST:
@@ -201,21 +171,10 @@ def check_vllm(options: Engine, dtype: str) -> None:
             "rollout.quantization=bitsandbytes: vLLM needs a plugin for it: "
             "pip install --no-deps vllm-bnb-plugin==0.0.3"
         )
-    if options.quantization == "bitsandbytes" and dtype == "float32":
-        raise InputError(
-            "dtype=float32: vLLM's bitsandbytes layers cannot compute in it; set dtype=bfloat16"
-        )
-    for name in options.vllm:
-        if name in OURS:
-            raise InputError(f"rollout.vllm.{name}: the run sets it itself: leave it out")
-        from vllm.engine.arg_utils import EngineArgs  # takes seconds
+    import torch
 
-        known = [field.name for field in dataclasses.fields(EngineArgs)]
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = "see vLLM's documentation of its engine arguments"
-            if near:
-                hint = f"did you mean {near[0]!r}?"
-            raise InputError(
-                f"rollout.vllm.{name}: not an engine argument of vLLM {installed}; {hint}"
-            )
+    if dtype == "float32" and (options.quantization == "bitsandbytes" or torch.cuda.is_available()):
+        raise InputError(
+            "dtype=float32: vLLM's bitsandbytes layers, and its adapters on a card, cannot compute "
+            "in it; set dtype=bfloat16"
+        )

@@ -1,1 +1,1 @@
-"""The run: loop, update, metrics, checkpoints, the run folder, and what is published of it."""
+"""The run: loop, update, memory, metrics, checkpoints, the run folder."""

@@ -7,7 +7,7 @@
             self.enough = enough
 
         def on_step_end(self, run, metrics, rollouts):
-            if (metrics["reward"] or 0.0) >= self.enough:
+            if (metrics.get("reward") or 0.0) >= self.enough:
                 run.stop_reason = f"reward {metrics['reward']:.2f}"
 
     Trainer(config="configs/quickstart.yaml", callbacks=[StopAtReward(0.95)]).train()
@@ -42,7 +42,8 @@ class Callback:
 
     def on_update(self, run: Run, batch: MiniBatch, update: Update) -> None:
         """An update has ended; `batch` is this process's share of its mini-batch. The policy is
-        unchanged unless `update.changed`. `update.tokens` is dropped afterwards."""
+        unchanged unless `update.changed`. `update.masks` and `update.gradient` are dropped
+        afterwards."""
 
     def on_evaluate(self, run: Run, step: int, results: dict[str, Any] | None) -> None:
         """An evaluation of the adapter after `step` has ended; its results are on the main process,

@@ -9,8 +9,6 @@ There is no generator state to keep: every draw follows from the config's seed a
 gives the position in the prompt order, the seed of the next rollout, the adapter's version, the
 learning rate, and the place in the metrics. A checkpoint is a `Snapshot` from the end of a step: a
 run interrupted within a step (SIGTERM, an error, a failing device) saves the step before.
-
-An unreadable checkpoint is skipped with a warning, and the one before it is used.
 """
 
 import json
@@ -25,14 +23,14 @@ import torch
 from accelerate.utils import recursively_apply
 from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt
 from pydantic.dataclasses import dataclass
-from safetensors.torch import load_file
 from torch import Tensor
 
-from stapo_lite.config import S2T, flatten
-from stapo_lite.errors import InputError, explained, one_line
+from stapo_lite.config import Config, flatten
+from stapo_lite.errors import InputError, explained
 from stapo_lite.files import read_object, sync
 from stapo_lite.model.loading import load_adapter
 from stapo_lite.model.policy import Policy
+from stapo_lite.training.memory import MemorySetting
 
 logger = logging.getLogger(__name__)
 
@@ -49,10 +47,14 @@ FREE = (
 )
 """Keys and sections that may change when a run is resumed, since they do not change what it
 computes."""
+MEMORY = {
+    "train.max_tokens_per_microbatch",
+    "train.gradient_checkpointing",
+    "train.offload_activations",
+}
+"""Keys that a memory setting follows from."""
 FIXED = ("lora.r", "lora.lora_alpha", "lora.use_rslora", "lora.target_modules", "train.optim")
 """Keys that may not change even with --force: adapter or optimiser would not fit."""
-WEIGHTS = ("model", "rollout.model", "lora.adapter", "objective.teacher_adapter")
-"""Keys whose files have a digest in the environment."""
 
 
 @dataclass(config=ConfigDict(extra="forbid"))
@@ -66,8 +68,8 @@ class Progress:
     version in the engine, and gives the learning rate."""
     prompts_drawn: NonNegativeInt = 0
     """Position in the prompt order. It gives the rollouts' seeds."""
-    halvings: NonNegativeInt = 0
-    """How often the token budget of a micro-batch was halved because memory ran out."""
+    memory: MemorySetting | None = None
+    """How updates use memory, after what has run out."""
     skipped_in_a_row: NonNegativeInt = 0
     """Consecutive updates skipped up to now."""
     backoff: NonNegativeFloat = 0.0
@@ -117,9 +119,7 @@ def save_checkpoint(
         shutil.rmtree(left)
     final = run_folder / f"checkpoint-{snapshot.progress.step}"
     if final.exists():
-        if find_damage(final) is None:
-            return False
-        shutil.rmtree(final)
+        return False
     partial = run_folder / f".{final.name}"
     state = {
         "progress": asdict(snapshot.progress),
@@ -137,22 +137,19 @@ def save_checkpoint(
         raise
     partial.rename(final)
     sync(run_folder)
-    checkpoints = list_checkpoints(run_folder)
-    # Newer ones do not count: they are damaged, or the run would have resumed from them.
-    until_now = checkpoints[: checkpoints.index(final) + 1]
-    for old in until_now[:-limit]:
+    for old in list_checkpoints(run_folder)[:-limit]:
         shutil.rmtree(old)
     return True
 
 
 def load_checkpoint(
-    folder: Path, policy: Policy, optimizer: torch.optim.Optimizer, s2t: S2T
+    folder: Path, policy: Policy, optimizer: torch.optim.Optimizer, config: Config
 ) -> Progress:
     """Restore adapter and optimiser; returns how far the run had come.
 
     Args:
-        s2t: of the config. Its tau_p replaces the checkpoint's if the key has changed, or if tau_p
-            no longer moves.
+        config: its tau_p replaces the checkpoint's if the key has changed, or if tau_p no longer
+            moves; if a key of MEMORY has changed, no memory setting is left.
 
     Raises:
         InputError: they do not fit the model or the optimiser.
@@ -160,14 +157,17 @@ def load_checkpoint(
     with explained(f"{folder}: does not fit this run"):
         state = read_state(folder)
         load_adapter(policy.model, folder)
-        optimizer_state = load_optimizer_state(folder)
+        moments = torch.load(folder / "optimizer.pt", "cpu", weights_only=True)  # runs no code
         # Learning rate and weight decay are those of the config.
-        optimizer_state["param_groups"] = optimizer.state_dict()["param_groups"]
-        optimizer.load_state_dict(optimizer_state)
-    progress = Progress(**state["progress"])
-    before = flatten(state["config"]).get("objective.s2t.tau_p")
-    if s2t.target_share is None or before != s2t.tau_p:
+        moments["param_groups"] = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict(moments)
+        progress = Progress(**state["progress"])
+    changed = differences(flatten(state["config"]), flatten(config.model_dump(mode="json")))
+    s2t = config.objective.s2t
+    if s2t.target_share is None or "objective.s2t.tau_p" in changed:
         progress.tau_p = s2t.tau_p
+    if changed.keys() & MEMORY:
+        progress.memory = None
     progress.recent = progress.recent[: s2t.window]
     return progress
 
@@ -176,12 +176,9 @@ def read_state(folder: Path) -> dict[str, Any]:
     """The checkpoint's `state.json`: its `progress`, `config` and `environment`.
 
     Raises:
-        InputError: it cannot be read, or lacks progress.
+        InputError: it cannot be read.
     """
-    state = read_object(folder / "state.json")
-    with explained(f"{folder}: state.json is not that of a checkpoint"):
-        Progress(**state["progress"])
-    return state
+    return read_object(folder / "state.json")
 
 
 def check_resume(
@@ -194,39 +191,40 @@ def check_resume(
 
     Raises:
         InputError: a key of FIXED has changed; or, without `force`, any other key that affects what
-            the run computes, or the weights it names.
+            the run computes.
     """
     state = read_state(folder)
-    before, now = flatten(state["config"]), flatten(config)
-    keys = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
-    changes = ", ".join(f"{key} {before.get(key)} -> {now.get(key)}" for key in keys)
-    for key in keys:
+    changes = differences(flatten(state["config"]), flatten(config))
+    was = {key: state["environment"].get(key) for key in environment}  # the self-check comes later
+    moves = differences(was, environment)
+    changed = ", ".join(changes.values())
+    for key in changes:
         if key.startswith(FIXED):
-            raise InputError(f"--resume: {key} cannot change in a run ({changes}): set it back")
+            raise InputError(f"--resume: {key} cannot change in a run ({changed}): set it back")
         # A falling learning rate depends on max_steps at every step.
-        falling = key == "train.max_steps" and now["train.lr_scheduler_type"] != "constant"
-        if (falling or not key.startswith(FREE)) and not force:
+        falls = key == "train.max_steps" and config["train"]["lr_scheduler_type"] != "constant"
+        if (falls or not key.startswith(FREE)) and not force:
             raise InputError(
-                f"--resume: the run would not be the one that {folder} began ({changes}): set the "
+                f"--resume: the run would not be the one that {folder} began ({changed}): set the "
                 "keys back, start a new run in another output_dir, or go on all the same with "
                 "--force"
             )
-    was = state["environment"]
-    moved = [key for key, value in environment.items() if was.get(key) != value]
-    for key in WEIGHTS:
-        if key in was and key in moved and key not in keys and not force:
-            raise InputError(
-                f"--resume: the weights of {key}={now[key]} are not those that {folder} was "
-                "trained with: bring them back, start a new run in another output_dir, or go on "
-                "all the same with --force"
-            )
     notes = [f"resuming {folder}"]
     if changes:
-        notes.append(f"with another config: {changes}")
-    if moved:
-        moves = ", ".join(f"{key} {was.get(key)} -> {environment[key]}" for key in moved)
-        notes.append(f"in another environment, so that rounding and draws may differ: {moves}")
+        notes.append(f"with another config: {changed}")
+    if moves:
+        moved = ", ".join(moves.values())
+        notes.append(f"in another environment, so that rounding and draws may differ: {moved}")
     return notes
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
+    """The keys whose values differ, with a description of each change."""
+    return {
+        key: f"{key} {before.get(key)} -> {now.get(key)}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key)
+    }
 
 
 def list_checkpoints(run_folder: Path) -> list[Path]:
@@ -236,37 +234,5 @@ def list_checkpoints(run_folder: Path) -> list[Path]:
 
 
 def newest_checkpoint(run_folder: Path) -> Path | None:
-    """A run's newest checkpoint that can be read, with a warning for each newer one; None if it has
-    none yet.
-
-    Raises:
-        InputError: none of them can be read.
-    """
-    damaged = []
-    for folder in reversed(list_checkpoints(run_folder)):
-        damage = find_damage(folder)
-        if damage is None:
-            return folder
-        damaged.append(f"{folder.name}: {damage}")
-        logger.warning("%s is damaged (%s): taking the one before", folder, damage)
-    if damaged:
-        raise InputError(
-            f"{run_folder} holds only damaged checkpoints ({'; '.join(damaged)}): start a new run"
-        )
-    return None
-
-
-def find_damage(folder: Path) -> str | None:
-    """Why a checkpoint cannot be read; None if it can."""
-    try:
-        read_state(folder)
-        load_file(folder / "adapter_model.safetensors")
-        load_optimizer_state(folder)
-    except Exception as error:  # torch and safetensors raise errors of many kinds
-        return one_line(error) or repr(error)
-    return None
-
-
-def load_optimizer_state(folder: Path) -> dict[str, Any]:
-    """The optimiser's state in a checkpoint; reading it runs no code."""
-    return torch.load(folder / "optimizer.pt", "cpu", weights_only=True)
+    """A run's newest checkpoint; None if it has none yet."""
+    return next(reversed(list_checkpoints(run_folder)), None)

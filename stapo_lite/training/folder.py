@@ -5,22 +5,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from stapo_lite.errors import InputError
 from stapo_lite.files import read_lines, size_up_to_step, sync
 
 METRICS_FILE = "metrics.jsonl"
-EVALUATIONS_FILE = "evaluations.jsonl"
 COMPLETIONS_FILE = "completions.jsonl"
 ENVIRONMENT_FILE = "environment.json"
-TOKENS_FILE = "tokens.jsonl"
-QUADRANTS_FILE = "quadrants.jsonl"
-LOGS = (METRICS_FILE, EVALUATIONS_FILE, COMPLETIONS_FILE, TOKENS_FILE, QUADRANTS_FILE)
-"""Files that get lines during a run, those of callbacks included; each line has its `step`."""
 
 
 def existing_logs(folder: Path) -> Iterator[Path]:
-    """The files of LOGS that a run folder has."""
-    return (folder / name for name in LOGS if (folder / name).exists())
+    """The files that get lines during a run, those of callbacks included; each line has its
+    `step`."""
+    return folder.glob("*.jsonl")
 
 
 def flush_logs(folder: Path) -> None:
@@ -48,15 +43,3 @@ def drop_later_lines(folder: Path, step: int) -> None:
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The steps of a run; none if it has no metrics file."""
     return read_lines(folder / METRICS_FILE)
-
-
-def run_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Like `read_metrics`, but of a folder that must hold a run.
-
-    Raises:
-        InputError: there are none.
-    """
-    metrics = read_metrics(folder)
-    if not metrics:
-        raise InputError(f"{folder}: no metrics.jsonl with steps in it; is it a run folder?")
-    return metrics

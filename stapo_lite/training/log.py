@@ -4,8 +4,10 @@ terminal."""
 import logging
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+from tabulate import tabulate
 from tqdm.auto import tqdm
 
 from stapo_lite.config import Log
@@ -26,9 +28,6 @@ class RunLog(Callback):
         if not run.accelerator.is_main_process:
             return
         step, log = metrics["step"], run.config.log
-        judged = [c.reward is not None for group in rollouts.batch for c in group]
-        if run.config.reward.functions and judged and not any(judged):
-            logger.warning("no reward function judged a completion of step %d", step)
         append_lines(run.folder / METRICS_FILE, [metrics])
         tqdm.write(step_line(metrics, run.config.train.max_steps))
         if kept := kept_completions(rollouts, log):
@@ -75,14 +74,14 @@ def worst_first(reward: float | None) -> float:
 
 def step_line(m: dict[str, Any], max_steps: int) -> str:
     """One compact line of a step's metrics for a person."""
-    gradient = f"grad {show(m['grad_norm'])}"
+    gradient = f"grad {show(m.get('grad_norm'))}"
     if not m["updates"]:
         gradient = "no update: " + ("not finite" if m["skipped_updates"] else "no token to train")
     parts = [
         f"step {m['step']:>{len(str(max_steps))}}/{max_steps}",
-        f"reward {show(m['reward'])}",
-        f"entropy {show(m['entropy'])}",
-        f"silenced {show(m['silenced_share'], '.3%').replace('%', ' %')}",
+        f"reward {show(m.get('reward'))}",
+        f"entropy {show(m.get('entropy'))}",
+        f"silenced {show(m.get('silenced_share'), '.3%').replace('%', ' %')}",
         f"length {show(m['completion_length'], '.1f')}",
         gradient,
         f"{m['tokens_per_second']:.0f} tok/s",
@@ -104,13 +103,5 @@ def shorten(text: str, limit: int = 300) -> str:
     return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
 
 
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """A table with aligned columns; the first row is its head."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append(f"| {' | '.join(cells)} |")
-    rules = ["-" * (width + 2) for width in widths]
-    lines.insert(1, f"|{'|'.join(rules)}|")
-    return "\n".join(lines)
+markdown = partial(tabulate, headers="firstrow", tablefmt="github", disable_numparse=True)
+"""Rows of texts as a table with aligned columns; the first row is its head."""

@@ -6,10 +6,10 @@ Read `take_step` from top to bottom, then `update.py`: they are the method. docs
 what differs from the paper; first of all, a LoRA adapter trains instead of the whole model.
 """
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,23 +19,19 @@ from stapo_lite.algorithm.advantages import group_advantages
 from stapo_lite.algorithm.microbatches import (
     MiniBatch,
     cut_evenly,
+    deal,
     pack,
     sequence_length,
-    split_evenly,
 )
 from stapo_lite.config import Config, Objective
+from stapo_lite.errors import RunError
 from stapo_lite.rewards.functions import RewardModel, overlong_share
-from stapo_lite.rollout import progress_bar
+from stapo_lite.rollout.engine import progress_bar
+from stapo_lite.training.learner import Learner
 from stapo_lite.training.metrics import has_variance
 from stapo_lite.training.run import Run
-from stapo_lite.training.update import (
-    Learner,
-    mask_inputs,
-    measure,
-    old_inputs,
-    update,
-    with_gradient,
-)
+from stapo_lite.training.statistics import mask_inputs, measure, old_inputs, with_gradient
+from stapo_lite.training.update import update
 from stapo_lite.types import Completion, Rollouts, Update, derived_seed
 
 
@@ -94,10 +90,16 @@ def sample_round(run: Run, step: int, wanted: int, rollouts: Rollouts) -> list[l
     prompts' order."""
     share, seed = run.share(wanted), derived_seed(run.config.seed, run.progress.prompts_drawn)
     groups = run.generate(share.prompts, share.seeds) if share.prompts else []
-    completions = list(itertools.chain(*groups))
+    completions = list(chain(*groups))
     lags = [step - completion.adapter_version for completion in completions]
     most = run.config.rollout.max_lag
     assert all(0 <= lag <= most for lag in lags), "the engine lost the adapter"
+    sampled = chain.from_iterable(completion.rollout_logprobs for completion in completions)
+    if not all(map(math.isfinite, sampled)):
+        raise RunError(
+            f"rollout.engine={run.config.rollout.engine}: it gave log-probabilities that are not "
+            "finite; leave out rollout.vllm, or use another version of vLLM"
+        )
     run.progress.prompts_drawn += wanted
     rollouts.sampled += groups
     rollouts.drawn += wanted
@@ -128,17 +130,17 @@ def decode_and_score(
 
 def assign_advantages(groups: Sequence[Sequence[Completion]], config: Config) -> None:
     """Set each completion's group advantage, from rewards minus the soft overlong punishment."""
-    reward, longest = config.reward, config.rollout.max_completion_length
+    settings, longest = config.reward, config.rollout.max_completion_length
     scores = []
-    for completion in itertools.chain(*groups):
-        share = overlong_share(len(completion.token_ids), longest, reward.overlong_buffer)
-        completion.overlong_penalty = reward.overlong_penalty * share
-        judged = math.nan if completion.reward is None else completion.reward
-        scores.append(judged - completion.overlong_penalty)
+    for completion in chain(*groups):
+        share = overlong_share(len(completion.token_ids), longest, settings.overlong_buffer)
+        completion.overlong_penalty = settings.overlong_penalty * share
+        reward = math.nan if completion.reward is None else completion.reward
+        scores.append(reward - completion.overlong_penalty)
     rewards = torch.tensor(scores, dtype=torch.float64)
     rewards = rewards.view(len(groups), config.rollout.num_generations)
     advantages = group_advantages(rewards, config.objective.scale_rewards).flatten().tolist()
-    for completion, advantage in zip(itertools.chain(*groups), advantages, strict=True):
+    for completion, advantage in zip(chain(*groups), advantages, strict=True):
         completion.advantage = advantage
 
 
@@ -162,9 +164,9 @@ def make_mini_batches(groups: Sequence[Sequence[Completion]], learner: Learner) 
     about the same work."""
     objective, accelerator, batches = learner.objective, learner.accelerator, list[MiniBatch]()
     for part in cut_evenly(groups, learner.config.train.mini_batch_size):
-        completions = list(itertools.chain(*part))
+        completions = list(chain(*part))
         work = count_work(completions, objective, later=bool(batches))
-        ours = split_evenly(work, accelerator.num_processes)[accelerator.process_index]
+        ours = deal(work, accelerator.num_processes)[accelerator.process_index]
         batches.append(pack([completions[row] for row in ours], learner.policy.device))
     return batches
 
@@ -198,5 +200,6 @@ def update_on_each(run: Run, batches: Sequence[MiniBatch]) -> list[Update]:
     for batch in progress_bar("update", "mini-batch", len(batches), batches):
         done = update(run.learner, batch)
         run.call("on_update", batch, done)
-        updates.append(done._replace(tokens=None))  # frees GPU memory for the next update
+        # Without its tensors, which would take the next update's memory.
+        updates.append(done._replace(masks=None, gradient=None))
     return updates

@@ -19,19 +19,14 @@ from stapo_lite.config import Config, Train
 from stapo_lite.errors import RunError, explained, one_line
 from stapo_lite.model.policy import Policy
 from stapo_lite.rewards.functions import RewardModel
-from stapo_lite.rollout import RolloutEngine
+from stapo_lite.rollout.engine import RolloutEngine
 from stapo_lite.training import checkpoint
 from stapo_lite.training.checkpoint import Progress, Snapshot
 from stapo_lite.training.folder import flush_logs
-from stapo_lite.training.lifecycle import card_memory, full_disk_is_a_run_error
-from stapo_lite.training.metrics import (
-    add_up,
-    count_batch,
-    count_rollouts,
-    reduce_sums,
-    step_metrics,
-)
-from stapo_lite.training.update import Learner
+from stapo_lite.training.learner import Learner
+from stapo_lite.training.lifecycle import full_disk_is_a_run_error
+from stapo_lite.training.memory import card_memory
+from stapo_lite.training.metrics import finish, rollout_means
 from stapo_lite.types import Completion, Prompt, Rollouts, Update, derived_seed
 
 logger = logging.getLogger(__name__)
@@ -82,7 +77,8 @@ class Run:
     Attributes:
         environment: hardware, versions and data, as in environment.json.
         generate: makes groups of completions, by the engine alone or in several turns; takes and
-            returns what `RolloutEngine.generate` does.
+            returns what `RolloutEngine.generate` does. With `rollout.function` it also takes
+            changes of `RolloutSettings`, such as `temperature`.
         callbacks: objects of `training/callbacks.py`, called in this order.
         snapshot: the run after its last whole step, on the main process: what an interruption
             saves.
@@ -145,7 +141,7 @@ class Run:
     def sampling(self, version: int) -> Iterator[None]:
         """Lend the device to the engine, with the current adapter published as `version`.
         Afterwards the engine sleeps, and the trainer has the device again."""
-        with lent_device(self.engine, self.policy, self.config.train.park_trainer):
+        with lent_device(self.engine):
             self.engine.publish(self.policy, version)
             yield
             self.memory = [card_memory()]
@@ -180,15 +176,18 @@ class Run:
         returns the metrics."""
         progress, learner = self.progress, self.learner
         progress.step = step
-        progress.halvings = learner.budget.halvings = max(gather_object([learner.budget.halvings]))
+        progress.memory = learner.agree()
         self.memory.append(card_memory())
         self.clock.lap("update")
-        metrics = self._measure(step, rollouts, updates)
+        # A metric without a value in this step is None.
+        names = self.history[-1] if self.history else {}
+        metrics = dict.fromkeys(names) | self._measure(step, rollouts, updates)
         self.history.append(metrics)
         self.call("on_step_end", metrics, rollouts)
         given, target = self.config.objective.s2t.tau_p, self.config.objective.s2t.target_share
-        if target is not None and metrics["silenced_share"] is not None:
-            progress.tau_p = next_tau_p(progress.tau_p, metrics["silenced_share"], target, given)
+        share = metrics.get("silenced_share")
+        if target is not None and share is not None:
+            progress.tau_p = next_tau_p(progress.tau_p, share, target, given)
         if self.accelerator.is_main_process:
             self.snapshot = checkpoint.take_snapshot(progress, self.policy, learner.optimizer)
         save_steps = self.config.log.save_steps
@@ -198,23 +197,25 @@ class Run:
 
     def _measure(self, step: int, rollouts: Rollouts, updates: Sequence[Update]) -> dict[str, Any]:
         """The step's metrics, the same in every process but for seconds and memory."""
-        learner, parts = self.learner, [update.sums for update in updates]
-        parts.append(count_rollouts(rollouts.sampled, step))
-        if self.accelerator.is_main_process:
-            parts.append(count_batch(rollouts.batch))
-        return step_metrics(
-            step,
-            reduce_sums(add_up(parts), self.accelerator),
-            self.config.reward.functions,
-            updates,
-            self.clock.seconds,
-            sampling_rounds=rollouts.rounds,
-            batch_groups=len(rollouts.batch),
-            peak_memory_gb=max(self.memory, key=lambda gib: gib or 0.0),
-            microbatch_tokens=learner.budget.tokens,
-            tau_p=self.progress.tau_p,
-            learning_rate=learner.optimizer.param_groups[0]["lr"],
-        )
+        seconds = {f"seconds_{name}": value for name, value in self.clock.seconds.items()}
+        seconds_step = sum(seconds.values())
+        sampled = rollout_means(rollouts, step)
+        tokens, _ = sampled["completion_length"]
+        speed = {"tokens_per_second": (tokens, seconds_step / self.accelerator.num_processes)}
+        return {
+            "step": step,
+            "sampling_rounds": rollouts.rounds,
+            "batch_groups": len(rollouts.batch),
+            "peak_memory_gb": max(self.memory, key=lambda gib: gib or 0.0),
+            "microbatch_tokens": self.learner.budget.setting.tokens,
+            "tau_p": self.progress.tau_p,
+            "learning_rate": self.learner.optimizer.param_groups[0]["lr"],
+            "updates": sum(update.changed for update in updates),
+            "skipped_updates": sum(update.skipped for update in updates),
+            **seconds,
+            "seconds_step": seconds_step,
+            **finish([sampled, speed, *(update.means for update in updates)]),
+        }
 
     def save_checkpoint(self) -> None:
         """Write the snapshot of the last whole step, unless it is saved already; only warn if that
@@ -251,18 +252,11 @@ class Run:
 
 
 @contextmanager
-def lent_device(engine: RolloutEngine, policy: Policy, park: bool) -> Iterator[None]:
-    """Wake the engine within the context; put it to sleep afterwards.
-
-    Args:
-        park: whether the policy's base waits in host memory meanwhile.
-    """
-    if park:
-        policy.park()
+def lent_device(engine: RolloutEngine) -> Iterator[None]:
+    """Wake the engine within the context; put it to sleep afterwards."""
     engine.wake()
     yield
     engine.sleep()
-    policy.unpark()
 
 
 def learning_rate(train: Train, step: int) -> float:
@@ -284,11 +278,10 @@ def prompt_order(num_prompts: int, seed: int, position: int, count: int) -> list
 
     Depends only on its arguments, so that a resumed run needs only its position.
     """
+    first, last = position // num_prompts, (position + count) // num_prompts
     order: list[int] = []
-    for draw in range(position, position + count):
-        epoch, index = divmod(draw, num_prompts)
-        if not order or index == 0:
-            generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-            permutation = torch.randperm(num_prompts, generator=generator)
-        order.append(int(permutation[index]))
-    return order
+    for epoch in range(first, last + 1):
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+        order += torch.randperm(num_prompts, generator=generator).tolist()
+    start = position - first * num_prompts
+    return order[start : start + count]

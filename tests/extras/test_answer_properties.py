@@ -1,136 +1,72 @@
-"""Properties of the comparison of answers: generated answers, and every gold of the benchmarks."""
+"""Properties of grading: answers of several values, hostile text, and the golds of benchmarks."""
 
+import itertools
+import json
+import random
 import re
 import time
+from pathlib import Path
 
 import pytest
-from helpers import shared_data
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
-from stapo_lite.extras.math.answers import canonical, equivalent, final_answer, grade
-from stapo_lite.files import read_lines
+from stapo_lite.extras.math.answers import final_answer, grade
+from stapo_lite.extras.math.grading import MathGrader, Question
 
+SHARED = Path(__file__).parents[2].parent / "shared/data"
 BENCHMARKS = ("aime24", "aime25", "amc23", "math500", "minerva", "olympiadbench_674")
-COMMANDS = r"\lor \cup \to \in \le \quad \pm \cdot \sim \equiv \neq \Rightarrow \ldots \simeq \pmod"
-SIGNS = r"\approx ≈ = / < + & | : ... - ~ ^ _ \; \% )( }{ }\boxed{ ,\! {,} \, ^\circ \times10^ e =x= , ;"  # noqa: E501
-WORDS = (
-    " or ",
-    " and ",
-    r"\text{ or }",
-    " ",
-    "\\\\ ",
-    "\n",
-    r"} or \boxed{",
-    "$ $",
-    r"\text{ cm}",
-    " x = ",
-    ", x=",
-)
-SEPARATORS = [*(f"{command} " for command in COMMANDS.split()), *SIGNS.split(), *WORDS]
-INSIDE = r"""ANSWER; \{ANSWER\}; x = ANSWER; x\approx ANSWER; (ANSWER); [ANSWER]; x\in\{ANSWER\}; f(x)=ANSWER;
-    \text{ANSWER}; \begin{cases}ANSWER\end{cases}; \text{between } ANSWER; \left\{ANSWER\right\}; \sqrt{ANSWER};
-    \text{either }ANSWER"""  # noqa: E501
-WRAPPERS = [f"\\boxed{{{inside.strip()}}}" for inside in INSIDE.split(";")]
-WRAPPERS += ["The answer is $ANSWER$.", "answer: ANSWER", "ANSWER", "#### ANSWER"]
-VALUES = r"0 1 2 7 12 107 1/2 0.25 \frac{1}{3} \sqrt{2} x 1e-8 2e-8 4.5e33 C A"
-SEVERAL = st.lists(st.sampled_from(VALUES.split()), min_size=2, unique=True)
+VALUES = ["0", "1", "7", "107", "1/2", r"\frac{1}{3}", r"\sqrt{2}", "x", "1e-8", "4.5e33", "C", "A"]
+SEPARATORS = r""", | or |; | and | = |<|\approx |\lor |\cup |\to |\in |\le |\quad |\pm |\cdot |:
+    |\sim |_|\neq |\Rightarrow |\ldots | + | & |\\ |/|-|\; |\%|\text{ or }|} or \boxed{| x = | """
+WRAPPERS = r"""\boxed{#}|\boxed{\{#\}}|\boxed{x = #}|\boxed{(#)}|\boxed{x\in\{#\}}|\boxed{f(x)=#}|#
+    |\boxed{\text{#}}|\boxed{\text{either }#}|The answer is $#$.|answer: #|<answer>#</answer>"""
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(st.sampled_from(WRAPPERS), st.sampled_from(SEPARATORS), SEVERAL)
-@example("\\boxed{ANSWER}", "\\approx", [str(n) for n in range(108)])
-@example("\\boxed{x = ANSWER}", "\\approx ", ["1", "2", "7"])
-@example("\\boxed{\\{ANSWER\\}}", "≈", ["1", "2", "7"])
-@example("\\boxed{ANSWER}", "=", ["1", "2", "7"])
-@example("\\boxed{ANSWER}", "\\equiv ", ["0", "C", "12"])
-def test_an_answer_of_several_values_is_not_right_for_several_golds(wrapper, separator, values):
-    response = wrapper.replace("ANSWER", separator.join(values))
-    assert (
-        sum(grade(value, response, True, ordered=False, tolerance=0.0)[0] for value in values) <= 1
-    ), response
-
-
-def golds(name):
-    multiple = {
-        row["id"]
-        for row in read_lines(shared_data("olympiadbench_meta"))
-        if row["is_multiple_answer"]
-    }
-    return [
-        (row["answer"], name != "math500" and row["id"] not in multiple)
-        for row in read_lines(shared_data(name))
-    ]
+@pytest.mark.parametrize("wrapper", WRAPPERS.split("|"))
+def test_an_answer_of_several_values_is_right_for_at_most_one_of_them(wrapper):
+    draw = random.Random(wrapper)
+    for separator in SEPARATORS.split("|"):
+        values = draw.sample(VALUES, 3)
+        response = wrapper.replace("#", separator.join(values))
+        right = [value for value in values if grade(value, response, True, False, 0.0)[0]]
+        assert len(right) <= 1, (response, right)
 
 
 def rewrites(gold):
-    spaced, fractions = re.sub(r"([=+,])", r" \1 ", gold), re.sub(r"\\[dt]?frac", r"\\dfrac", gold)
-    yield from (gold, f" {gold}.", rf"\displaystyle {gold}", spaced, fractions)
-    if "\\left" not in gold:
-        yield gold.replace("(", r"\left( ").replace(")", r" \right)")
-    if scientific := re.fullmatch(r"(-?[\d.]+)e(-?\d+)", gold):
-        yield from (
-            rf"{scientific[1]}{sign}10^{{{scientific[2]}}}" for sign in (r" \times ", r"\cdot")
-        )
+    yield from (gold, f" {gold}.", rf"\displaystyle {gold}", re.sub("([=+])", r" \1 ", gold))
+    yield re.sub(r"\\[dt]?frac", r"\\dfrac", gold)
     if re.fullmatch(r"-?\d+", gold):
         yield from (f"{int(gold):,}", f"{gold}.0")
 
 
 def perturbed(gold):
-    position = next(
-        (i for i, c in enumerate(gold) if c.isdigit() and "_{" not in gold[max(0, i - 2) : i]), None
-    )
-    if position is not None:
-        yield gold[:position] + str((int(gold[position]) + 1) % 10) + gold[position + 1 :]
-    last = next((i for i in reversed(range(len(gold))) if gold[i].isdigit()), None)
-    if (
-        last is not None and last != position and not re.search(r"mbox|text", gold)
-    ):  # the power of a unit
-        yield gold[:last] + str((int(gold[last]) + 9) % 10) + gold[last + 1 :]
-    if re.fullmatch(r"[\d.]*[1-9][\d.]*", gold):
-        yield f"-{gold}"
     yield f"{gold}, 7"
+    for digit in list(re.finditer(r"(?<!_\{)(?<!_)\d", re.split("mbox|text", gold)[0]))[:1]:
+        yield gold[: digit.start()] + str((int(digit[0]) + 1) % 10) + gold[digit.end() :]
 
 
-@pytest.mark.parametrize("every", [20, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.skipif(not SHARED.is_dir(), reason="no shared/ beside the repository")
+@pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_every_gold_matches_its_rewrites_and_no_perturbed_value(name, every):
-    chosen = golds(name)[::every]
-    read = [
-        (g, final_answer(f"So it is $\\boxed{{{text}}}$.") or "", o)
-        for g, o in chosen
-        for text in rewrites(g)
-    ]
-    missed = [
-        (gold, answer)
-        for gold, answer, ordered in read
-        if not equivalent(gold, answer, ordered=ordered)
-    ]
-    taken = [
-        (g, text)
-        for g, ordered in chosen
-        for text in perturbed(g)
-        if equivalent(g, text, ordered=ordered)
-    ]
-    assert (missed, taken) == ([], [])
+def test_a_gold_equals_its_rewrites_and_neither_perturbed_values_nor_other_golds(name, every):
+    rows = (SHARED / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    golds = [str(json.loads(row)["answer"]) for row in rows][::every]
+    pairs = [(gold, text, True) for gold in golds for text in rewrites(gold)]
+    pairs += [(gold, text, False) for gold in golds for text in perturbed(gold)]
+    distinct = {re.sub(r"[\s$]|\\[dt]?frac", "", gold): gold for gold in golds}.values()
+    pairs += [(a, b, False) for a, b in itertools.pairwise(distinct)]
+    grader = MathGrader(timeout=20.0, num_workers=1)
+    verdicts = grader.grade([Question(gold, rf"\boxed{{{text}}}") for gold, text, _ in pairs])
+    grader.close()
+    assert [pair for pair, v in zip(pairs, verdicts, strict=True) if v.correct != pair[2]] == []
 
 
-HOSTILE = [
-    "{" * 20_000,
-    "(" * 20_000,
-    " " * 20_000,
-    r"\boxed{" * 3000,
-    "5" + r" \text{a}" * 30 + "!x",
-]
-HOSTILE += ["answer is a " * 500, "the answer is" + " " * 4000, "答案是很多的字" * 600]
-HOSTILE += ["The answer is the answer is " * 150, r"\boxed{1}" + "\n" * 3000 + r"! \boxed{2}"]
+HOSTILE = ["{" * 20_000, "(" * 20_000, " " * 20_000, r"\boxed{" * 3000, "answer is a " * 500]
+HOSTILE += ["1, " * 9000, r"5 \text{a}" + r" \text{a}" * 30 + "!x", "答案是很多的字" * 600]
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_text_is_read_quickly(text):
     started = time.process_time()
-    assert not equivalent("5", text)
-    assert not equivalent(text, "5")
     final_answer(text)
-    canonical(text)
-    assert time.process_time() - started < 5
+    grade("5", f"<answer>{text[:200]}</answer>", True, False, 0.0)
+    assert time.process_time() - started < 3

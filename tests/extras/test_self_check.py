@@ -2,7 +2,8 @@
 
 import dataclasses
 import json
-from contextlib import contextmanager
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -12,8 +13,13 @@ from transformers import AutoTokenizer
 from stapo_lite.errors import RunError
 from stapo_lite.extras import self_check
 from stapo_lite.extras.self_check import check_engine
-from stapo_lite.rollout.transformers_engine import TransformersEngine
+from stapo_lite.extras.transformers_engine import TransformersEngine
 from stapo_lite.types import Completion, Prompt
+
+WRONG = "it computes another model, another adapter or at another temperature"
+IGNORES = "it ignores the adapter"
+FACTORS = {"drops the adapter": 0.0, "applies half of it": 0.5, "applies it twice": 2.0}
+TEMPERATURES = {"is colder": 0.75, "is hotter": 1.3}
 
 
 class Faulty(TransformersEngine):
@@ -21,39 +27,23 @@ class Faulty(TransformersEngine):
 
     def __init__(self, fault=None):
         super().__init__(SAMPLING, max_num_seqs=8)
-        self.fault, self.calls, self.rested = fault, [], False
+        self.fault, self.calls = fault, []
+        self.sleep = partial(self.calls.append, "sleep")
+        self.wake = partial(self.calls.append, "wake")
 
     def publish(self, policy, version):
         super().publish(policy, version)
         self.policy = policy
         self.calls.append("publish")
 
-    def sleep(self):
-        self.calls.append("sleep")
-
-    def wake(self):
-        self.rested = "publish" in self.calls
-        self.calls.append("wake")
-
-    @contextmanager
-    def adapter_times(self, factor):
-        values = {
-            name: p.data * (factor if "lora_B" in name else 1)
-            for name, p in self.policy.parameters.items()
-        }
-        with self.policy.holding(values):
-            yield
-
     def stream(self, prompts, seeds, decodings):
+        slept = self.calls[-2:] == ["sleep", "wake"]
         self.calls.append("stream")
-        factor = {"drops the adapter": 0.0, "applies half of it": 0.5, "applies it twice": 2.0}.get(
-            self.fault, 1.0
-        )
-        if self.fault == "loses it in sleep" and self.rested:
-            factor = 0.0
-        scale = {"is colder": 0.75, "is hotter": 1.3}.get(self.fault, 1.0)
+        factor = FACTORS.get(self.fault, 1 - (slept and self.fault == "loses it in sleep"))
+        scale = TEMPERATURES.get(self.fault, 1.0)
         decodings = [dataclasses.replace(d, temperature=d.temperature * scale) for d in decodings]
-        with self.adapter_times(factor):
+        parameters = self.policy.parameters.items()
+        with self.policy.holding({n: p * factor if "lora_B" in n else p for n, p in parameters}):
             yield from list(super().stream(prompts, seeds, decodings))
 
 
@@ -69,38 +59,18 @@ def test_an_engine_that_computes_the_same_passes_and_the_adapter_is_as_before(le
     before = {name: parameter.clone() for name, parameter in learner.policy.parameters.items()}
     engine = Faulty()
     assert check_engine(engine, learner, PROMPTS) < 1e-3
-    assert engine.calls == [
-        "wake",
-        "publish",
-        "stream",
-        "sleep",
-        "wake",
-        "stream",
-        "sleep",
-    ]
+    assert engine.calls == ["wake", "publish", "stream", "sleep", "wake", "stream", "sleep"]
     for name, parameter in learner.policy.parameters.items():
         assert torch.equal(parameter, before[name])
 
 
-WRONG = "it computes another model, another adapter or at another temperature"
-
-
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        (
-            "drops the adapter",
-            "with a new adapter, .* from the base's: it ignores the adapter. Use another version",
-        ),
-        ("loses it in sleep", "after sleep and wake, .* it ignores the adapter"),
-        ("applies half of it", f"with a new adapter, .*: {WRONG}"),
-        ("applies it twice", f"with a new adapter, .*: {WRONG}"),
-        ("is colder", f"with a new adapter, .*: {WRONG}"),
-        ("is hotter", f"with a new adapter, .*: {WRONG}"),
-    ],
-)
-def test_engines_that_compute_something_else(learner, fault, message):
-    with pytest.raises(RunError, match=f"rollout.self_check: {message}"):
+@pytest.mark.parametrize("fault", [*FACTORS, *TEMPERATURES, "loses it in sleep"])
+def test_engines_that_compute_something_else(learner, fault):
+    moment = "after sleep and wake" if "sleep" in fault else "with a new adapter"
+    found = IGNORES if fault in ("drops the adapter", "loses it in sleep") else WRONG
+    with pytest.raises(
+        RunError, match=f"rollout.self_check: {moment}, .* from the base's: {found}"
+    ):
         check_engine(Faulty(fault), learner, PROMPTS)
 
 
@@ -117,40 +87,29 @@ def test_faults_are_found_with_a_real_model(smollm2):
 
 
 def test_an_engine_with_other_weights_must_only_be_nearer_to_the_adapter(learner):
-    rollout = learner.config.rollout.model_copy(update={"model": "quantised"})
+    rollout = learner.config.rollout.model_copy(update={"quantization": "nf4"})
     learner.config = learner.config.model_copy(update={"rollout": rollout})
     assert check_engine(Faulty("is colder"), learner, PROMPTS) > 0.05
-    with pytest.raises(RunError, match="it ignores the adapter"):
+    with pytest.raises(RunError, match=IGNORES):
         check_engine(Faulty("drops the adapter"), learner, PROMPTS)
 
 
-def test_a_run_ends_in_one_line_before_its_first_step(write_config, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "stapo_lite.rollout.transformers_engine.TransformersEngine",
-        lambda *_: Faulty("drops the adapter"),
-    )
-    with pytest.raises(
-        RunError, match=r"it ignores the adapter\. Use another version of vLLM, or rollout"
-    ):
-        run(write_config(rollout__temperature=SAMPLING.temperature))
+def test_a_run_ends_before_its_first_step(write_config, tmp_path, monkeypatch):
+    engine = Faulty("drops the adapter")
+    monkeypatch.setattr("stapo_lite.assemble.TransformersEngine", lambda *_: engine)
+    keys = {"rollout__temperature": SAMPLING.temperature, "train__max_steps": 1}
+    with pytest.raises(RunError, match=f"{IGNORES}\\. Use another version of vLLM, or rollout"):
+        run(write_config(**keys))
     assert not (tmp_path / "run" / "environment.json").exists()
-    assert (
-        len(run(write_config(rollout__self_check=False, rollout__temperature=SAMPLING.temperature)))
-        == 4
-    )
+    assert len(run(write_config(**keys, rollout__self_check=False))) == 1
 
 
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
 def test_its_figure_is_kept(write_config, tmp_path, engine):
     if engine == "vllm":
         pytest.importorskip("vllm", reason="vLLM is not installed")
-    run(
-        write_config(
-            train__max_steps=1,
-            rollout__engine=engine,
-            rollout__vllm={"kv_cache_memory_bytes": 1 << 28},
-        )
-    )
+    cache = {"kv_cache_memory_bytes": 1 << 28}
+    run(write_config(train__max_steps=1, rollout__engine=engine, rollout__vllm=cache))
     environment = json.loads((tmp_path / "run" / "environment.json").read_text(encoding="utf-8"))
     assert float(environment["self_check"].removesuffix(" nats between engine and trainer")) < 1e-3
 
@@ -159,7 +118,7 @@ def test_its_figure_is_kept(write_config, tmp_path, engine):
     ("sampled", "message"),
     [
         ([-0.006, -0.014], None),  # rounding: a third of what the adapter does
-        ([-0.025, -0.025], "it ignores the adapter"),
+        ([-0.025, -0.025], IGNORES),
         ([-0.002, -0.018], "it computes another model"),  # more than half of it
     ],
 )
@@ -169,8 +128,5 @@ def test_rounding_is_no_fault_if_tokens_are_nearly_certain(learner, monkeypatch,
 
     monkeypatch.setattr(self_check, "logprobs", logprobs)
     completions = [Completion(PROMPTS[0], [1, 2], sampled, False, 0)]
-    if message is None:
+    with pytest.raises(RunError, match=message) if message else nullcontext():
         assert self_check.measure_gap(learner, completions, "now") == pytest.approx(0.004)
-    else:
-        with pytest.raises(RunError, match=message):
-            self_check.measure_gap(learner, completions, "now")

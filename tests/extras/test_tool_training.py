@@ -1,6 +1,8 @@
-"""A small model that sometimes calls a tool learns to call it."""
+"""Training with tools, from a model that multiplies by a tool, or guesses."""
 
+import itertools
 import random
+from functools import partial
 from statistics import fmean
 
 import pytest
@@ -9,7 +11,7 @@ from random_model import VOCABULARY, build
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 from stapo_lite import Trainer
-from stapo_lite.extras.turns.tools import CALL_ID, schemas_of
+from stapo_lite.extras.turns.tools import schemas_of
 
 pytest.importorskip("vllm", reason="vLLM is not installed, whose parsers read the calls")
 
@@ -39,54 +41,38 @@ def conversation(generator: random.Random) -> list[dict]:
     user = {"role": "user", "content": f"{a}*{b}"}
     if generator.random() > CALLS:
         return [user, {"role": "assistant", "content": str(generator.randint(4, 81))}]
-    function = {"name": "times", "arguments": {"a": a, "b": b}}
-    call = {"type": "function", "id": CALL_ID, "function": function}
+    calls = [{"type": "function", "function": {"name": "times", "arguments": {"a": a, "b": b}}}]
     answers = [{"role": role, "content": str(a * b)} for role in ("tool", "assistant")]
-    return [user, {"role": "assistant", "content": "", "tool_calls": [call]}, *answers]
+    return [user, {"role": "assistant", "content": "", "tool_calls": calls}, *answers]
 
 
 def pretrain(folder) -> None:
     """Write a model to the folder that multiplies by the tool, or guesses."""
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=96,
-        intermediate_size=192,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=24,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        eos_token_id=1,
-    )
+    size = {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 3, "head_dim": 24}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 256}
+    config = Qwen3Config(vocab_size=VOCABULARY, eos_token_id=1, **size, **heads)
     tokenizer = AutoTokenizer.from_pretrained(build(folder, config))
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
+    render = partial(tokenizer.apply_chat_template, tools=schemas_of([times]), tokenize=False)
     model, generator = AutoModelForCausalLM.from_pretrained(folder), random.Random(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / 20, 1, 2 * (1 - step / STEPS))
-    )
     pad = torch.nn.utils.rnn.pad_sequence
-    for _ in range(STEPS):
-        rows = []
-        for _ in range(32):
-            text = tokenizer.apply_chat_template(
-                conversation(generator), tools=schemas_of([times]), tokenize=False
-            )
-            rows.append(torch.tensor(tokenizer(text, add_special_tokens=False).input_ids))
+    for step in range(STEPS):
+        optimizer.param_groups[0]["lr"] = 3e-3 * min((step + 1) / 20, 1, 2 * (1 - step / STEPS))
+        texts = [render(conversation(generator)) for _ in range(32)]
+        rows = [torch.tensor(ids) for ids in tokenizer(texts, add_special_tokens=False).input_ids]
         labels = pad(rows, batch_first=True, padding_value=-100)
         model(pad(rows, batch_first=True), labels=labels).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        schedule.step()
     model.save_pretrained(folder)
 
 
 @pytest.mark.slow
-def test_it_learns_to_call(tmp_path):
+def test_a_model_that_sometimes_calls_a_tool_learns_to_call_it(tmp_path):
     pretrain(tmp_path / "model")
     texts = []
 
@@ -97,28 +83,14 @@ def test_it_learns_to_call(tmp_path):
 
     rows = [
         {"prompt": [{"role": "user", "content": f"{a}*{b}"}], "product": a * b}
-        for a in range(2, 10)
-        for b in range(2, 10)
+        for a, b in itertools.product(range(2, 10), repeat=2)
     ]
-    trainer = Trainer(
-        tmp_path / "model",
-        right,
-        train_dataset=rows,
-        tools=[times],
-        output_dir=tmp_path / "run",
-        engine="transformers",
-        dtype="float32",
-        max_prompt_length=64,
-        max_completion_length=120,
-        batch_size=8,
-        mini_batch_size=4,
-        max_steps=10,
-        learning_rate=1e-3,
-        warmup_steps=2,
-        gradient_checkpointing=False,
-    )
+    keys = {"engine": "transformers", "dtype": "float32", "output_dir": tmp_path / "run"}
+    keys |= {"max_prompt_length": 64, "max_completion_length": 120, "max_steps": 10}
+    keys |= {"batch_size": 8, "mini_batch_size": 4, "learning_rate": 1e-3, "warmup_steps": 2}
+    keys |= {"gradient_checkpointing": False}
+    trainer = Trainer(tmp_path / "model", right, train_dataset=rows, tools=[times], **keys)
     rewards = [metrics["reward"] for metrics in trainer.train()]
     assert fmean(rewards[-3:]) > fmean(rewards[:2]) + 0.25
-    first, last = texts[:64], texts[-64:]
-    calls = [sum("tool_call" in text for text in part) / 64 for part in (first, last)]
+    calls = [sum("tool_call" in t for t in part) / 64 for part in (texts[:64], texts[-64:])]
     assert calls[1] > calls[0] + 0.25

@@ -1,130 +1,126 @@
-import gc
+"""Reward functions in a process of their own."""
+
 import os
-import signal
 import subprocess
 import sys
-import time
-from contextlib import closing
-from pathlib import Path
+from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
+from contextlib import ExitStack, closing
+from types import SimpleNamespace
 
+import psutil
 import pytest
+from helpers import ROOT
 
-from stapo_lite.rewards.functions import SandboxedFunction
-from stapo_lite.rewards.sandbox import Sandbox, SandboxError
+from stapo_lite.config import Reward
+from stapo_lite.errors import RunError
+from stapo_lite.rewards.functions import RewardModel, SandboxedFunction
+from stapo_lite.types import Completion, Prompt
 
 GENEROUS = 20.0  # seconds: a loaded machine must not fail an honest answer
+SHORT = 2.0
 
 
-HEIRS = """
-import os, subprocess, threading
-def f(text):
-    # outlives it, with all that it has open
-    subprocess.Popen(["sleep", "30"], close_fds=False, start_new_session=True)
-    threading.Timer(1.0, os._exit, (3,)).start()
-    return len(text)
-"""
+PROMPT = Prompt("2+2?", [5], None)
+GOOD, BAD = (
+    [Completion(PROMPT, [6, 7], [0.0, 0.0], False, 0, text=text) for text in (first, "a")]
+    for first in ("good", "bad")
+)
 
 
-@pytest.mark.parametrize("argument", ["a", "a" * 10_000_000], ids=["small", "large"])
-def test_a_connection_that_outlives_its_process_blocks_no_call(tmp_path, monkeypatch, argument):
-    (tmp_path / "heirs.py").write_text(HEIRS, encoding="utf-8")
+def ask(function, completions, seed=0):
+    return function(completions, seed, SimpleNamespace(global_step=0, max_steps=1))
+
+
+@pytest.fixture
+def user_function(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
-    with closing(Sandbox("heirs:f", GENEROUS, 1 << 30)) as sandbox:
-        assert sandbox.call({"text": argument}) == len(argument)
-        sandbox._process.wait()
-        begun = time.monotonic()
-        with pytest.raises(SandboxError, match="ended its process with status 3"):
-            sandbox.call({"text": argument})
-        assert time.monotonic() - begun < 10
-        assert sandbox.call({"text": "in a new one"}) == 12
+    with ExitStack() as stack:
+
+        def make(body, timeout=GENEROUS):
+            source = f"import os, sys, random, time\ndef f(completions, **columns):\n    {body}\n"
+            (tmp_path / "faulty.py").write_text(source, encoding="utf-8")
+            return stack.enter_context(closing(SandboxedFunction("faulty:f", timeout)))
+
+        yield make
 
 
-def test_a_process_that_reads_nothing_ends_the_call_in_time(tmp_path, monkeypatch):
-    (tmp_path / "plain.py").write_text("def f(text): return len(text)\n", encoding="utf-8")
+FAULTS = {
+    "raise ValueError('two\\nlines')": "raised ValueError: two lines",
+    "raise type('Own', (Exception,), {})()": "raised Own: ",  # which the trainer cannot import
+    "sys.exit(3)": "raised SystemExit: 3",
+    "import re; re.match('(a+)+b', 'a' * 50)": "took longer than 2 s",  # hangs in C
+    "os.kill(os.getpid(), 9)": "ended its process with status -9",
+    "return 1.0": "raised TypeError: 'float' object is not iterable",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_function_that_fails_costs_its_batch_only(user_function, caplog, fault):
+    body = f"if 'bad' in completions: {fault}\n    return [1, True]"
+    function = user_function(body, SHORT if "match" in fault else GENEROUS)
+    assert ask(function, BAD) == [None, None]
+    message = f"reward.functions=faulty:f: {FAULTS[fault]}; it scores none of these completions"
+    assert caplog.messages == [message]
+    assert ('faulty.py", line 3, in f' in caplog.text) == ("raise" in fault or "exit" in fault)
+    assert ask(function, GOOD) == [1.0, 1.0]
+
+
+def test_three_failures_in_a_row_end_the_run(user_function):
+    function = user_function("return [] if 'bad' in completions else [1.0, 2.0]")
+    found = [ask(function, batch)[0] for batch in (BAD, BAD, GOOD, BAD, BAD)]
+    assert found == [None, None, 1.0, None, None]
+    with pytest.raises(RunError, match="returned 0 values, not 2; it failed on 3 batches in a row"):
+        ask(function, BAD)
+
+
+def test_values_become_pythons_own_and_none_where_they_are_no_number(user_function, caplog):
+    """The trainer imports neither the user's module nor numpy for them."""
+    numbers = "enum.IntEnum('Own', 'one two').two, fractions.Fraction(1, 4), numpy.float32(0.5)"
+    body = f"import enum, fractions, numpy; return [{numbers}, None, float('nan'), 1e31]"
+    assert ask(user_function(body), GOOD * 3) == [2.0, 0.25, 0.5, None, None, None]
+    assert "2 of 6 values are not finite numbers" in caplog.text
+
+
+def test_a_functions_draws_follow_from_the_seed(user_function):
+    draws = "random.random() + numpy.random.rand() + torch.rand(()).item()"
+    function = user_function(f"import numpy, torch; return [{draws}, 0]", timeout=120.0)
+    assert ask(function, GOOD)[0] is not None  # it imports numpy and torch
+    first, other, again = [ask(function, GOOD, seed)[0] for seed in (1, 2, 1)]
+    assert first == again != other
+
+
+def test_a_run_that_is_interrupted_waits_for_no_reward_function(tmp_path, monkeypatch):
+    begun = tmp_path / "begun"
+    source = f"import os, time\ndef f(**_):\n    os.symlink(str(os.getpid()), {str(begun)!r})\n"
+    (tmp_path / "endless.py").write_text(f"{source}    time.sleep(1000)\n", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with closing(Sandbox("plain:f", GENEROUS, 1 << 30)) as sandbox:
-        assert sandbox.call({"text": "abc"}) == 3
-        os.kill(sandbox._process.pid, signal.SIGSTOP)
-        with pytest.raises(SandboxError, match="took longer than 1 s"):
-            sandbox.call({"text": "a" * 10_000_000}, timeout=1)
-        assert sandbox.call({"text": "in a new one"}) == 12
+    model = RewardModel(Reward(functions=["endless:f"]), 10)
+    with ThreadPoolExecutor() as threads:
+        call = threads.submit(model.score, GOOD, seed=0, step=1)
+        while not begun.is_symlink():
+            assert not wait([call], 0.05).done
+        model.close()
+        with pytest.raises(CancelledError):
+            call.result(GENEROUS)
+    assert not psutil.pid_exists(int(os.readlink(begun)))
 
 
-def test_arguments_that_cannot_be_sent_are_an_error_of_the_call(tmp_path, monkeypatch):
-    (tmp_path / "plain.py").write_text("def f(text): return 1\n", encoding="utf-8")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with closing(Sandbox("plain:f", GENEROUS, 1 << 30)) as sandbox:
-        with pytest.raises(SandboxError, match="cannot be sent its arguments: "):
-            sandbox.call({"text": lambda: None})
-        assert sandbox.call({"text": "abc"}) == 1
-
-
-def test_a_function_that_forks_and_returns_answers_once(tmp_path, monkeypatch):
-    source = "import os\ndef f(number): os.fork(); return number\n"
-    (tmp_path / "forks.py").write_text(source, encoding="utf-8")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with closing(Sandbox("forks:f", GENEROUS, 1 << 30)) as sandbox:
-        assert [sandbox.call({"number": n}) for n in range(4)] == [0, 1, 2, 3]
-
-
-def connections():
-    gc.collect()
-    files = Path("/proc/self/fd").iterdir()
-    return sum("socket:" in os.readlink(path) for path in files if path.is_symlink())
-
-
-def test_closing_a_function_leaves_no_descriptor(tmp_path, monkeypatch):
-    (tmp_path / "plain.py").write_text("def f(completions, **_): return [1.0]\n", encoding="utf-8")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    before = connections()
-    for _ in range(3):
-        SandboxedFunction("plain:f", GENEROUS).close()
-    assert connections() <= before
-
-
-WORKERS = """
-import multiprocessing, time
-table = bytearray(b"x") * (150 << 20)
-def read(_):
-    time.sleep(0.5)
-    return table[0]
-def f():
-    with multiprocessing.get_context("fork").Pool(6) as pool:
-        return pool.map(read, range(6), chunksize=1)
-"""
-
-
-def test_memory_that_processes_share_counts_once(tmp_path, monkeypatch):
-    (tmp_path / "workers.py").write_text(WORKERS, encoding="utf-8")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with closing(Sandbox("workers:f", GENEROUS, 400 << 20)) as sandbox:
-        assert sandbox.call({}) == [120] * 6
-        sandbox.memory_bytes = 100 << 20  # less than the table
-        with pytest.raises(SandboxError, match=r"took more than 0\.0977 GiB"):
-            sandbox.call({})
-
-
-def test_a_function_that_hangs_ends_with_its_parent(tmp_path):
-    (tmp_path / "slow.py").write_text(
-        "def f(**columns):\n    print('hangs', flush=True)\n    while True: pass\n"
+def test_a_script_without_a_main_guard_trains_once(write_config, user_reward, tmp_path):
+    """Its rewards are called in processes that do not run it again; what they print is seen."""
+    user_reward("def even(completions, **_): print('scored'); return [0.0] * len(completions)")
+    config = write_config(train__max_steps=1, reward={"functions": ["parity:even", "math"]})
+    script = f"print('begun')\nfrom stapo_lite import Trainer\nTrainer(config={str(config)!r})"
+    (tmp_path / "script.py").write_text(f"{script}.train()\nprint('ended')\n", encoding="utf-8")
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    printed = subprocess.check_output(
+        [sys.executable, "script.py"], cwd=tmp_path, env=environment, text=True, timeout=300
     )
-    program = (
-        "from stapo_lite.rewards.sandbox import Sandbox; "
-        f"Sandbox('slow:f', {GENEROUS}, 1 << 30).call({{}}, timeout=3.0)"
-    )
-    command = [sys.executable, "-c", program]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as parent:
-        assert parent.stdout.readline() == "hangs\n"
-        parent.kill()
-        assert parent.stdout.read() == ""  # the worker, which writes there too, has ended
+    counts = [printed.splitlines().count(word) for word in ("begun", "scored", "ended")]
+    assert counts == [1, 1, 1]
 
 
-def test_once_killed_it_starts_no_other_process(tmp_path, monkeypatch):
-    """The thread that kills it may not see the process that another is starting."""
-    (tmp_path / "plain.py").write_text("def f(text): return len(text)\n", encoding="utf-8")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with closing(Sandbox("plain:f", GENEROUS, 1 << 30)) as sandbox:
-        sandbox.kill()
-        with pytest.raises(SandboxError, match="ended its process with status -9"):
-            sandbox.call({"text": "abc"})
+def test_a_program_that_fails_before_its_run_ends():
+    program = "from stapo_lite.config import Reward; from stapo_lite.rewards import functions\n"
+    program += "functions.RewardModel(Reward(functions=['nowhere:f']), 10)"
+    done = subprocess.run([sys.executable, "-c", program], timeout=120, check=False)
+    assert done.returncode == 1

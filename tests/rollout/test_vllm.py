@@ -1,35 +1,20 @@
 """vLLM in the trainer's process: its options, how it starts, fails and ends."""
 
 import json
-import shutil
 import weakref
 from contextlib import closing, nullcontext
 from importlib.metadata import PackageNotFoundError
-from unittest.mock import Mock, call
+from unittest.mock import Mock, call, create_autospec
 
 import pytest
 import torch
-from helpers import (
-    MINIMAL,
-    PROMPTS,
-    adapted_policy,
-    gap,
-    generate,
-    make_vllm,
-    randomise_adapter,
-)
+from helpers import PROMPTS, adapted_policy, gap, generate, make_vllm, randomise_adapter
 
-from stapo_lite.config import Engine, load_config
+from stapo_lite.config import Engine
 from stapo_lite.errors import InputError, RunError
-from stapo_lite.rollout import check_options, resolve_engine, rollout_settings
-from stapo_lite.rollout import vllm_engine as vllm_engine_module
-from stapo_lite.rollout.vllm_options import (
-    BATCHED_TOKENS,
-    batched_tokens,
-    check_vllm,
-    engine_arguments,
-    fp32_head,
-)
+from stapo_lite.rollout.make import resolve_engine
+from stapo_lite.rollout.vllm_engine import VLLMEngine
+from stapo_lite.rollout.vllm_options import BATCHED_TOKENS, check_vllm, engine_arguments
 
 
 def test_no_adapter_slot_outlives_its_engine():
@@ -41,32 +26,10 @@ def test_no_adapter_slot_outlives_its_engine():
     left = [weakref.ref(slot) for slot in slots]
     del slots
     assert all(slot() is not None for slot in left)
-    engine = object.__new__(vllm_engine_module.VLLMEngine)
+    engine = object.__new__(VLLMEngine)
     engine._llm, engine._asleep, engine._folder = None, False, Mock()
     engine.close()
     assert all(slot() is None for slot in left)
-
-
-@pytest.mark.parametrize("joined", [True, False])
-def test_the_process_group_of_all_is_kept_where_it_is_not_vllms(monkeypatch, joined):
-    """In test_parallel.py two processes train, export and evaluate with it."""
-    ended = []
-    monkeypatch.setattr(
-        torch.distributed, "destroy_process_group", lambda group=None: ended.append(group)
-    )
-    with vllm_engine_module.kept_process_group(joined):
-        for group in ("vLLM's own", None):
-            torch.distributed.destroy_process_group(group)
-    torch.distributed.destroy_process_group("later")
-    assert ended == ["vLLM's own", *([] if joined else [None]), "later"]
-
-
-def test_a_model_that_vllm_cannot_serve_is_one_line(tiny_model, tmp_path):
-    shutil.copytree(tiny_model, tmp_path / "model")
-    (tmp_path / "model" / "model.safetensors").write_bytes(b"\0" * 100)
-    with pytest.raises(InputError, match="rollout: vLLM cannot serve .*model \\(") as error:
-        make_vllm(tmp_path / "model", "float32")
-    assert "\n" not in str(error.value)
 
 
 def test_bfloat16_agrees_loosely(tiny_model, make_policy):
@@ -83,10 +46,7 @@ def test_bfloat16_agrees_loosely(tiny_model, make_policy):
 def test_the_same_4_bit_weights_on_both_sides(smollm2):
     """vLLM's bitsandbytes weights are those of an nf4 trainer: they agree as bfloat16 does with
     bfloat16."""
-    try:
-        check_vllm(Engine(quantization="bitsandbytes"), "bfloat16")
-    except InputError as error:
-        pytest.skip(str(error))
+    pytest.importorskip("vllm_bnb_plugin", reason="the plugin is not installed")
     policy = adapted_policy(smollm2, "bfloat16", quantization="nf4", scale=0.05)
     with closing(make_vllm(smollm2, "bfloat16", "bitsandbytes")) as engine:
         engine.publish(policy, 1)
@@ -98,172 +58,133 @@ def test_the_same_4_bit_weights_on_both_sides(smollm2):
     assert gap(policy, groups).mean() > 3 * same
 
 
-def test_auto_is_vllm_where_it_is_installed(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert resolve_engine("auto") == "transformers"
-    with pytest.raises(InputError, match="rollout.engine=vllm: vLLM is not installed"):
-        resolve_engine("vllm")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    monkeypatch.setattr("stapo_lite.rollout.vllm_options.version", lambda name: "0.32.0+cpu")
-    assert [resolve_engine(name) for name in ("auto", "vllm", "transformers")] == [
-        "vllm",
-        "vllm",
-        "transformers",
-    ]
-    monkeypatch.setattr(
-        "stapo_lite.rollout.vllm_options.version", Mock(side_effect=PackageNotFoundError)
-    )
-    assert resolve_engine("auto") == "vllm"  # the CPU build on PyPI has another name
-    monkeypatch.setattr("stapo_lite.rollout.vllm_options.version", lambda name: "0.32.0")
-    for usable, engine in ((True, "vllm"), (False, "transformers")):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda usable=usable: usable)
-        assert resolve_engine("auto") == engine
-
-
-def test_rollouts_have_the_configs_temperature():
-    assert (
-        rollout_settings(load_config(MINIMAL, ["rollout.temperature=0.6"]), ()).temperature == 0.6
-    )
+OPTIONS = "stapo_lite.rollout.vllm_options"
 
 
 @pytest.mark.parametrize(
-    ("vllm", "plugin", "quantization", "dtype", "problem"),
+    ("found", "version", "card", "engine"),
     [
-        ("0.30.2", False, "bitsandbytes", "float16", None),  # in its core, but see the next test
-        ("0.31.0", False, "bitsandbytes", "bfloat16", r"vllm-bnb-plugin==0\.0\.3$"),
-        ("0.32.0", True, "bitsandbytes", "bfloat16", None),
-        ("0.32.0", True, "bitsandbytes", "float32", "dtype=float32: .* set dtype=bfloat16"),
-        ("0.32.0", False, "fp8", "float32", None),
+        (None, "", True, "transformers"),
+        ("vLLM", "0.32.0+cpu", False, "vllm"),
+        ("vLLM", PackageNotFoundError, False, "vllm"),  # the CPU build has another name on PyPI
+        ("vLLM", "0.32.0", True, "vllm"),
+        ("vLLM", "0.32.0", False, "transformers"),
     ],
 )
-def test_4_bit_rollouts_need_a_plugin_and_16_bits(
-    monkeypatch, vllm, plugin, quantization, dtype, problem
+def test_auto_is_vllm_if_it_is_installed_and_has_a_device(
+    monkeypatch, found, version, card, engine
 ):
-    options = "stapo_lite.rollout.vllm_options"
-    monkeypatch.setattr(f"{options}.version", lambda name: vllm)
-    monkeypatch.setattr(f"{options}.find_spec", lambda name: object() if plugin else None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: found)
+    monkeypatch.setattr(f"{OPTIONS}.version", Mock(side_effect=[version]))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: card)
+    assert resolve_engine("auto") == engine
+    assert resolve_engine("transformers") == "transformers"
+
+
+@pytest.mark.parametrize(
+    ("vllm", "plugin", "card", "quantization", "dtype", "problem"),
+    [
+        ("0.31.0", False, False, "bitsandbytes", "bfloat16", r"vllm-bnb-plugin==0\.0\.3$"),
+        ("0.32.0", True, False, "bitsandbytes", "bfloat16", None),
+        ("0.32.0", True, False, "bitsandbytes", "float32", "dtype=float32: .* dtype=bfloat16"),
+        ("0.32.0", False, False, "fp8", "float32", None),
+        ("0.32.0", False, True, None, "float32", "dtype=float32: .* adapters on a card"),
+        ("0.30.2", False, False, "bitsandbytes", "float16", None),  # in its core, but it is old
+    ],
+)
+def test_what_vllm_cannot_serve_is_refused_before_it_starts(
+    monkeypatch, caplog, vllm, plugin, card, quantization, dtype, problem
+):
+    monkeypatch.setattr(f"{OPTIONS}.version", lambda name: vllm)
+    monkeypatch.setattr(f"{OPTIONS}.find_spec", lambda name: object() if plugin else None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: card)
     with pytest.raises(InputError, match=problem) if problem else nullcontext():
         check_vllm(Engine(quantization=quantization), dtype)
-
-
-@pytest.mark.parametrize(("vllm", "warned"), [("0.30.2", True), ("0.31.0", False)])
-def test_a_vllm_that_is_too_old_costs_a_warning(monkeypatch, caplog, vllm, warned):
-    monkeypatch.setattr("stapo_lite.rollout.vllm_options.version", lambda name: vllm)
-    check_vllm(Engine(), "float32")
-    assert ("vLLM 0.30.2 is not supported: pip install 'vllm>=0.31,<0.33'" in caplog.text) == warned
-
-
-@pytest.mark.parametrize(
-    ("given", "problem"),
-    [
-        ({"kv_cache_dtype": "fp8", "speculative_config": {"method": "ngram"}}, None),
-        (
-            {"kv_cach_dtype": "fp8"},
-            r"vllm.kv_cach_dtype: not an engine argument of vLLM .*; did you mean 'kv_cache_dt",
-        ),
-        (
-            {"zzz": 1},
-            r"rollout.vllm.zzz: not an engine argument of vLLM .*; see vLLM's documentation",
-        ),
-        ({"logprobs_mode": "raw_logprobs"}, "rollout.vllm.logprobs_mode: the run sets it itself"),
-        (
-            {"kv_cache_dtype": "fp8", "max_model_len": 9},
-            "rollout.vllm.max_model_len: the run sets it itself",
-        ),
-    ],
-)
-def test_arguments_that_vllm_gets(given, problem):
-    pytest.importorskip("vllm", reason="vLLM is not installed")
-    config = load_config(MINIMAL | {"rollout": {"vllm": given}})
-    with pytest.raises(InputError, match=problem) if problem else nullcontext():
-        check_options("vllm", config)
+    old = "vLLM 0.30.2 is not supported: pip install 'vllm>=0.31,<0.33'"
+    assert (old in caplog.text) == (vllm == "0.30.2")
 
 
 @pytest.fixture
 def start(monkeypatch):
-    """How vLLM is started: as on a GPU, one that only notes what it is asked for."""
+    """How vLLM is started: as on a GPU, one that only notes the calls that the real one knows."""
     vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
     from vllm.platforms import current_platform
 
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda platform: False)
     for name in ("synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(vllm, "LLM", start := Mock())
+    monkeypatch.setattr(vllm, "LLM", start := create_autospec(vllm.LLM))
+    start.return_value.llm_engine = Mock()
     return start
 
 
 def test_a_vllm_that_dies_ends_the_run_in_one_line(start, tiny_model):
     start.return_value.llm_engine.step.side_effect = RuntimeError("the device\nfell off the bus")
-    failure = r"vLLM failed while it sampled \(RuntimeError: the device fell off the bus\): go on with the same command"  # noqa: E501
-    with (
-        closing(make_vllm(tiny_model, "float32")) as engine,
-        pytest.raises(RunError, match=failure),
-    ):
+    failure = r"vLLM failed while it sampled \(RuntimeError: the device fell off the bus\): go on"
+    engine = make_vllm(tiny_model, "float32")
+    with closing(engine), pytest.raises(RunError, match=failure):
         generate(engine, PROMPTS)
 
 
-def test_a_card_that_is_full_when_vllm_wakes_is_one_line(start, tiny_model):
-    llm, full = (
-        start.return_value,
-        RuntimeError("CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:62"),
-    )
+SLEEP = [*[call.llm_engine.step()] * 3, call.sleep(level=0), call.release_kv_cache_memory()]
+WAKE = call.wake_up(tags=["kv_cache", "scheduling"])
+
+
+def test_a_shared_base_stays_while_vllm_sleeps(start, tiny_model):
+    """If the card is full when vLLM wakes, the run ends in one line; and a sleeping engine wakes
+    before it ends, or the next one would not get its memory."""
+    llm, full = start.return_value, RuntimeError("CUDA Error: out of memory at csrc/cumem:62")
     llm.wake_up.side_effect = [None, full, full]
-    engine = make_vllm(tiny_model, "bfloat16")
-    options = start.call_args.kwargs
-    assert batched_tokens(Engine(max_num_seqs=4), 400) == 4 * 400  # there cannot be more
-    assert options["hf_overrides"] == {"head_dtype": "float32"}  # logits as the trainer's
-    assert options["compilation_config"] == {"cudagraph_specialize_lora": False}
-    many = engine_arguments(
-        str(tiny_model), "bfloat16", 1024, Engine(max_num_seqs=16), None, max_loras=1, on_cpu=False
-    )
-    assert many["max_num_batched_tokens"] == BATCHED_TOKENS  # what the planner counts on
-    rope = {"rope_scaling": {"factor": 2.0}}
-    lengthened = Engine(engine="vllm", vllm={"hf_overrides": rope})
-    both = engine_arguments(
-        str(tiny_model), "bfloat16", 64, lengthened, None, max_loras=1, on_cpu=False
-    )
-    assert both["hf_overrides"] == {"head_dtype": "float32"} | rope
+    engine = make_vllm(tiny_model, "bfloat16", share_base=True)
+    assert start.call_args.kwargs["enable_sleep_mode"]
     engine.sleep()
     engine.wake()
     engine.sleep()
-    with pytest.raises(
-        RunError, match=r"lower rollout.gpu_memory_utilization, or set train.park_trainer=true"
-    ):
+    with pytest.raises(RunError, match="lower rollout.gpu_memory_utilization, and continue"):
         engine.wake()
-    engine.close()  # wakes it first: else the next engine of the process does not get its memory
-    slept, shut_down = call.sleep(level=1), call.llm_engine.engine_core.shutdown()
-    assert llm.mock_calls == [
-        slept,
-        call.wake_up(),
-        slept,
-        call.wake_up(),
-        call.wake_up(),
-        shut_down,
-    ]
+    engine.close()
+    end = [call.wake_up(), call.llm_engine.engine_core.shutdown()]
+    assert llm.mock_calls == [*SLEEP, WAKE, *SLEEP, WAKE, *end]
+
+
+def test_beside_a_trainer_with_a_copy_of_the_base_vllm_neither_sleeps_nor_wakes(start, tiny_model):
+    engine = make_vllm(tiny_model, "bfloat16")
+    assert not start.call_args.kwargs["enable_sleep_mode"]
+    engine.sleep()
+    engine.wake()
+    assert start.return_value.mock_calls == []
+
+
+def card_arguments(model, dtype="bfloat16", **options):
+    options = Engine(**{"max_num_seqs": 4} | options)
+    return engine_arguments(str(model), dtype, 400, options, None, max_loras=1, on_cpu=False)
+
+
+def test_arguments_on_a_card(tiny_model):
+    arguments = card_arguments(tiny_model)
+    assert arguments["max_num_batched_tokens"] == 4 * 400  # there cannot be more
+    assert arguments["compilation_config"] == {"cudagraph_specialize_lora": False}
+    assert card_arguments(tiny_model, max_num_seqs=16)["max_num_batched_tokens"] == BATCHED_TOKENS
+    with pytest.raises(InputError, match="rollout.vllm.max_model_len: the run sets it itself"):
+        card_arguments(tiny_model, vllm={"kv_cache_dtype": "fp8", "max_model_len": 9})
 
 
 def test_4_bit_layers_are_not_compiled_before_ampere(tiny_model):
-    def arguments(quantization, dtype="float16", **given):
-        options = Engine(quantization=quantization, vllm=given)
-        return engine_arguments(
-            str(tiny_model), dtype, 64, options, None, max_loras=1, on_cpu=False
-        )
-
-    assert arguments("bitsandbytes")["enforce_eager"]  # a card before Ampere has no bfloat16
-    assert "enforce_eager" not in arguments(None)
-    given = arguments("bitsandbytes", "bfloat16", compilation_config={"mode": 0})
+    """These cards have no bfloat16."""
+    in_4_bits = {"quantization": "bitsandbytes", "vllm": {"compilation_config": {"mode": 0}}}
+    assert card_arguments(tiny_model, "float16", **in_4_bits)["enforce_eager"]
+    assert "enforce_eager" not in card_arguments(tiny_model, "float16")
+    given = card_arguments(tiny_model, "bfloat16", **in_4_bits)
     assert "enforce_eager" not in given
-    both = {"cudagraph_specialize_lora": False, "mode": 0}
-    assert given["compilation_config"] == both
-    assert arguments(None, compilation_config=0)["compilation_config"] == both
+    assert given["compilation_config"] == {"cudagraph_specialize_lora": False, "mode": 0}
 
 
-def test_a_quantised_head_keeps_its_type(tiny_model, tmp_path):
-    for leaves_it in ("bitsandbytes", "fp8"):
-        fp32 = {"head_dtype": "float32"}
-        assert fp32_head(str(tiny_model), Engine(quantization=leaves_it)) == fp32
+def test_on_a_card_logits_are_in_fp32_unless_the_head_is_quantised(tiny_model, tmp_path):
+    head, rope = {"head_dtype": "float32"}, {"rope_scaling": {"factor": 2.0}}
+    for leaves_it in (None, "bitsandbytes", "fp8"):
+        arguments = card_arguments(tiny_model, quantization=leaves_it, vllm={"hf_overrides": rope})
+        assert arguments["hf_overrides"] == head | rope
     config = json.loads((tiny_model / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    assert fp32_head(str(tmp_path), Engine()) == {}
+    assert card_arguments(tmp_path)["hf_overrides"] == {}

@@ -3,21 +3,20 @@
 import importlib
 import itertools
 import math
-from collections import Counter
 from types import SimpleNamespace
 from typing import get_args
 
 import numpy as np
 import pytest
 import torch
-from helpers import MINIMAL, RARELY_RIGHT, in_groups, run, steps
+from helpers import MINIMAL, RARELY_RIGHT, fake_completions, in_groups, run, steps
 
 from stapo_lite import assemble
 from stapo_lite.algorithm.microbatches import cut_evenly
 from stapo_lite.config import Config, Train, load_config
-from stapo_lite.rollout.transformers_engine import TransformersEngine
+from stapo_lite.extras.transformers_engine import TransformersEngine
 from stapo_lite.training.run import Run, learning_rate, prompt_order
-from stapo_lite.types import Completion, Prompt, derived_seed
+from stapo_lite.types import derived_seed
 
 loop = importlib.import_module("stapo_lite.training.loop")
 ALGORITHMS = [  # test_teacher.py trains `distill`
@@ -25,22 +24,27 @@ ALGORITHMS = [  # test_teacher.py trains `distill`
 ]
 
 
-def test_a_step_gives_the_memory_back_before_it_updates(write_config, monkeypatch):
-    """Engine and trainer take turns: what was published is sampled, and the engine sleeps while the
-    policy trains."""
+FIRST_EVEN = (
+    "def even(completion_ids, **_): return [float(ids[0] % 2 == 0) for ids in completion_ids]"
+)
+
+
+def test_engine_and_trainer_take_turns(write_config, monkeypatch):
+    """What was published is sampled, and the engine sleeps while the policy trains."""
     events = []
+
+    def note(owner, name):
+        original = getattr(owner, name)
+
+        def noted(*arguments, **options):
+            events.append(name)
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, noted)
+
     for name in ("wake", "publish", "generate", "sleep"):
-        original = getattr(TransformersEngine, name)
-
-        def note(self, *arguments, _name=name, _original=original, **options):
-            events.append(_name)
-            return _original(self, *arguments, **options)
-
-        monkeypatch.setattr(TransformersEngine, name, note)
-    original_update = loop.update
-    monkeypatch.setattr(
-        loop, "update", lambda *arguments: events.append("update") or original_update(*arguments)
-    )
+        note(TransformersEngine, name)
+    note(loop, "update")
     run(write_config(train__max_steps=2, rollout__self_check=False))
     assert events == ["sleep", *2 * ["wake", "publish", "generate", "sleep", "update", "update"]]
 
@@ -48,17 +52,11 @@ def test_a_step_gives_the_memory_back_before_it_updates(write_config, monkeypatc
 def test_random_rewards_follow_the_seed_and_differ_from_step_to_step(
     write_config, user_reward, trained, tmp_path
 ):
-    user_reward(
-        "import random\ndef even(prompts, **columns): return [random.random() for _ in prompts]"
-    )
+    user_reward("import random\ndef even(prompts, **_): return [random.random() for _ in prompts]")
     rewards = []
-    for seed in (0, 0, 1):
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         trained.clear()
-        run(
-            write_config(
-                seed=seed, train__max_steps=2, output_dir=str(tmp_path / f"run{len(rewards)}")
-            )
-        )
+        run(write_config(seed=seed, train__max_steps=2, output_dir=str(tmp_path / name)))
         rewards.append([c.reward for c in trained])
     assert rewards[0] == rewards[1]
     assert len({*rewards[0], *rewards[2]}) == 4 * 16  # no draw comes twice
@@ -80,43 +78,33 @@ def test_servers_are_told_of_no_prompt_past_the_end(write_config, monkeypatch):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_algorithm_trains(write_config, user_reward, trained, algorithm):
-    user_reward(
-        "def even(completion_ids, **columns): return [float(ids[0] % 2 == 0) for ids in "
-        "completion_ids]"
-    )
-    updated = [
-        m for m in run(write_config(train__max_steps=2, algorithm=algorithm)) if m["updates"]
-    ]
+    user_reward(FIRST_EVEN)
+    metrics = run(write_config(train__max_steps=2, algorithm=algorithm))
+    updated = [m for m in metrics if m["updates"]]
     assert updated
-    assert all(m["grad_norm"] > 0 for m in updated)
-    assert all((m["kl"] is not None) == (algorithm == "grpo") for m in updated)
-    assert updated[-1]["kl"] is None or updated[-1]["kl"] >= 0
     for m in updated:
+        assert m["grad_norm"] > 0
+        assert m["kl"] >= 0 if algorithm == "grpo" else "kl" not in m
         kept = {"stapo": 1 - m["silenced_share"], "20-entropy": 0.2}.get(algorithm, 1.0)
-        assert m["kept_share"] == pytest.approx(
-            kept, abs=0.03 if algorithm == "20-entropy" else 1e-9
-        )
+        rounding = 0.03 if algorithm == "20-entropy" else 1e-9
+        assert m["kept_share"] == pytest.approx(kept, abs=rounding)
         assert m["sampler_capped_share"] == 0
     for group in in_groups(trained):
-        rewards = [c.reward for c in group]
+        rewards = np.array([c.reward for c in group])
         deviation = np.std(rewards, ddof=1) + 1e-6
         if algorithm in ("dr-grpo", "dppo"):
             deviation = 1.0
         elif algorithm == "maxrl":
             deviation = np.mean(rewards) + 1e-6
-        assert [c.advantage for c in group] == pytest.approx(
-            [(r - np.mean(rewards)) / deviation for r in rewards]
-        )
+        expected = (rewards - np.mean(rewards)) / deviation
+        assert [c.advantage for c in group] == pytest.approx(expected)
 
 
 def test_truncated_completions_leave_loss_and_denominator(
     write_config, user_reward, trained, tmp_path
 ):
     """Their rewards count in their groups. The records of what was sampled stay as they are."""
-    user_reward(
-        "def even(completion_ids, **columns): return [float(ids[0] % 2 == 0) for ids in "
-        "completion_ids]"
-    )
+    user_reward(FIRST_EVEN)
     sampled, metrics = [], []
     for mask in (False, True):
         trained.clear()
@@ -155,20 +143,16 @@ def test_dynamic_sampling_fills_the_batch_with_groups_that_vary(write_config, us
 def test_dynamic_sampling_is_bounded_and_goes_on_with_what_it_has(
     write_config, user_reward, reward, groups
 ):
-    user_reward(f"def even(prompts, **columns): return [{reward} for i, p in enumerate(prompts)]")
-    metrics = run(
-        write_config(algorithm="dapo", train__max_steps=1, rollout__max_sampling_rounds=3)
-    )[0]
-    assert metrics["sampling_rounds"] == 3
-    assert metrics["batch_groups"] == groups
+    user_reward(f"def even(prompts, **_): return [{reward} for i, p in enumerate(prompts)]")
+    bounded = {"train__max_steps": 1, "rollout__max_sampling_rounds": 3}
+    (metrics,) = run(write_config(algorithm="dapo", **bounded))
+    assert (metrics["sampling_rounds"], metrics["batch_groups"]) == (3, groups)
     assert (metrics["updates"] > 0) == (groups > 0)
 
 
 def test_sizes_of_rounds_and_mini_batches_by_hand():
-    assert loop.prompts_wanted(filled=0, size=8, drawn=0) == 8
-    assert loop.prompts_wanted(filled=0, size=8, drawn=16) == 8
-    assert loop.prompts_wanted(filled=6, size=8, drawn=9) == 3
-    assert loop.prompts_wanted(filled=1, size=8, drawn=24) == 8
+    for filled, drawn, wanted in ((0, 0, 8), (0, 16, 8), (6, 9, 3), (1, 24, 8)):
+        assert loop.prompts_wanted(filled, 8, drawn) == wanted
     assert cut_evenly(range(9), 4) == [range(3), range(3, 6), range(6, 9)]
     assert cut_evenly(range(5), 4) == [range(2), range(2, 5)]
     assert cut_evenly([], 4) == []
@@ -177,73 +161,60 @@ def test_sizes_of_rounds_and_mini_batches_by_hand():
 def test_processes_share_what_only_the_mask_reads():
     """20-Entropy's depends on the completions without advantage, too."""
     config = load_config(MINIMAL | {"algorithm": "20-entropy"})
-    prompt, ids, logprobs = Prompt("", [4, 5], None), [6] * 6, [-1.0] * 6
-    completions = [
-        Completion(prompt, ids, logprobs, False, 0, advantage=a) for a in [1.0] * 8 + [0.0] * 8
-    ]
-    learner = SimpleNamespace(
-        config=config,
-        objective=config.objective,
-        policy=SimpleNamespace(device=torch.device("cpu")),
-    )
-    found = []
+    completions = [fake_completions(0, [advantage])[0] for advantage in [1.0] * 8 + [0.0] * 8]
+    policy = SimpleNamespace(device=torch.device("cpu"))
+    learner = SimpleNamespace(config=config, objective=config.objective, policy=policy)
     for index in range(2):
         learner.accelerator = SimpleNamespace(num_processes=2, process_index=index)
         (batch,) = loop.make_mini_batches([completions], learner)
-        found.append(Counter(c.advantage for c in batch.completions))
-    assert [counts[1.0] for counts in found] == [4, 4]
-    assert [counts[0.0] for counts in found] == [4, 4]
+        assert sorted(c.advantage for c in batch.completions) == [0.0] * 4 + [1.0] * 4
 
 
-def test_what_a_seed_decides(make_policy):
-    """Two runs have other prompts, other draws and another first adapter; a group of one reward has
-    no variance."""
+def test_a_seed_decides_prompts_draws_and_the_first_adapter(make_policy):
     assert prompt_order(10, 0, 10, 10) != prompt_order(10, 1, 0, 10)
-    alone = SimpleNamespace(num_processes=1, process_index=0)
-    progress, seeds = SimpleNamespace(prompts_drawn=4), []
-    for seed in (0, 1):
-        one = SimpleNamespace(
-            progress=progress,
-            accelerator=alone,
-            prompts=[0, 1, 2],
-            config=SimpleNamespace(seed=seed),
-        )
-        seeds.append(Run.share(one, 2).seeds)
-    assert not set(seeds[0]) & set(seeds[1])
+    run = SimpleNamespace(
+        progress=SimpleNamespace(prompts_drawn=4),
+        accelerator=SimpleNamespace(num_processes=1, process_index=0),
+        prompts=[0, 1, 2],
+    )
+    seeds = []
+    for run.config in (SimpleNamespace(seed=0), SimpleNamespace(seed=1)):
+        seeds += Run.share(run, 2).seeds
+    assert len(set(seeds)) == 4
     first, second = (make_policy(seed=seed).parameters for seed in (0, 1))
     assert any(not torch.equal(first[name], second[name]) for name in first if "lora_A" in name)
 
 
-def test_learning_rates_by_hand():
-    falling = {"constant": [1.0] * 3, "linear": [0.75, 0.5, 0.25]}
-    falling["cosine"] = [(2 + 2**0.5) / 4, 0.5, (2 - 2**0.5) / 4]
-    for schedule, rates in falling.items():
-        train = Train(max_steps=8, warmup_steps=4, learning_rate=2.0, lr_scheduler_type=schedule)
-        expected = [0.25, 0.5, 0.75, 1.0, 1.0, *rates]
-        assert [learning_rate(train, step) / 2 for step in range(8)] == pytest.approx(expected), (
-            schedule
-        )
-
-
 def test_no_two_runs_or_samples_share_a_seed():
-    seeds = {
-        derived_seed(derived_seed(a, b), c)
-        for a, b, c in itertools.product(range(4), range(100), range(8))
-    }
+    numbers = itertools.product(range(4), range(100), range(8))
+    seeds = {derived_seed(derived_seed(a, b), c) for a, b, c in numbers}
     assert len(seeds) == 4 * 100 * 8
     assert derived_seed(1, 23) != derived_seed(12, 3)
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
+HALF = 2**0.5 / 2
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [
+        ("constant", [1.0] * 3),
+        ("linear", [0.75, 0.5, 0.25]),
+        ("cosine", [(1 + HALF) / 2, 0.5, (1 - HALF) / 2]),
+    ],
+)
+def test_learning_rates_by_hand(schedule, rates):
+    train = Train(max_steps=8, warmup_steps=4, learning_rate=2.0, lr_scheduler_type=schedule)
+    expected = [0.25, 0.5, 0.75, 1.0, 1.0, *rates]
+    assert [learning_rate(train, step) / 2 for step in range(8)] == pytest.approx(expected)
+
+
 def test_soft_overlong_punishment_enters_the_advantage(write_config, user_reward, trained):
     user_reward("def even(completion_ids, **columns): return [1.0 for ids in completion_ids]")
-    changes = {
-        "rollout__max_completion_length": 64,
-        "reward": {"functions": ["parity:even"], "overlong_penalty": 0.5},
-    }
-    metrics = run(
-        write_config(train__max_steps=1, **changes, train__max_tokens_per_microbatch=512)
-    )[0]
+    changes = {"reward": {"functions": ["parity:even"], "overlong_penalty": 0.5}}
+    changes |= {"rollout__max_completion_length": 64, "train__max_tokens_per_microbatch": 512}
+    (metrics,) = run(write_config(train__max_steps=1, **changes))
     assert metrics["reward"] == 1.0  # before the punishment
     assert metrics["zero_variance_groups"] == 1.0
     assert 0 < metrics["overlong_penalty"] < 0.5

@@ -1,105 +1,107 @@
 """The metrics of a step, counted by hand."""
 
-import math
-
 import numpy as np
 import pytest
-from accelerate import Accelerator
+import torch
 from helpers import in_groups, run
 
-from stapo_lite.files import read_lines
-from stapo_lite.training.metrics import has_variance, reduce_sums, step_metrics
-from stapo_lite.types import Completion, Prompt, Update
+from stapo_lite import Callback, Trainer
+from stapo_lite.training.metrics import finish, has_variance
+from stapo_lite.types import Completion, Prompt
 
 
-def test_metrics_and_token_log_of_a_step_by_hand(write_config, trained, monkeypatch, tmp_path):
-    """Counted from the completions; shares and means of docs/metrics.md from sums that the oracle
-    checks."""
-    totals = []
+def test_metrics_of_a_step_are_means_over_its_completions_and_the_tokens_of_its_updates(
+    write_config, trained
+):
+    seen = []
 
-    def note(*arguments):
-        totals.append(reduce_sums(*arguments))
-        return totals[-1]
+    class Note(Callback):
+        def on_update(self, run, batch, update):
+            seen.append((batch, update.masks, update.gradient, update.grad_norm))
 
-    monkeypatch.setattr("stapo_lite.training.run.reduce_sums", note)
     changes = {"algorithm": "grpo", "objective": {"s2t": {"enabled": True, "tau_p": 0.01}}}
-    m = run(write_config(train__max_steps=1, log__audit_tokens=3, **changes))[0]
-    t, completions = totals[0], trained
-    lengths = [len(c.token_ids) for c in completions]
-    tokens = sum(lengths)
-    right = sum(i % 2 == 0 for c in completions for i in c.token_ids)
-    cut = sum(
-        n == 8 and c.token_ids[-1] not in (1, 2) for n, c in zip(lengths, completions, strict=True)
+    config = write_config(train__max_steps=1, **changes)
+    (m,) = Trainer(config=config, callbacks=[Note()]).train()
+    lengths, surprise = zip(
+        *((len(c.token_ids), -sum(c.rollout_logprobs)) for c in trained), strict=True
     )
-    flat = sum(len({c.reward for c in group}) == 1 for group in in_groups(trained))
-    assert m["completion_length"] == pytest.approx(tokens / 16)
-    rewards = [sum(i % 2 == 0 for i in c.token_ids) for c in completions]
-    assert m["reward"] == m["reward/parity:even"] == pytest.approx(right / 16)
-    assert m["reward_std"] == m["reward_std/parity:even"] == pytest.approx(np.std(rewards, ddof=1))
-    assert m["truncated_share"] == pytest.approx(cut / 16)
-    assert m["zero_variance_groups"] == flat / 4
-    assert m["sampled_nll"] == pytest.approx(
-        -sum(sum(c.rollout_logprobs) for c in completions) / tokens, rel=1e-5
+    rewards = [sum(i % 2 == 0 for i in c.token_ids) for c in trained]
+    cut = [len(c.token_ids) == 8 and c.token_ids[-1] not in (1, 2) for c in trained]
+    flat = [len({c.reward for c in group}) == 1 for group in in_groups(trained)]
+    means = {
+        "completion_length": np.mean(lengths),
+        "reward": np.mean(rewards),
+        "reward_std": np.std(rewards, ddof=1),
+        "reward/parity:even": np.mean(rewards),
+        "reward_std/parity:even": np.std(rewards, ddof=1),
+        "truncated_share": np.mean(cut),
+        "zero_variance_groups": np.mean(flat),
+        "sampled_nll": sum(surprise) / sum(lengths),
+        "lag_mean": 0,
+    }
+
+    rows = []
+    for batch, masks, gradient, _ in seen:
+        logprobs, entropy, collision = gradient.statistics
+        old = logprobs if batch.old is None else batch.old.logprobs
+        kl, gap = gradient.ref_logprobs - logprobs, old - batch.rollout_logprobs
+        rows.append((batch.advantages, masks.keep, masks.silenced, entropy, collision, kl, gap))
+    advantages, keep, silenced, *values = (
+        torch.cat(part).double() for part in zip(*rows, strict=True)
     )
-    assert m["sampler_gap_max"] < 1e-4
-    active = sum(len(c.token_ids) for c in completions if c.advantage)
-    trains = active - t["silenced"]
-    assert active > trains > 0
-    assert t["candidate"] > t["spurious"] > 0
-    assert len(t["entropies"]) == active
-    assert m["entropy"] == pytest.approx(t["entropies"].double().mean().item())
-    for p in (10, 50, 90):
-        assert m[f"entropy_p{p}"] == pytest.approx(np.quantile(t["entropies"].double(), p / 100))
-    for count in ("kept", "silenced", "candidate", "spurious", "negative_rare", "negative_sure"):
-        assert m[f"{count}_share"] == pytest.approx(t[count] / tokens), count
-    for kind in ("spurious", "negative_rare", "negative_sure"):
-        assert m[f"{kind}_gradient_share"] == pytest.approx(
-            t[f"{kind}_mass"] / t["gradient_mass"]
-        ), kind
-    for metric, total, count in (
-        ("entropy", "entropy", active),
-        ("collision", "collision", active),
-        ("logit_grad_norm", "logit_grad_norm", trains),
-        ("clip_low_share", "clipped_low", trains),
-        ("clip_high_share", "clipped_high", trains),
-        ("kl", "kl", tokens - t["silenced"]),
-        ("sampler_gap_mean", "gap", active),
-        ("sampler_gap_k3", "gap_k3", active),
-        ("sampler_capped_share", "capped", active),
-    ):
-        assert m[metric] == pytest.approx(t[total] / count), metric
-    (step,) = read_lines(tmp_path / "run" / "quadrants.jsonl")
-    assert (sum(step["tokens"][:2]), step["tokens"][0]) == (t["candidate"], t["spurious"])
-    assert step["tau_h"] == pytest.approx(m["tau_h"])
-    assert len(read_lines(tmp_path / "run" / "tokens.jsonl")) == 3 < t["candidate"]
+    entropy, collision, kl, gap = values
+    active = advantages != 0
+    means |= {
+        "entropy": entropy[active].mean(),
+        **{f"entropy_p{p}": np.quantile(entropy[active], p / 100) for p in (10, 50, 90)},
+        "collision": collision[active].mean(),
+        "kept_share": keep.mean(),
+        "silenced_share": silenced.mean(),
+        "kl": (kl.exp() - kl - 1)[keep.bool()].mean(),
+        "sampler_gap_mean": gap[active].abs().mean(),
+        "sampler_gap_k3": (gap.exp() - gap - 1)[active].mean(),
+        "loss": np.mean([gradient.loss for _, _, gradient, _ in seen]),
+        "grad_norm": np.mean([norm for *_, norm in seen]),
+    }
+    assert 0 < m["silenced_share"] < m["candidate_share"]
+    assert 0 < m["spurious_gradient_share"] < 1
+    for name, value in means.items():
+        assert m[name] == pytest.approx(float(value), rel=1e-5, abs=1e-7), name
 
 
-def test_a_step_whose_updates_have_no_active_token_has_no_largest_gap(write_config, user_reward):
-    """A KL term updates the policy without any advantage."""
+def test_means_add_up_over_mini_batches_by_hand():
+    parts = [
+        {"a": (3.0, 2), "b": (torch.tensor(1.0), torch.tensor(4)), "c": (0.0, 0)},
+        {"a": (1.0, 8), "reward": (6.0, 3), "reward_std": (14.0, 3)},  # of 1, 2 and 3
+        {"reward/f": (5.0, 1), "reward_std/f": (25.0, 1)},
+    ]
+    rewards = {"reward": 2.0, "reward_std": 1.0, "reward/f": 5.0, "reward_std/f": None}
+    assert finish(parts) == {"a": 0.4, "b": 0.25, "c": None} | rewards
+
+
+def test_a_metric_without_a_value_is_missing_until_it_had_one_and_then_null(
+    write_config, user_reward
+):
+    user_reward(
+        "def even(prompts, trainer_state, **_): "
+        "return [float(i * trainer_state.global_step % 2) for i, _ in enumerate(prompts)]"
+    )
+    metrics = run(write_config(train__max_steps=3))
+    assert [m["updates"] for m in metrics] == [0, 2, 0]
+    for name in ("loss", "entropy", "candidate_share", "sampler_gap_mean"):
+        assert name not in metrics[0]
+        assert metrics[1][name] is not None
+        assert metrics[2][name] is None
+
+
+def test_a_kl_term_alone_updates_tokens_that_have_no_gap(write_config, user_reward):
     user_reward("def even(completions, **columns): return [1.0 for c in completions]")
     (metrics,) = run(write_config(algorithm="grpo", train__max_steps=1))
     assert metrics["updates"] == 2
-    assert (metrics["sampler_gap_max"], metrics["sampler_gap_mean"]) == (None, None)
+    assert metrics["sampler_gap_mean"] is metrics["entropy"] is None
 
 
-def test_means_over_the_updates_of_a_step_by_hand():
-    sums = reduce_sums({"loss": 3.0, "tokens": 50}, Accelerator(cpu=True))
-    updates = [Update(2.0, 0.5, {}), Update(4.0, None, {}), Update(9.0, 1.5, {})]
-    updates += [Update(None, None, {}), Update(math.nan, None, {}, skipped=True)]
-    seconds = {"rollout": 3.0, "reward": 1.0, "update": 6.0}
-    m = step_metrics(7, sums, ["math"], updates, seconds)
-    assert (m["step"], m["updates"], m["loss"], m["grad_norm"]) == (7, 3, 1.0, 5.0)
-    assert m["skipped_updates"] == 1
-    assert (m["reward"], m["reward/math"], m["reward_std/math"]) == (None, None, None)
-    assert m["tau_h"] == 1.0  # of the updates that have one
-    assert (m["seconds_step"], m["seconds_update"], m["tokens_per_second"]) == (10.0, 6.0, 5.0)
-    none = step_metrics(7, sums, ["math"], [], seconds)
-    assert (none["loss"], none["grad_norm"], none["tau_h"]) == (None, None, None)
-
-
-def test_unjudged_completions_make_no_variance():
-    group = [
-        Completion(Prompt("", [1], None), [1], [0.0], False, 0, reward=reward)
-        for reward in (None, 1.0, 1.0)
-    ]
+def test_completions_without_a_reward_make_no_variance():
+    prompt, rewards = Prompt("", [1], None), (None, 1.0, 1.0)
+    group = [Completion(prompt, [1], [0.0], False, 0, reward=reward) for reward in rewards]
     assert not has_variance(group)

@@ -1,26 +1,18 @@
 """An update asks the device for few values, and none of them once for each micro-batch: on a GPU
 every such question waits until all that was started before is done."""
 
-import sys
+import inspect
 from collections import Counter
 
 import pytest
 import torch
-from helpers import (
-    ADVANTAGES,
-    ROOT,
-    fake_completions,
-    make_learner,
-    measured,
-    objective,
-    packed,
-)
+from helpers import ADVANTAGES, ROOT, fake_completions, make_learner, measured, objective, packed
 from torch.overrides import TorchFunctionMode
 
 from stapo_lite.training.update import update
 
 PACKAGE = str(ROOT / "stapo_lite")
-PLACES = {"weigh_tokens", "linear_quantiles", "collect", "clip_gradient", "count_gradient"}
+PLACES = {"weigh_tokens", "linear_quantiles", "silence", "find_masks", "clip_gradient"}
 """Functions that may wait: for counts, for thresholds, and for the gradient's norm."""
 ASKING = {
     getattr(torch.Tensor, name)
@@ -53,34 +45,31 @@ def by_mask(index):
 
 def caller():
     """The innermost function of the package on the stack."""
-    frame = sys._getframe(1)
-    while frame is not None and not (
-        frame.f_code.co_filename.startswith(PACKAGE) and frame.f_code.co_name[0] != "<"
-    ):
-        frame = frame.f_back
-    return "elsewhere" if frame is None else frame.f_code.co_name
+    for frame in inspect.stack(context=0):
+        if frame.filename.startswith(PACKAGE) and frame.function[0] != "<":
+            return frame.function
+    return "elsewhere"
+
+
+KINDS = {
+    "stapo": objective(),
+    "grpo": objective("grpo"),
+    "20-entropy": objective("20-entropy"),
+    "sequence-mask": objective(sampler_correction="sequence-mask"),
+}
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["first update", "later update"])
-@pytest.mark.parametrize(
-    "kind",
-    [
-        objective(),
-        objective("grpo"),
-        objective("20-entropy"),
-        objective(sampler_correction="sequence-mask"),
-    ],
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_update_waits_in_few_places_and_never_for_a_micro_batch(make_policy, kind, later):
     counts, policy, completions = [], make_policy(), fake_completions(3, ADVANTAGES)
     for max_tokens in (10_000, 1):
-        learner = make_learner(policy, kind, max_tokens)
+        learner = make_learner(policy, KINDS[kind], max_tokens)
         batch = packed(policy, completions, measured(policy, completions) if later else None)
         with Waits() as waits:
             assert update(learner, batch).changed
-        assert (
-            waits.places.pop("_decode") >= 1
-        )  # transformers', at each pass: whether positions begin anew in a row
+        # transformers' at each pass: whether positions begin anew in a row
+        assert waits.places.pop("_decode") >= 1
         counts.append(waits.places)
     assert counts[0] == counts[1], "one micro-batch against six"
     assert counts[0].keys() <= PLACES

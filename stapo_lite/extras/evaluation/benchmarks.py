@@ -1,135 +1,75 @@
-"""The six benchmarks of the paper, and benchmarks in files."""
+"""The six benchmarks of the paper, and benchmarks in files: rows of a problem and its answer."""
 
-from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from stapo_lite.data.prompts import is_answer
-from stapo_lite.errors import InputError, explained
-from stapo_lite.files import read_jsonl
-from stapo_lite.types import derived_seed
+from stapo_lite.config import Data
+from stapo_lite.data.prompts import load_rows
 
-
-@dataclass(frozen=True)
-class Source:
-    """The origin of a benchmark.
-
-    Attributes:
-        dataset, subset, split: on the Hub.
-        problem, answer: column names; an answer that is a list of one element is unwrapped.
-        num_samples: samples per problem, as in the paper.
-        problems: number of problems.
-    """
-
-    dataset: str
-    subset: str | None
-    split: str
-    problem: str
-    answer: str
-    num_samples: int
-    problems: int
-
-
-BENCHMARKS = {
-    "aime24": Source("HuggingFaceH4/aime_2024", None, "train", "problem", "answer", 32, 30),
-    "aime25": Source("math-ai/aime25", None, "test", "problem", "answer", 32, 30),
-    "amc23": Source("math-ai/amc23", None, "test", "question", "answer", 32, 40),
-    "math500": Source("HuggingFaceH4/MATH-500", None, "test", "problem", "answer", 4, 500),
-    "minerva": Source("math-ai/minervamath", None, "test", "question", "answer", 4, 272),
-    "olympiadbench": Source(
-        "Hothan/OlympiadBench", "OE_TO_maths_en_COMP", "train", "question", "final_answer", 4, 674
+SOURCES = {
+    "aime24": Data(source="HuggingFaceH4/aime_2024", prompt_column="problem"),
+    "aime25": Data(source="math-ai/aime25", split="test", prompt_column="problem"),
+    "amc23": Data(source="math-ai/amc23", split="test", prompt_column="question"),
+    "math500": Data(source="HuggingFaceH4/MATH-500", split="test", prompt_column="problem"),
+    "minerva": Data(source="math-ai/minervamath", split="test", prompt_column="question"),
+    "olympiadbench": Data(
+        source="Hothan/OlympiadBench",
+        subset="OE_TO_maths_en_COMP",
+        prompt_column="question",
+        answer_column="final_answer",
     ),
-}  # fmt: skip
+}
+NUM_SAMPLES = {
+    "aime24": 32,
+    "aime25": 32,
+    "amc23": 32,
+    "math500": 4,
+    "minerva": 4,
+    "olympiadbench": 4,
+}
+"""Samples per problem, as in the paper."""
 
 
-@dataclass(frozen=True)
-class Problem:
-    """One problem.
-
-    Attributes:
-        ordered: whether the order of an answer that is a plain list counts.
-        tolerance: absolute difference up to which numbers are equal.
-    """
-
-    benchmark: str
-    id: str
-    text: str
-    gold: str
-    ordered: bool
-    tolerance: float
-
-    def seed(self, run_seed: int, sample: int) -> int:
-        """The seed of one sample, independent of what else is sampled."""
-        return derived_seed(run_seed, self.benchmark, self.id, sample)
-
-
-def load_benchmark(name: str, limit: int | None = None) -> tuple[str, list[Problem], int]:
-    """Load a benchmark: its short name, its problems, and its default samples per problem.
+def load_benchmark(name: str, limit: int | None = None) -> tuple[str, int, list[dict[str, Any]]]:
+    """Read a benchmark: its short name, its default samples per problem, and its rows (`read_row`).
 
     Args:
-        name: one of `BENCHMARKS`, or a `.jsonl` file with `problem`, `answer` and optionally `id`,
+        name: one of `SOURCES`, or a `.jsonl` file with `problem`, `answer` and optionally `id`,
             `answer_type` (`list`: order counts) and `tolerance`. A file whose name begins with one
-            of `BENCHMARKS` counts as that one.
+            of `SOURCES` counts as that one.
         limit: take only the first `limit` problems.
 
     Raises:
-        InputError: there is no such benchmark or file, or it cannot be read; a row lacks problem or
-            answer; an id occurs twice.
+        InputError: there is no such benchmark or file.
+        KeyError: a row lacks problem or answer.
+        ValueError: a tolerance is not a number.
     """
-    path = Path(name).expanduser()
-    columns = ("problem", "answer")
-    if path.suffix.lower() == ".jsonl":
-        short = next((known for known in BENCHMARKS if path.stem.startswith(known)), path.stem)
-        rows = read_jsonl(path)
-    elif name in BENCHMARKS:
-        short, source = name, BENCHMARKS[name]
-        columns = (source.problem, source.answer)
-        rows = _read_hub(name, source)
-    else:
-        known = ", ".join(BENCHMARKS)
-        raise InputError(f"benchmarks: {name} is none of {known}, nor a .jsonl file")
-    problems = [_problem(short, number, row, *columns) for number, row in enumerate(rows[:limit])]
-    if not problems:
-        raise InputError(f"benchmarks: {name} has no problems")
-    if len({problem.id for problem in problems}) < len(problems):
-        raise InputError(f"benchmarks: {name} has an id twice; give each problem an id of its own")
-    return short, problems, BENCHMARKS[short].num_samples if short in BENCHMARKS else 1
+    stem = Path(name).stem
+    short = next((known for known in SOURCES if stem.startswith(known)), stem)
+    data = SOURCES.get(name) or Data(source=name, prompt_column="problem")
+    rows = islice(load_rows(data, key="benchmarks"), limit)
+    problems = [read_row(row, data, number) for number, row in enumerate(rows)]
+    return short, NUM_SAMPLES.get(short, 1), problems
 
 
-def _read_hub(name: str, source: Source) -> list[dict[str, Any]]:
-    import datasets
+def read_row(row: dict[str, Any], data: Data, number: int) -> dict[str, Any]:
+    """A row by the same names in every benchmark. `ordered`: whether the order of an answer that is
+    a plain list counts; `tolerance`: the absolute difference up to which numbers are equal.
 
-    what = f"benchmarks: {name} cannot be loaded from {source.dataset} on the Hub"
-    fix = f"; give a file with problem and answer instead, path/{name}.jsonl"
-    with explained(what, fix=fix):
-        rows = list(datasets.load_dataset(source.dataset, source.subset, split=source.split))
-    if len(rows) != source.problems:
-        now = f"{source.dataset} has {len(rows)} rows now, not {source.problems}"
-        raise InputError(f"benchmarks: {now}; give a file")
-    return rows
-
-
-def _problem(
-    benchmark: str, number: int, row: dict[str, Any], problem: str, answer: str
-) -> Problem:
-    where = f"benchmarks: {benchmark}, row {number + 1}"
-    text, gold = row.get(problem), row.get(answer)
-    if isinstance(gold, list) and len(gold) == 1:
-        gold = gold[0]
-    if isinstance(gold, float) and gold.is_integer():  # AMC23 on the Hub
-        gold = int(gold)
-    if not isinstance(text, str) or not text.strip():
-        raise InputError(f"{where}: `{problem}` must be text, got {text!r}")
-    if not is_answer(gold):
-        raise InputError(f"{where}: `{answer}` must be an answer, got {gold!r}")
-    tolerance = row.get("tolerance") or row.get("error") or 0  # OlympiadBench calls it error
-    with explained(f"{where}: the tolerance must be a number", ValueError):
-        tolerance = max(float(part or 0) for part in str(tolerance).split(","))
-    return Problem(
-        benchmark=benchmark,
-        id=str(number if row.get("id") is None else row["id"]),
-        text=text,
-        gold=str(gold),
-        ordered=row.get("answer_type") == "list",
-        tolerance=tolerance,
-    )
+    Args:
+        number: its id, if it has none.
+    """
+    answer = row[data.answer_column]
+    if isinstance(answer, list):  # OlympiadBench
+        (answer,) = answer
+    if isinstance(answer, float) and answer.is_integer():  # AMC23 on the Hub
+        answer = int(answer)
+    return {
+        "problem": row[data.prompt_column],
+        "answer": answer,
+        "id": str(number if row.get("id") is None else row["id"]),
+        "ordered": row.get("answer_type") == "list",
+        # OlympiadBench calls it error.
+        "tolerance": float(row.get("tolerance") or row.get("error") or 0),
+    }

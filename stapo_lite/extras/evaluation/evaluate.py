@@ -8,7 +8,7 @@ and `results.md`.
 
 import json
 from collections.abc import Sequence
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -18,65 +18,36 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
-from stapo_lite.config import EvalConfig, Lora, flatten, to_yaml
+from stapo_lite.config import EvalConfig, to_yaml
 from stapo_lite.data.prompts import stop_token_ids
-from stapo_lite.errors import InputError, RunError, explained
-from stapo_lite.extras.evaluation.results import pass_table, results_table
-from stapo_lite.extras.evaluation.scores import Sample
-from stapo_lite.extras.evaluation.tasks import Task, draw, judge, make_tasks, sample_key, summarise
-from stapo_lite.extras.evaluation.verifier import ModelVerifier
-from stapo_lite.extras.math.grading import MathGrader
+from stapo_lite.errors import InputError
+from stapo_lite.extras.evaluation.results import results_page
+from stapo_lite.extras.evaluation.samples import (
+    Task,
+    benchmark_tasks,
+    draw,
+    grade,
+    sample_line,
+)
+from stapo_lite.extras.evaluation.scores import summarise
+from stapo_lite.extras.evaluation.verifier import verify
+from stapo_lite.extras.transformers_engine import TransformersEngine
 from stapo_lite.files import (
     append_lines,
-    check_nothing_overwritten,
+    check_new,
     lock,
     read_lines,
-    read_object,
     write_lines,
     write_text,
 )
-from stapo_lite.model.loading import (
-    adapter_digest,
-    load_adapter,
-    load_model_config,
-    load_tokenizer,
-    load_weights,
-    model_digest,
-    read_adapter,
-)
+from stapo_lite.model.loading import load_tokenizer, load_weights, read_adapter
 from stapo_lite.model.processes import check_launch, resolve_dtype
-from stapo_lite.rollout import (
-    Decoding,
-    RolloutEngine,
-    RolloutSettings,
-    progress_bar,
-    resolve_engine,
-)
-from stapo_lite.rollout.vllm_options import check_vllm, prepare_vllm, vllm_version
+from stapo_lite.rollout.engine import Decoding, RolloutEngine, RolloutSettings
+from stapo_lite.rollout.make import check_options, resolve_engine
+from stapo_lite.rollout.vllm_options import vllm_version
 
-SETTINGS_FILE = "settings.json"
-"""Records what the samples depend on; an evaluation writes it first."""
-FILES = ("config.yaml", "samples-*.jsonl", "verdicts.jsonl", "results.json", "results.md")
-"""The other files of an evaluation."""
-FREE_KEYS = (
-    "output_dir",
-    "adapter",
-    "benchmarks",
-    "limit",
-    "decoding",
-    "verifier.",
-    "rollout.num_samples",
-    "rollout.max_num_seqs",
-    "rollout.gpu_memory_utilization",
-    "rollout.vllm.kv_cache_memory_bytes",
-    "rollout.vllm.max_num_batched_tokens",
-    "rollout.vllm.watermark",
-    "rollout.vllm.tensor_parallel_size",
-    "rollout.vllm.cpu_offload_gb",
-    "rollout.vllm.enforce_eager",
-)
-"""Keys and sections that may differ between samples in one folder: they decide which samples are
-drawn or on what hardware, not what is in one. The adapter is compared by its files."""
+VERDICT = ("benchmark", "id", "sample", "gold", "answer", "correct", "accepted_by_verifier")
+"""What `verdicts.jsonl` says of a sample."""
 
 
 def evaluate(config: EvalConfig) -> dict[str, Any] | None:
@@ -86,156 +57,97 @@ def evaluate(config: EvalConfig) -> dict[str, Any] | None:
 
     Raises:
         InputError: something in the config, the benchmarks, the model or the adapter cannot be
-            used; `output_dir` holds samples drawn with other settings, or files that would be
-            overwritten; another evaluation is writing to it.
-        RunError: the disk is full.
+            used; `output_dir` holds another evaluation, or anything else; another process is
+            writing to it.
+        RunError: the disk is full, or the verifier's server fails.
     """
     # Processes may finish sampling hours apart.
     state = PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=7))
     check_launch(state)
     dtype = resolve_dtype(config.dtype, config.rollout.quantization)
     config = config.model_copy(update={"dtype": dtype})
-    engine_name = check_models(config)
-    lora = read_lora(config.adapter) if config.adapter else None
-    longest = config.data.max_prompt_length + config.rollout.max_completion_length
-    layers = lora.target_modules if lora else []
-    tokenizer, model_eos = load_tokenizer(config.model, longest, layers)
-    num_samples = config.rollout.num_samples
-    tasks = make_tasks(config.benchmarks, num_samples, config.limit, tokenizer, config.data)
-    settings = sample_settings(config, engine_name)
-    folder = Path(config.output_dir)
-    check_folder(folder, settings)
-    state.wait_for_everyone()  # all have looked, before one writes
-    with lock(folder) if state.is_main_process else nullcontext():
-        if state.is_main_process:
-            with explained(f"output_dir={folder}: cannot be written", OSError):
-                write_text(folder / SETTINGS_FILE, json.dumps(settings, indent=1))
-                write_text(folder / "config.yaml", to_yaml(config, given=True))
-        done = read_samples(folder)
-        missing = [task for task in tasks if task.key not in done]
+    engine_name = resolve_engine(config.rollout.engine)
+    check_options(engine_name, config.rollout, dtype)
+    lora = read_adapter(Path(config.adapter)) if config.adapter else None
+    tokenizer, model_eos = load_tokenizer(config.model, [])
+    tasks = benchmark_tasks(
+        config,
+        tokenizer,
+        config.benchmarks,
+        config.rollout.num_samples,
+        config.limit,
+    )
+    with open_folder(config) if state.is_main_process else nullcontext():
+        done = read_samples(config)
+        missing = [task for task in tasks if task.seed not in done]
         state.wait_for_everyone()  # all have read the samples, before one appends
         if missing:  # the same for every process: vLLM starts in all
             stops = stop_token_ids(tokenizer, model_eos, config.data.apply_chat_template)
-            share = missing[state.process_index :: state.num_processes]
-            with closing(start_engine(engine_name, config, lora, stops, state.device)) as engine:
+            engine = open_evaluation_engine(engine_name, config, lora, stops, state.device)
+            with closing(engine):
+                share = missing[state.process_index :: state.num_processes]
                 draw_samples(config, engine, share, tokenizer, state.process_index)
-            del engine
             state.wait_for_everyone()  # all samples are written
-        if state.is_main_process:
-            return grade_samples(config, engine_name, tasks, state.device)
-    return None
+        return finish(config, engine_name, tasks) if state.is_main_process else None
 
 
-def check_models(config: EvalConfig) -> str:
-    """Check engine and verifier before anything slow begins; return the engine's name.
+def open_folder(config: EvalConfig) -> AbstractContextManager:
+    """Lock the folder of an evaluation that begins or continues.
 
     Raises:
-        InputError: vLLM is needed but missing, or refuses an option; the verifier is not a language
-            model.
+        InputError: it holds something else, or an evaluation with another config; or another
+            process has locked it.
     """
-    engine_name = resolve_engine(config.rollout.engine)
-    if engine_name == "vllm":
-        prepare_vllm()
-        check_vllm(config.rollout, config.dtype)
-    elif config.rollout.quantization:
-        raise InputError(f"rollout.quantization={config.rollout.quantization} needs vLLM")
-    if config.verifier.model:
-        load_model_config(config.verifier.model)
-    return engine_name
-
-
-def read_lora(adapter: str) -> Lora:
-    """Rank and layers of an adapter, not validated: training here may not support its layers.
-
-    Raises:
-        InputError: it is not a plain LoRA adapter in PEFT's format.
-    """
-    fields = read_adapter(Path(adapter))
-    return Lora.model_construct(r=fields["r"], target_modules=fields["target_modules"])
-
-
-def sample_settings(config: EvalConfig, engine: str) -> dict[str, Any]:
-    """What a sample depends on besides its problem and number.
-
-    Raises:
-        InputError: the adapter cannot be read.
-    """
-    settings: dict[str, Any] = {}
-    for key, value in flatten(config.model_dump(mode="json")).items():
-        if not key.startswith(FREE_KEYS):
-            settings[key] = value
-    settings["rollout.engine"] = engine
-    if config.adapter:
-        settings["adapter (its files)"] = adapter_digest(Path(config.adapter))
-    if digest := model_digest(config.model):
-        settings["model (its files)"] = digest
-    return settings
-
-
-def check_folder(folder: Path, settings: dict[str, Any]) -> None:
-    """Check that an evaluation may begin, or continue, in a folder.
-
-    Raises:
-        InputError: it holds samples drawn with other settings, or files that would be overwritten.
-    """
-    path = folder / SETTINGS_FILE
+    folder, given = Path(config.output_dir), to_yaml(config, given=True)
+    path = folder / "config.yaml"
     if not path.exists():
-        check_nothing_overwritten(folder, FILES)
-        return
-    before = read_object(path)
-    for key in sorted(before.keys() | settings.keys()):
-        old, new = before.get(key), settings.get(key)
-        if old != new:
-            raise InputError(
-                f"output_dir={folder} holds samples drawn with {key}={old}, not {new}: choose "
-                "another folder, or delete it"
-            )
+        check_new(folder)
+    elif path.read_text(encoding="utf-8") != given:
+        raise InputError(f"output_dir={folder} holds samples of another config: choose another")
+    locked = lock(folder)
+    write_text(path, given)
+    return locked
 
 
-def read_samples(folder: Path) -> dict[tuple[str, str, int, str], dict[str, Any]]:
-    """The finished samples by `Task.key`."""
-    samples = {}
-    for path in sorted(folder.glob("samples-*.jsonl")):
-        for line in read_lines(path):
-            samples[sample_key(line)] = line
-    return samples
+def read_samples(config: EvalConfig) -> dict[int, dict[str, Any]]:
+    """The finished samples, of all processes, by their seeds."""
+    paths = sorted(Path(config.output_dir).glob("samples-*.jsonl"))
+    return {line["seed"]: line for path in paths for line in read_lines(path)}
 
 
-def start_engine(
+def open_evaluation_engine(
     name: str,
     config: EvalConfig,
-    lora: Lora | None,
+    lora: Any | None,
     stops: tuple[int, ...],
     device: torch.device,
 ) -> RolloutEngine:
     """Start an engine with the model, and with the adapter if there is one.
 
     Args:
+        lora: PEFT's config of the adapter.
         stops: tokens that end a completion.
 
     Raises:
-        InputError: the engine does not start, or the adapter's tensors do not match its layers.
+        InputError: the engine does not start, or cannot serve the adapter.
     """
-    rollout, longest = config.rollout, config.rollout.max_completion_length
-    whole = config.data.max_prompt_length + longest
+    rollout, whole = config.rollout, config.max_sequence_length
+    longest = rollout.max_completion_length
     sampling = RolloutSettings(1, whole, longest, rollout.temperature, stops)
     if name == "vllm":
         from stapo_lite.rollout.vllm_engine import VLLMEngine
 
-        vllm = VLLMEngine(config.model, config.dtype, sampling, rollout, lora, sleep_level=0)
+        vllm = VLLMEngine(config.model, config.dtype, sampling, rollout, lora)
         if config.adapter:
             vllm.load_adapter(Path(config.adapter), version=0)
         return vllm
-    from stapo_lite.rollout.transformers_engine import TransformersEngine
-
     engine = TransformersEngine(sampling, rollout.max_num_seqs)
     model = load_weights(config.model, config.dtype, device)
     if config.adapter:
-        from peft import LoraConfig, get_peft_model
+        from peft import PeftModel
 
-        model = get_peft_model(model, LoraConfig.from_pretrained(config.adapter))
-        load_adapter(model, Path(config.adapter))
-    policy: Any = SimpleNamespace(model=model)  # all that this engine needs of a policy
+        model = PeftModel.from_pretrained(model, config.adapter)
+    policy: Any = SimpleNamespace(model=model)  # all that it needs of a policy
     engine.publish(policy, version=0)
     return engine
 
@@ -248,64 +160,33 @@ def draw_samples(
     Raises:
         RunError: the disk is full.
     """
-    folder = Path(config.output_dir)
-    (folder / "results.json").unlink(missing_ok=True)  # it covers fewer samples
-    path = folder / f"samples-{process}.jsonl"
+    path = Path(config.output_dir) / f"samples-{process}.jsonl"
     write_lines(path, read_lines(path))  # drops a line that was cut off
     rollout = config.rollout
     decoding = Decoding(rollout.max_completion_length, rollout.temperature, rollout.top_p)
-    lines = draw(engine, tasks, decoding, config.seed, tokenizer)
-    for line in progress_bar("evaluate", "sample", len(tasks), lines):
-        append_lines(path, [line])
+    for index, completion in draw(engine, tasks, decoding, tokenizer):
+        append_lines(path, [sample_line(tasks[index], completion)])
 
 
-def grade_samples(
-    config: EvalConfig, engine_name: str, tasks: Sequence[Task], device: torch.device
-) -> dict[str, Any]:
-    """Judge the samples in the folder, which has all of them; write and return the results."""
-    folder = Path(config.output_dir)
-    lines = read_samples(folder)
-    verifier = ModelVerifier(config, device) if config.verifier.model else None
-    with closing(MathGrader()) as grader:
-        samples = judge(tasks, [lines[task.key] for task in tasks], grader, verifier)
+def finish(config: EvalConfig, engine_name: str, tasks: Sequence[Task]) -> dict[str, Any]:
+    """Judge the samples in the folder, which has all of them; write and return the results.
+
+    Raises:
+        RunError: the verifier's server fails.
+    """
+    folder, samples = Path(config.output_dir), grade(tasks, read_samples(config))
     packages = ("stapo-lite", "math-verify", "transformers", "torch")
     versions = {name: version(name) for name in packages}
     if engine_name == "vllm":
         versions["vllm"] = str(vllm_version())
     results = config.model_dump(include={"model", "adapter", "decoding", "seed"})
     results |= config.rollout.model_dump(include={"temperature", "top_p", "max_completion_length"})
-    results |= {"engine": engine_name, "verifier": config.verifier.model, "versions": versions}
-    results |= summarise(tasks, samples)
-    with explained(f"output_dir={folder}: cannot be written", OSError, kind=RunError):
-        write_results(folder, tasks, samples, results)
-    return results
-
-
-def write_results(
-    folder: Path, tasks: Sequence[Task], samples: Sequence[Sample], results: dict[str, Any]
-) -> None:
-    """Write `verdicts.jsonl`, `results.json` and `results.md`."""
-    verdicts = []
-    for task, sample in zip(tasks, samples, strict=True):
-        verdict = {
-            "benchmark": task.problem.benchmark,
-            "id": task.problem.id,
-            "sample": task.number,
-            "gold": task.problem.gold,
-            "answer": sample.answer,
-            "correct": sample.correct,
-        }
-        if sample.accepted is not None:
-            verdict["accepted_by_verifier"] = sample.accepted
-        verdicts.append(verdict)
+    results |= {"engine": engine_name, "versions": versions}
+    if config.verifier_server:
+        results["verifier"] = verify(samples, config.verifier_server)
+    results |= summarise(samples)
+    verdicts = [{key: s[key] for key in VERDICT if key in s} for s in samples]
     write_lines(folder / "verdicts.jsonl", verdicts)
     write_text(folder / "results.json", json.dumps(results, indent=1))
-    adapter = f" with {results['adapter']}" if results["adapter"] else ""
-    parts = [
-        f"# {results['model']}{adapter}",
-        f"In per cent, at temperature {results['temperature']}, top-p {results['top_p']}, at most "
-        f"{results['max_completion_length']} tokens; intervals by bootstrap.",
-        results_table(results),
-        pass_table(results),
-    ]
-    write_text(folder / "results.md", "\n\n".join(parts) + "\n")
+    write_text(folder / "results.md", results_page(results))
+    return results

@@ -1,13 +1,15 @@
-"""A language model that judges answers which the rules reject."""
+"""A second judge: a small language model on a server reads the answers that the rules reject."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
-import torch
+from openai import OpenAI
 
-from stapo_lite.config import EvalConfig
-from stapo_lite.errors import InputError, explained
-from stapo_lite.model.loading import load_weights
+from stapo_lite.errors import RunError, explained
+from stapo_lite.rollout.engine import progress_bar
 
 INSTRUCTION = """\
 You grade the final answer of a candidate. The standard answer is right; do not solve the problem yourself. Compare \
@@ -25,84 +27,49 @@ End of the candidate's response:
 
 Reply with one letter: A if the candidate's final answer is correct, B if it is incorrect, C if there is none.
 """  # noqa: E501
-LETTERS = ("A", "B", "C")
+RESPONSE_END = 10_000
+"""Characters at the end of a response that the verifier reads."""
+AT_ONCE = 16
+"""Requests at the same time."""
+MAX_RETRIES = 5
+"""Retries of a request by the client before the evaluation ends."""
 
 
-class Case(NamedTuple):
-    """One answer to judge."""
+def verify(samples: Sequence[dict[str, Any]], url: str) -> str:
+    """Ask a server about each answer that is not `correct`, and set its `accepted_by_verifier`;
+    return the name of the server's model.
 
-    problem: str
-    gold: str
-    response: str
-
-
-class ModelVerifier:
-    """The model of `config.verifier`. It replies with one letter: the likeliest of LETTERS.
-
-    If a case is longer than `verifier.max_prompt_length` tokens, its response is truncated from the
-    left.
+    Args:
+        samples: as `samples.grade` returns them. Those without an answer are not shown.
 
     Raises:
-        InputError: there is no such causal language model, or it has no chat template.
+        RunError: the server fails.
     """
+    rejected = [s for s in samples if s["answer"] is not None and not s["correct"]]
+    client = OpenAI(
+        base_url=f"{url}/v1",
+        api_key=os.environ.get("VLLM_API_KEY", "none"),
+        max_retries=MAX_RETRIES,
+    )
+    fix = "; the samples are kept: go on with the same command"
+    failed = explained(f"verifier_server={url} fails", fix=fix, kind=RunError)
+    with failed, ThreadPoolExecutor(AT_ONCE) as threads:
+        model = client.models.list().data[0].id
+        letters = threads.map(partial(judge, client, model), rejected)
+        bar = progress_bar("verify", "answer", len(rejected), letters)
+        for sample, letter in zip(rejected, bar, strict=True):
+            sample["accepted_by_verifier"] = letter == "A"
+    return model
 
-    def __init__(self, config: EvalConfig, device: torch.device):
-        from transformers import AutoTokenizer
 
-        self._settings = config.verifier
-        model = str(config.verifier.model)
-        with explained(f"verifier.model={model}: cannot be loaded"):
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(model, padding_side="left")
-            self._model = load_weights(model, config.dtype, device)
-        if not self._tokenizer.chat_template:
-            fix = "choose an instruction-tuned model"
-            raise InputError(f"verifier.model={model}: has no chat template; {fix}")
-        if self._tokenizer.pad_token is None:
-            self._tokenizer.pad_token = self._tokenizer.eos_token
-        self._letters = [self._encode(letter)[-1] for letter in LETTERS]
-
-    def accepts(
-        self, cases: Sequence[Case], on_case: Callable[[int], object] = lambda count: None
-    ) -> list[bool]:
-        """Whether the model judges each answer to be right.
-
-        Args:
-            on_case: called with the number of cases just judged.
-        """
-        texts = [self._render(case) for case in cases]
-        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # to limit padding
-        accepted = [False] * len(texts)
-        size = self._settings.batch_size
-        for start in range(0, len(order), size):
-            batch = order[start : start + size]
-            likeliest = self._logits([texts[i] for i in batch]).argmax(1).tolist()
-            for i, letter in zip(batch, likeliest, strict=True):
-                accepted[i] = LETTERS[letter] == "A"
-            on_case(len(batch))
-        return accepted
-
-    @torch.no_grad()
-    def _logits(self, texts: list[str]) -> torch.Tensor:
-        """Logits of the letters as the first token of the reply, [texts, letters]."""
-        inputs = self._tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
-        inputs = inputs.to(self._model.device)
-        positions = (inputs.attention_mask.cumsum(1) - 1).clamp(min=0)
-        output = self._model(**inputs, position_ids=positions, logits_to_keep=1)
-        return output.logits[:, -1, self._letters]
-
-    def _render(self, case: Case) -> str:
-        """The prompt of a case, with as much of the end of the response as fits."""
-        frame = self._prompt(case._replace(response=""))
-        room = self._settings.max_prompt_length - len(self._encode(frame))
-        if room <= 0:
-            return frame
-        end = self._tokenizer.decode(self._encode(case.response)[-room:])
-        return self._prompt(case._replace(response=end))
-
-    def _prompt(self, case: Case) -> str:
-        message = {"role": "user", "content": INSTRUCTION.format(**case._asdict())}
-        options = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": False}
-        return self._tokenizer.apply_chat_template([message], **options)
-
-    def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
+def judge(client: OpenAI, model: str, sample: dict[str, Any]) -> str:
+    """The verifier's letter for a sample: the first token of its reply."""
+    end = {"response": sample["response"][-RESPONSE_END:]}
+    answer = client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": INSTRUCTION.format_map(sample | end)}],
+        temperature=0,
+        max_tokens=1,
+        extra_body={"chat_template_kwargs": {"enable_thinking": False}},
+    )
+    return str(answer.choices[0].message.content).strip()

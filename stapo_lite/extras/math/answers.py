@@ -1,96 +1,195 @@
 r"""Final answers: find one in a response, and compare two. A thin layer over math-verify.
 
-math-verify parses and compares expressions, sets, intervals, matrices and relations, and finds
-answers outside a box. Added here, each for answers of real benchmarks that it misjudges
-(docs/grading.md):
+Added to math-verify, for answers of real benchmarks that it misjudges (docs/grading.md):
 
-- the answer is the last box only, and nothing inside <think>;
-- plain numbers are compared as fractions, with OlympiadBench's tolerance: math-verify reads
-  e-notation (Minerva) as a product with Euler's number, and rounds decimals below 1e-6 to zero;
-- lists are compared part by part, with repetitions and `\pm`, and in order if the benchmark says
-  so;
-- words, single letters and numbers with a base are compared literally: it drops the base of `52_8`
-  (MATH500);
-- symbols of Minerva's formulas are kept apart: it confuses capital and small letters, `E_1` and
-  `E_2`, derivatives and zero;
-- units after a number (`\text{...}` of MATH and Minerva) are removed only if the gold has no
-  letters.
+- the answer is the last box or `<answer>`, and nothing inside <think>;
+- plain numbers are compared as fractions, and exact values exactly: math-verify reads e-notation
+  (Minerva) as a product with Euler's number, and rounds to six decimals;
+- lists are compared part by part, in order if the benchmark says so;
+- words, choices and numbers with a base (`52_8`, MATH500) are compared literally;
+- capitals and derivatives are symbols of their own, and only words after a number are units.
 
 Time limits are up to the caller (`grading.py`): sympy may never finish.
 """
 
 import logging
-import math
 import re
-from dataclasses import replace
-from fractions import Fraction
-from functools import lru_cache
-from typing import Any, NamedTuple
+from itertools import product
+from typing import Any
 
-from latex2sympy2_extended import NormalizationConfig, normalize_latex
-from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-from sympy import Float, I, Symbol
+from latex2sympy2_extended import NormalizationConfig
+from math_verify import LatexExtractionConfig, parse, verify
+from sympy import Rational, nsimplify, sympify
 
-from stapo_lite.extras.math.spelling import GREEK, NUMBERS, plain_key, respell, rewrite
-
-LONGEST = 1000
-"""Most characters of an answer to parse; longer ones are compared literally."""
+LONGEST = 500
+"""Characters of an answer that are compared; more are a proof, or endless repetition."""
 TAIL = 4000
 """Characters at the end of a response that are searched for an answer without a box."""
-SAME = Fraction(5, 10**6)
-"""Largest relative difference between an exact value and a decimal with six significant digits."""
-
-_BOX = r"\\(?:boxed|fbox)\s*\{"
-_UNIT = re.compile(  # \text{ cm}^2, \mathrm{~erg} / \mathrm{s}, ^\circ
-    r"(?<=[^\s=,^_({\[+\-])(?:(?:\\[,;: ]|[\s~])*(?:(?:/|\\cdot|\\mu)\s*)?\\text\{(?!\d|[^{}]*[\s(,]\d)"  # noqa: E501
-    r"(?:[^{}]|\{[^{}]*\})*\}(?:\s*_\s*\{?\s*(?:\\text\{[^{}]*\}|\\[a-zA-Z]+|\w)\s*\}?)?"
-    r"(?:\s*\^\s*\{?-?\d+\}?)?)+$|\s*(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degree|°)$"
-)
-_UNIT_SYMBOL = (
-    "[kcmnpMG]?(?:m|g|s|eV|Hz|J|N|W|Pa|V|A|K|C|T|L|pc|mol)|erg|h|ft|in|mph|dollars?|people"
-)
-_PLAIN_UNIT = re.compile(  # 3 m/s^2, 4.5e33 erg/s, 310 K (Minerva)
-    rf"(?<=[\d}}])\s+(?:(?:{_UNIT_SYMBOL})(?:\^\{{?-?\d\}}?)?(?:\s*[/·]\s*|\s+|$))+$"
-)
-_DECIMAL = re.compile(
-    r"(?P<digits>(?:[1-9]\d{0,2}(?:[ ,]\d{3})+|\d+)(?:\.\d*)?|\.\d+)"
-    r"(?:\\times10\^\{(?P<e>[+-]?\d{1,3})\})?"
-)
-_FRACTION = re.compile(r"(?:(?P<whole>\d+) )?(?P<a>[+-]?\d+)/(?P<b>\d+)")  # 1/2, 1 1/2
-_REPEATING = re.compile(
-    r"(?P<start>\d*\.(?P<once>\d*))\\(?:overline|bar)\{(?P<again>\d{1,30})\}"  # 0.1\overline{6}
-)
-_CHOICE = re.compile(
-    r"(?:\\text\{\s*)?\(?([A-J])\)(?:\s*\})?(?:\\[,;: ]|[\s~])*(?=[^\s.,}])"
-)  # \textbf{(B)}\ 27
-_PROSE = re.compile(r"\\[(\[]|(?<![\\a-zA-Z])[^\W\d_]{4,}|[^\W\d_]{2,}\s+[^\W\d_]{2,}|=")
-_LITERAL = re.compile(r"[a-zA-Z]|[a-zA-Z]{4,}|[0-9A-Z]+_(?:\d|\{\d+\})")  # C; ellipse; 52_8
-_NAME = r"[A-Za-z](?:_\w|_\{[^{}]*\})?(?:\s*\([^()=]*\))?"
-_LABELLED = re.compile(rf"({_NAME})\s*=([^=<>]*)")  # x = 5, f(x) = 2x
-_SUBSCRIPT = r"\s*_\s*(?:\w|\\text\s*\{[^{}]*\}|\\[a-zA-Z]+|\{(?:[^{}]|\{[^{}]*\})*\})"
-_MARKS = rf"'*(?:{_SUBSCRIPT})?'*"
-_SYMBOL = re.compile(  # \frac{d M}{d r} is one, too
-    r"(?P<as_is>\\(?:begin|end|mathbb|text|operatorname)\s*\{[^{}]*\})"
-    r"|\\frac\{d(?:\^\{?\d\}?)?\s*[^{}]*(?:\{[^{}]*\}[^{}]*)?\}\{d\s*[^{}]*(?:\{[^{}]*\})?\}"
-    rf"|{GREEK}{_MARKS}|(?P<command>\\[a-zA-Z]+)|[A-Z]{_MARKS}|[a-z](?=\s*[_']){_MARKS}"
-)
-_OF = rf"((?:{GREEK}|[a-zA-Z])(?:{_SUBSCRIPT})?)"
-_DERIVATIVES = [
-    (r"\s*\^\s*\{?\\prime\s*\\prime\s*\}?", "''"),
-    (r"\s*\^\s*\{?\\prime\s*\}?", "'"),
-    (rf"\\ddot\s*(?:{_OF}|\{{{_OF}\}})", r"\1\2''"),
-    (rf"\\dot\s*(?:{_OF}|\{{{_OF}\}})", r"\1\2'"),
-    (rf"\\frac\{{d\^\{{?2\}}?\s*{_OF}\}}\{{d\s*t\^\{{?2\}}?\}}", r"\1''"),
-    (rf"\\frac\{{d\s*{_OF}\}}\{{d\s*t\}}", r"\1'"),
-]
-"""Time derivatives: x^{\\prime}, \\dot{x} and dx/dt all become x'."""
-_CONFUSED = re.compile(
-    rf"[A-Z]|_|'|\\prime|\\d+ot|{GREEK}|\\frac\{{d|(?<![a-zA-Z\\])[a-z]?\s*i(?![a-zA-Z])"
-)
+# Without its `units`, which takes the `t` of `2t` for tonnes.
+BOXED = LatexExtractionConfig(True, 0, NormalizationConfig(malformed_operators=True, nits=True))
 
 
-# math-verify logs every answer it cannot parse.
-logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+def _nested(plain: str, opening: str, closing: str) -> str:
+    """A pattern of text in which brackets are closed, up to ten levels deep."""
+    pattern = f"(?:{plain})*+"
+    for _ in range(10):
+        pattern = f"(?:{plain}|{opening}{pattern}{closing})*+"
+    return pattern
+
+
+_THOUGHT = re.compile(
+    r"(?is)^.*[<\[]/(?:think|reason|thought)\w*[>\]]|[<\[](?:think|reason|thought)\w*[>\]].*"
+)
+_TAGGED = re.compile(r"(?is)<((?:final_?)?answer|solution)>\s*(\S.*?)\s*</\1>")
+_BRACES = _nested(r"[^{}\\]|\\[\s\S]", r"\{", r"\}")
+_BOX = re.compile(rf"(?:\\(?:boxed|fbox)\s*\{{\s*)++(?!\}})({_BRACES})\}}")
+_GAP = re.compile(  # what may stand between two boxes of one list
+    r"(?:[^.!?:\n]{0,40}?\b(?:and|or)\b)?(?:\\q?quad|\\text\s*\{|[\s$,;&()\[\]{}\\])*"
+    r"(?:[a-zA-Z]\w*(?:_\{\w+\})?\s*=\s*)?"
+)
+_NUMERAL = (
+    r"[-+]?(?:\\frac\{[^{}]*\}\{[^{}]*\}|[$€£]?(?:\d{1,3}(?:[ ,]\d{3})+(?:\.\d+)?|"
+    r"\d+(?:,\d+)*(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?(?:\ *(?:\\?%|percent|pct))?)"
+)
+_FORMULA = rf"""(?:
+    \$\$.+?\$\$ | \\\[.+?\\\] | \\\(.+?\\\) | \$(?!\d[\d,.]*\ [a-z]{{2}})[^$\n]+\$
+    | (?<![a-zA-Z])[(\[][^()\[\]\n]*,[^()\[\]\n]*[)\]] | \([A-J]\)
+    | (?<![a-zA-Z\d.]){_NUMERAL}(?:\ *[-+*/^×÷=≈]\ *{_NUMERAL})*
+)"""  # noqa: RUF001
+_VALUES = rf"{_FORMULA}(?:\ *(?:,\ *(?:and|or)?|and|or)\ *(?:[a-zA-Z]\w{{,3}}\ *=\ *)?{_FORMULA})*"
+"""A formula, number, tuple or choice in a text, or a list of them."""
+_STATED = re.compile(
+    rf"""(?sx).*(?:
+        \b(?i:answer|(?:correct|right|best)\ (?:option|choice))s?\b
+        (?:[a-z\ ]{{0,40}}?\b(?:is|are)\b|\W*:):?
+        | <(?i:answer|solution)> | \#{{4}}(?!\s*\d+[.)]\s)
+    )(?!.*\bWait\b)[\s*]*(?:
+        (\$\$.+?\$\$|\\\[.+?\\\]|\S(?:(?!\b[a-zA-Z]{{2,}}(?:\s+[a-zA-Z]{{2,}}){{2}})[^\n])*?)
+        (?=\.?\s*(?:\n|$)|\.\s|I\ hope|<[|/]|\s\((?:[a-z]{{3}}|\d+\\?%)
+            |,?\s(?:not|since|because|as|so|which|where)\b)
+        | (?:[^\n]{{0,100}}(?:\bis|\bare|=)\s+)?({_VALUES})
+    )"""
+)
+"""The last statement of an answer, `The answer is`, `**Answer:**`, `<answer>` or `####` (GSM8K), in
+few words or with a value in a longer sentence."""
+
+_SPELLINGS = r"""
+# One line, without marks of style and currency
+\s*\n\s* → \t
+(?<!\\)\\[()\[\]]|\\?[$€£¥₹]|\\(?:pounds|euro)(?![a-z])|\u200b|\*\*|` →
+\\(?:left|right|[bB]igg?[lr]?|displaystyle|bf|it|rm|[lL]arge)(?![a-z])|\\!\s*|\\color\s*\{\w+\} →
+(?<!\\)\\[,;: >]|~ → \t
+\\\\\[\w+\] → \\\\
+# Signs that are no LaTeX
+，|、|\\q?quad(?![a-z]) → ,
+（|⟨|\\langle → (
+）|⟩|\\rangle → )
+[−–] → -
+² → ^2
+³ → ^3
+½ → \\frac{1}{2}
+¼ → \\frac{1}{4}
+¾ → \\frac{3}{4}
+° → ^\\circ
+√\s*(.?) → \\sqrt \1
+∞\s*(.?) → \\infty \1
+±\s*(.?) → \\pm \1
+·\s*(.?) → \\cdot \1
+≤\s*(.?) → \\le \1
+≥\s*(.?) → \\ge \1
+≠\s*(.?) → \\ne \1
+≈\s*(.?) → \\approx \1
+∈\s*(.?) → \\in \1
+# Words: \textbf{(C)}, `The answer is 12`, `Total: 12`, `f(n) = n for all n`, `k \in \mathbb{Z}`
+\\(?:text\w*|mbox|math(?:rm|bf|it|sf))\s*\{ → \\text{
+^\s*\\text\{([^{}]*)\}|\\text\{([^{}]*\b(?:and|or)\b[^{}]*|[A-J])\} → \1\2
+[\s.,;:\\]+$|(?<=[a-zA-Z]{2})!$ →
+(?i)^.*\b(?:answer|result)\s+is:?\s* →
+(?i)^[^\d$\\]*(?:\b(?:is|are|option|choice)\b:?|[a-z]{4}:)\s*(?=[-\d$\\(]|(?-i:[A-J])\b) →
+,?\s*(?:\\text\{\s*)?(?:\bfor (?:all|every|any|each)\b|\\forall)[^,;=]*?(?=$|,|\band\b|\bor\b) → \t
+,\s*[a-z]\s*\\in\s*\\mathbb\s*\{?[A-Z]\}?(?:[_^]\S+)?\s*$ →
+,?\s*(?<![a-zA-Z])and(?![a-z]) → ,
+(?<![a-zA-Z\\])or(?![a-z])|\\lor|\\vee → \tor\t
+# Commands: -3./2 and np.arcsin (Minerva), \frac\pi4, sqrt(x)
+\\(le|ge|ne)q(?:slant)?(?![a-z]) → \\\1
+\\varnothing → \\emptyset
+(?<![a-zA-Z\\])inf(?:inity)?(?![a-z]) → \\infty
+(?<=\d)\.(?=/) →
+\\[dtc]frac → \\frac
+\\frac\s*(?:\{([^{}]*)\}|(\w|\\[a-z]+))\s*(?:\{([^{}]*)\}|(\w|\\[a-z]+)) → \\frac{\1\2}{\3\4}
+(?<![a-zA-Z\\])(?:np\.)?(?=(?:arc)?(?:sqrt|pi|infty|sin|cos|tan|ln|log)(?![a-z])) → \\
+\\sqrt\s*(?:\(([^()]*)\)|(\d+)) → \\sqrt{\1\2}
+(?<![\w.^])(\d+)\s*/\s*(\d+)(?![\d.]) → \\frac{\1}{\2}
+([_^])\{(\w)\} → \1\2
+# Numbers: 5 million, 1.04 x 10^-3, 0.\overline{3}, 1000,99 and 0,111, 28 percent
+(?<=\d)\s*(?:\\text\{\s*)?thousand\b\s*\}? → \\times10^3
+(?<=\d)\s*(?:\\text\{\s*)?million\b\s*\}? → \\times10^6
+(?<=\d)\s*(?:\\text\{\s*)?billion\b\s*\}? → \\times10^9
+(?<=[\d.])\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*\{?\s*([+-]?\s*\d+)\s*\}? → \\times10^{\1}
+(\d*)\.(\d*)\\(?:overline|bar)\{(\d+)\} → \1.\2\3\3\3\3\3\3\3
+^\s*(?:(\d{4,}),(\d{1,2})|(0),(\d{3,}))\s*$ → \1\3.\2\4
+\s*(?:\\?%|\\text\{\s*percent\w*\s*\}|\bpercent(?:age)?\b|\bpct\b) → %
+# \frac{1}{3} \approx 0.33, \{1, 2\}, (C), C. 12, 1 \pm 2
+^[^\d=,;]*\\approx|(?<=\S)\s*\\approx[^,;]*$ →
+^\s*(?:\\\{((?:(?!\\\}).)*)\\\}|\{([^{}]*)\})\s*$ → \1\2
+^\s*([A-Ja-df-h])\)$|(?<![^,\s])\(\s*([A-Ja-df-h])\s*\)(?=\s*(?:,|$|\tor)) → \1\2
+^\s*\(?([A-Ja-df-h])[).:]\s*(?!.*\b[A-J]\b)(\S.*) → \1\n\2
+([^,;()\[\]]*)\\pm([^,;()\[\]]*) → \1+\2,\1-\2
+"""  # noqa: RUF001
+"""Rules that bring an answer to one spelling: a pattern and its replacement on each line, from top
+to bottom. A choice with its value becomes two lines, which are two readings of the answer."""
+_UNITS = r"""
+# \text{ cm}^2, minutes, ^\circ
+(?<=\\pi)\s*\\text\{[^{}\d]*\}(?:\^\d)?$ →
+(?<=[\d})])\s*(?:\\text\{(?:[^{}\d]|[_^]\{?-?\d\}?)*\}(?:[_^](?:\w|\{[^{}]*\}))?[\s/]*)+$ →
+(?<=[\d}])\s+[a-zA-Z]{4,}(?:[a-zA-Z\s]|\^\d)*$|\s*\^\s*\{?\\circ\s*\}?$ →
+"""
+_NUMBERS = (
+    _UNITS
+    + r"""
+(?<=\d)(?<!\d{4})(?:,|\{,\}|\s)(?=\d{3}(?!\d)) →
+\s*\\times10\^\{([+-]?\d+)\} → e\1
+# 1.6cm, 10 m/s^2, 310 K, 5 ft
+(?<=\d)\s*(?:(?:[kMG]?(?:eV|Hz|Pa)|[kcmn][mgs]|erg|(?<=[\s/])[mgsKJNWVACTL])(?:\^-?\d)?[\s/]*)+$ →
+(?<=\d)\s+(?:ft|in|oz|lbs?|hrs?|mins?|secs?|mph|km/h)(?:\^\d)?$ →
+# 75 %, 1 4/5, -1 -4/5
+%$ → e-2
+^([+-])\s+ → \1
+^(-?\d+)\s*\\frac\{(\d+)\}\{(\d+)\} → \1 \2/\3
+^([+-]?)\\frac\{([+-]?\d+)\}\{(\d+)\} → \1\2/\3
+^-(\d+) (?=\d) → -\1 -
+"""
+)
+_SYMBOLS = (
+    _UNITS
+    + r"""
+# x^{\prime}, \frac{dx}{dt}, \dot{x} and x' become x_{dt}
+\^\s*\{?\\prime\s*\}? → '
+\\frac\{d\s*(\w)\}\{d\s*(\w)\} → \1_{d\2}
+\\dot\s*\{?\s*(\w)\}?|([a-zA-Z])' → \1\2_{dt}
+# The parser makes capitals small: E_1, \Omega and L_{\odot} become q_{uE1}, q_{uOmega}, q_{uLodot}
+_\s*\{\\text\{\s*(\w+)\s*\}\}|_\s*\{\\(\w+)\} → _{\1\2}
+(?:\\([A-Z][a-z]+)|(?<!bb\{)(?<![\\_])(?<!_\{)([A-Z]))(?:_\{(\w+)\}|_(\w))? → q_{u\1\2\3\4}
+# The imaginary unit
+(?<![\\_])(?<!\\[a-zA-Z])(?<![a-zA-Z]{2})i(?![a-zA-Z]{2}) → {I}
+"""
+)
+_NUMBER = re.compile(r"[+-]?(?:(?:\d+\s+-?)?\d+/0*[1-9]\d*|(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d{1,3})?)")
+_DECIMAL = re.compile(r"[^.]*?(?<![\d.])(?=[0.]*[1-9](?:\.?\d){5})\d*\.(\d+)[^.]*")
+_LITERAL = re.compile(
+    r"(?![ei])[a-zA-Z]|[A-Z][a-z]{2,}|(?i:yes|no|[a-z]{4,})|[0-9A-Z]+_(?:\d|\{\d+\})"
+)
+_PROSE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}[\s,]+[a-zA-Z]{2,}|(?<![_\d])\d+\s+\d")
+_TUPLES = re.compile(r"([(\[])([^()\[\]\n]*;[^()\[\]\n]*)([)\]])\n\1(.*)\3")
+_BRACKETS = _nested(r"[^()\[\]{}]", r"[(\[{]", r"[)\]}]")
+_PART = re.compile(
+    rf"""(?x)(?=\S)(?:
+        (?<![\d,])\d{{1,3}}(?:,\d{{3}})+(?!,?\d)  # 1,234
+        | [^,;()\[\]{{}}] | [(\[{{]{_BRACKETS}[)\]}}] | [()\[\]{{}}]
+    )+(?<=\S)"""
+)
+
+logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs what it cannot parse
 
 
 def grade(
@@ -101,87 +200,44 @@ def grade(
     answer = final_answer(response, finished)
     if answer is None:
         return False, None
-    return equivalent(gold, answer, ordered=ordered, tolerance=tolerance), canonical(answer)
+    spelled = _rewrite(answer)
+    return equivalent(gold, answer, ordered, tolerance), str(_number(spelled) or _bare(spelled))
 
 
 def final_answer(response: str, finished: bool = True) -> str | None:
     r"""The final answer of a response, as written; None if there is none.
 
-    Boxes that form a list (`\boxed{1} and \boxed{2}`) are joined.
-
     Args:
-        finished: False for a response that was cut off: only a box counts as its answer.
+        finished: False for a response that was cut off: only a box or `<answer>` counts.
     """
-    response = response.rpartition("</think>")[2].partition("<think>")[0]
-    boxes = _boxes(response)
-    if boxes:
-        start, _, answer = boxes.pop()
-        while boxes and _is_list(response[boxes[-1][1] : start]):
-            start, _, content = boxes.pop()
-            answer = answer if plain_key(content) == plain_key(answer) else f"{content}, {answer}"
-        return answer.strip()
-    if not finished:
-        return None
-    # Chinese has no spaces around numbers.
-    text = re.sub(r"([\u3040-\u9fff\uff00-\uffef])", r" \1 ", response[-TAIL:])
-    # $ $ must be on one line, as in Markdown.
-    text = re.sub(r"(?<!\$)\$[ \t]*\n[^$]*\n[ \t]*\$(?!\$)", " ", text)
-    return _stated(text) or _found(text)
+    text = _THOUGHT.sub("", response)
+    for tag in _TAGGED.finditer(text):  # the last one counts
+        text = f"Answer: {tag[2]}"
+        finished = True
+    box = _last_box(text)
+    if box or not finished:
+        return box
+    tail = text[-TAIL:]
+    if stated := _STATED.match(tail):
+        return stated[1] or stated[2]
+    values = re.findall(f"(?sx){_VALUES}", tail)
+    return values[-1] if values else None
 
 
-def _stated(text: str) -> str:
-    """The end of a response after its last "answer is" or "answer:", in plain words (GSM8K, base
-    models); empty if there is none, or if it is prose."""
-    *before, stated = re.split(r"(?i)\banswer(?:\s+is|\s*:)", text)
-    stated = stated.strip(" \n:*").partition("I hope")[0].rstrip(" .*")
-    return "" if not before or re.search(r"[\n$]", stated) or _PROSE.search(stated) else stated
+def _last_box(text: str) -> str | None:
+    r"""The content of the last complete \boxed{...} or \fbox{...}, the innermost of nested ones;
+    boxes that form a list (`\boxed{1} and \boxed{2}`) are joined."""
+    contents: list[str] = []
+    end = 0
+    for box in _BOX.finditer(text):
+        if not _GAP.fullmatch(text, end, box.start()):
+            contents = []
+        contents.append(box[1])
+        end = box.end()
+    return ", ".join(dict.fromkeys(contents)) or None
 
 
-def _found(text: str) -> str | None:
-    """The formula or number that math-verify finds in a response, as written."""
-    normal = NormalizationConfig(False, boxed="none")
-    kinds = [LatexExtractionConfig(normalization_config=normal), ExprExtractionConfig()]
-    found = parse(text, kinds, extraction_mode="first_match", parsing_timeout=None)
-    if not found:
-        return None
-    answer = str(found[-1]).lstrip(" *").rstrip(" *.")
-    return (answer if "(" in answer else answer.rstrip(")")) or None
-
-
-def _boxes(text: str) -> list[tuple[int, int, str]]:
-    r"""(start, end, content) of each complete, non-empty \boxed{...} or \fbox{...}; only the
-    innermost of nested ones."""
-    found = []
-    opened: list[tuple[int, int] | None] = []  # start and content of a box; None: another brace
-    for match in re.finditer(rf"{_BOX}|(?<!\\)\\[{{}}]|[{{}}]", text):
-        if match[0] not in (r"\{", r"\}", "}"):
-            opened.append((match.start(), match.end()) if match[0] != "{" else None)
-        elif match[0] == "}" and opened and (box := opened.pop()):
-            content = text[box[1] : match.start()]
-            if content.strip() and not re.search(_BOX, content):
-                found.append((box[0], match.end(), content))
-    return found
-
-
-def _is_list(gap: str) -> bool:
-    """Whether the boxes on both sides of a gap form a list: the gap is punctuation, `and`, `or` or
-    a label."""
-    gap = re.sub(r"\\(?:text\s*\{([^{}]*)\}|q?quad|[()\[\],;: ])|\$", r" \1 ", gap)
-    gap = " ".join(gap.split())
-    pattern = rf"(?:[,;]?|[^.!?:]{{,40}}?\b(?:and|or)\b) ?(?:{_NAME} ?=)?"
-    return len(gap) <= 80 and re.fullmatch(pattern, gap) is not None
-
-
-def canonical(answer: str) -> str:
-    r"""Canonical form of an answer, for counting votes: `\dfrac12`, `1/2` and `0.5` give `1/2`."""
-    if len(answer) > LONGEST:
-        return plain_key(answer)
-    text = respell(answer)
-    number = _number(text, units=True)
-    return str(number.value) if number else plain_key(text)
-
-
-def equivalent(gold: Any, answer: str, *, ordered: bool = False, tolerance: float = 0.0) -> bool:
+def equivalent(gold: Any, answer: str, ordered: bool = False, tolerance: float = 0.0) -> bool:
     r"""Whether an answer equals the gold.
 
     Args:
@@ -191,240 +247,103 @@ def equivalent(gold: Any, answer: str, *, ordered: bool = False, tolerance: floa
         ordered: whether the order of a plain list counts (`1, 2`). It always does in tuples.
         tolerance: absolute difference up to which numbers are equal.
     """
-    gold = str(gold).rpartition("####")[2]
-    if "\\boxed" in gold or "answer is" in gold:
-        gold = final_answer(gold) or gold
-    if max(len(gold), len(answer)) > LONGEST:
-        return plain_key(gold) == plain_key(answer)
-    return _equal(respell(gold), respell(answer), ordered, Fraction(tolerance))
+    return _equal(_reference(gold), _rewrite(answer), ordered, Rational(tolerance))
 
 
-def _equal(gold: str, answer: str, ordered: bool, tolerance: Fraction) -> bool:
-    """Whether two respelled answers are equal. `ordered` and `tolerance` as for `equivalent`."""
-    if not gold or not answer:
-        return False
-    if plain_key(gold) == plain_key(answer):
-        return True
-    gold, answer = _without_labels(_one_value(gold), _one_value(answer))
-    answer = _of_choice(answer, by_letter=re.fullmatch("[A-J]", plain_key(gold)) is not None)
-    a, b = plain_key(gold), plain_key(answer)
-    if _LITERAL.fullmatch(a) or _LITERAL.fullmatch(b):
-        return a == b or (len(a) > 3 and a.casefold() == b.casefold())
-    units = not _has_letters(gold)
-    number, other = _number(gold, units), _number(answer, units)
-    if number and other:
-        return _close(number, other, tolerance)
-    if gold.endswith("%") or answer.endswith("%"):  # here 17.5 % is 17.5; below it is 0.175
-        share, of_answer = (_number(side.rstrip("\\% "), units) for side in (gold, answer))
-        if share and of_answer and _close(share, of_answer, tolerance):
-            return True
+def readable(gold: Any) -> bool:
+    """Whether a gold is a word, or mathematics that can be compared as such."""
+    return all(
+        _LITERAL.fullmatch(part) or _value(part) is not None for part in _parts(_reference(gold))
+    )
+
+
+def _reference(gold: Any) -> str:
+    """The answer of a gold in normal spelling."""
+    text = str(gold)
+    if re.search(r"\\f?box|####|answer is", text):
+        text = final_answer(text) or text
+    return _rewrite(text)
+
+
+def _rewrite(text: str, table: str = _SPELLINGS) -> str:
+    """Apply the rules of a table, from top to bottom."""
+    text = text[:LONGEST]
+    for pattern, replacement in re.findall(r"(.+) →(.*)", table):
+        text = re.sub(pattern, replacement.strip(), text)
+    return text
+
+
+def _bare(text: str) -> str:
+    """Remove markup that shows nothing, for a literal comparison; `1 1/2` is not `11/2`."""
+    return re.sub(r"\\text\{([^{}]*)\}|(?<!\d)\s+|\s+(?!\d)|^\+", r"\1", text)
+
+
+def _equal(gold: str, answer: str, ordered: bool, tolerance: Rational) -> bool:
+    """Whether two answers in normal spelling are equal. `ordered` and `tolerance` as for
+    `equivalent`."""
     golds, answers = _parts(gold), _parts(answer)
-    if number and len(answers) > 1:
-        return False  # whatever else the answer says
-    # `x = 1, y = 2` against `1, 2`: the order assigns the values.
-    names = {match[1] for part in golds if (match := _LABELLED.fullmatch(part))}
-    ordered |= len(names) == len(golds) == len(answers) and "=" not in answer
-    if len(golds) == len(answers) > 1:
-        return _equal_lists(golds, answers, ordered, tolerance)
+    if len(golds) == 1 and "\tor\t" in answer:
+        golds *= len(answers)  # 3/4, or 75 %
     if len(golds) != len(answers):
-        # math-verify turns lists into sets: `7, 7` would equal 7.
-        same_set = set(map(plain_key, golds)) == set(map(plain_key, answers))
-        if same_set or (ordered and len(golds) > 1):
+        inner = gold.strip("()"), answer.strip("()")
+        return "(" in (gold[:1], answer[:1]) and _equal(*inner, True, tolerance)  # (1, 2) for 1, 2
+    for part in golds:
+        candidates = answers[:1] if ordered else answers
+        match = next((one for one in candidates if _same(part, one, tolerance)), None)
+        if match is None:
             return False
-    return _symbolic(gold, answer, units, tolerance)
-
-
-def _one_value(text: str) -> str:
-    r"""Pick one side: the exact one of `\frac{1}{3} \approx 0.33`, the number of `x \approx 0.33`.
-    A chain of several values must not be right for each of them."""
-    sides = [side.strip() for side in re.split(r"\\(?:approx|simeq)(?![a-zA-Z])|≈", text)]
-    if len(sides) == 1:
-        return sides[0]
-    if any(len(_parts(side)) > 1 and not _number(side, units=True) for side in sides):
-        return text  # a list: each part has its own
-    exact = sides[0] and not _has_letters(sides[0].rpartition("=")[2])
-    return sides[0] if exact else sides[-1]
-
-
-def _without_labels(gold: str, answer: str) -> tuple[str, str]:
-    """Strip labels: `x = 5` against `5` or `x = 6` compares the right sides."""
-    a, b = _LABELLED.fullmatch(gold), _LABELLED.fullmatch(answer)
-    if a and b:
-        if plain_key(a[1]) == plain_key(b[1]):
-            return a[2].strip(), b[2].strip()
-    elif a and "=" not in answer:
-        return a[2].strip(), answer
-    elif b and "=" not in gold:
-        return gold, b[2].strip()
-    return gold, answer
-
-
-def _of_choice(answer: str, by_letter: bool) -> str:
-    """The part of `(B) 27` that counts: the letter if the gold is one, else the value."""
-    choice = _CHOICE.match(answer)
-    if not choice:
-        return answer
-    value = answer[choice.end() :]
-    if not by_letter:
-        return value
-    return answer if re.search(r"\([A-J]\)", value) else choice[1]
-
-
-def _has_letters(text: str) -> bool:
-    r"""Whether a text has variables. `\text{cents}`, other commands and words of four or more
-    letters do not count."""
-    text = re.sub(GREEK, "x", text)
-    text = re.sub(r"\\text\{[^{}]*\}|\\[a-zA-Z]+|(?<![a-zA-Z])[a-z]{4,}", "", text)
-    return re.search("[a-zA-Z]", text) is not None
-
-
-class _Number(NamedTuple):
-    """A plain number. `digits` counts a decimal's significant digits; infinity for others."""
-
-    value: Fraction
-    digits: float
-
-
-def _number(text: str, units: bool) -> _Number | None:
-    """Read a plain number, with units after it if `units`; None if it is anything else."""
-    if units:
-        text = _PLAIN_UNIT.sub("", _UNIT.sub("", text))
-    text = rewrite(text, NUMBERS)
-    unsigned = text[1:] if text.startswith(("+", "-")) else text
-    digits = math.inf
-    if match := _REPEATING.fullmatch(unsigned):
-        nines = 10 ** len(match["again"]) - 1
-        again = Fraction(int(match["again"]), nines * 10 ** len(match["once"]))
-        value = Fraction(f"0{match['start']}") + again
-    elif match := _DECIMAL.fullmatch(unsigned):
-        mantissa = re.sub("[ ,]", "", match["digits"])
-        value = Fraction(f"{mantissa}e{match['e'] or 0}")
-        if "." in mantissa:
-            digits = _significant(mantissa)
-    elif (match := _FRACTION.fullmatch(unsigned)) and int(match["b"]):
-        value = int(match["whole"] or 0) + Fraction(int(match["a"]), int(match["b"]))
-    else:
-        return None
-    return _Number(-value if text.startswith("-") else value, digits)
-
-
-def _significant(decimal: str) -> int:
-    """Significant digits of a decimal with a point."""
-    return len(decimal.replace(".", "").lstrip("0"))
-
-
-def _close(a: _Number, b: _Number, tolerance: Fraction) -> bool:
-    """Whether two numbers are equal, or one is a non-terminating fraction and the other a decimal
-    with at least six significant digits that approximates it."""
-    difference = abs(a.value - b.value)
-    exact, decimal = sorted((a, b), key=lambda number: -number.digits)
-    rounded = decimal.digits >= 6 and exact.digits == math.inf and not _ends(exact.value)
-    return difference <= tolerance or (rounded and difference <= SAME * abs(exact.value))
-
-
-def _ends(value: Any) -> bool:
-    """Whether a fraction has a terminating decimal."""
-    return 10 ** value.denominator.bit_length() % value.denominator == 0
-
-
-def _parts(text: str) -> list[str]:
-    r"""Split a list at commas, semicolons, `and` and `or` outside brackets; a part with one `\pm`
-    gives two. The text itself if it is not a list."""
-    text = re.sub(r",?\s*(?<![a-zA-Z\\])(?:and|or)(?![a-z])\s*", ",", text)
-    parts, depth, start = [], 0, 0
-    for match in re.finditer(r"\\?[(\[{]|\\?[)\]}]|(?<!\\)[,;]", text):
-        if match[0] not in ",;":
-            depth += 1 if match[0][-1] in "([{" else -1
-        elif depth == 0:
-            parts.append(text[start : match.start()])
-            start = match.end()
-    values = []
-    for part in (*parts, text[start:]):
-        if part.count(r"\pm") == 1:
-            values += [part.replace(r"\pm", sign) for sign in "+-"]
-        else:
-            values.append(part)
-    values = [value.strip().removeprefix("+").strip() for value in values]
-    return [value for value in values if value]
-
-
-def _equal_lists(golds: list[str], answers: list[str], ordered: bool, tolerance: Fraction) -> bool:
-    left = list(answers)
-    for gold in golds:
-        for candidate in left[:1] if ordered else left:
-            if _equal(gold, candidate, True, tolerance):
-                left.remove(candidate)
-                break
-        else:
-            return False
+        answers.remove(match)
     return True
 
 
-def _symbolic(gold: str, answer: str, units: bool, tolerance: Fraction) -> bool:
-    """Whether two answers are equal as math-verify and sympy compare them."""
-    words = re.search("[a-zA-Z]{4}", re.sub(r"\\[a-zA-Z]+", "", gold))
-    confused = _CONFUSED.search(gold) or _CONFUSED.search(answer)
-    renamed = bool(confused) and not units and not words
-    a, b = _parse(gold, units, renamed), _parse(answer, units, renamed)
-    if a is None or b is None:
+def _parts(text: str) -> list[str]:
+    """Split a list at commas, semicolons and `or` outside brackets."""
+    return _PART.findall(text.replace("\tor\t", ","))
+
+
+def _same(gold: str, answer: str, tolerance: Rational) -> bool:
+    """Whether two answers that are no lists are equal."""
+    if pair := _TUPLES.fullmatch(f"{gold}\n{answer}".replace(",", ";")):
+        return _equal(pair[2], pair[4], True, tolerance)
+    if "=" not in gold:
+        answer = re.split("(?<![<>!])=", answer)[-1]
+    if "\n" in gold + answer:
+        return any(
+            _same(*reading, tolerance) for reading in product(gold.split("\n"), answer.split("\n"))
+        )
+    a, b = _bare(gold), _bare(answer)
+    if a == b or _LITERAL.fullmatch(a) or _LITERAL.fullmatch(b):
+        return a.casefold() == b.casefold()
+    if "%" in (a[-1:], b[-1:]) and _same(gold.rstrip("% "), answer.rstrip("% "), tolerance):
+        return True  # 17.5 % is 17.5 here, and 0.175 below
+    x, y = _value(gold), _value(answer)
+    if None in (x, y):
         return False
-    try:
-        numbers = getattr(a, "is_number", False) and getattr(b, "is_number", False)
-        if not numbers or not (tolerance or a.has(Float) or b.has(Float)):
-            return bool(verify(a, b, allow_set_relation_comp=True, timeout_seconds=None))
-        # math-verify rounds to six decimals, which makes all small numbers equal.
-        a, b = a.doit(), b.doit()
-        exact = a.is_Rational or b.is_Rational
-        decimals = re.findall(r"\d*\.\d+", f"{gold} {answer}")
-        rounded = not exact and any(_significant(decimal) >= 6 for decimal in decimals)
-        relative = float(SAME) if rounded else 1e-12
-        difference = abs((a - b).evalf(30))
-        return bool(difference <= max(float(tolerance), relative * abs(a.evalf(30))))
-    except Exception:  # sympy raises errors of any type
-        return False
+    if not (x.is_number and y.is_number):
+        return verify(x, y, allow_set_relation_comp=True, timeout_seconds=None)
+    difference = (x - y).doit()
+    if decimal := _DECIMAL.fullmatch(f"{gold} {answer}"):
+        tolerance = max(tolerance, Rational(f"99e-{len(decimal[1]) + 2}"))
+    if not difference.is_Rational:
+        difference = difference.evalf(60)
+        tolerance = max(tolerance, abs(x.evalf()) / 10**50)
+    return bool(difference.is_finite and abs(difference) <= tolerance)
 
 
-@lru_cache(maxsize=4096)
-def _parse(text: str, units: bool, renamed: bool) -> Any:
-    """The sympy expression of an answer, or of what follows its last `=`; None if it has none.
-
-    Args:
-        units: remove units at its end.
-        renamed: rename symbols that math-verify would confuse.
-    """
-    if units:  # the parser would drop everything after the first \text
-        if len(_parts(text)) == 1:
-            text = _UNIT.sub("", text)
-        units = r"\text" not in text
-    normal = NormalizationConfig(
-        basic_latex=True, units=units, malformed_operators=True, nits=True, boxed="none"
-    )
-    if renamed:
-        text = normalize_latex(text.replace("'", r"^{\prime}"), normal)
-        text = _SYMBOL.sub(_rename, rewrite(text, _DERIVATIVES))
-    boxed = replace(normal, boxed="all")
-    config = LatexExtractionConfig(boxed_match_priority=0, normalization_config=boxed)
-    for part in (text, *text.rsplit("=", 1)[1:]):
-        box = f"\\boxed{{{part}}}"
-        found = parse(box, [config], fallback_mode="no_fallback", parsing_timeout=None)
-        if found:
-            return _with_real_symbols(found[0]) if renamed else found[0]
-    return None
+def _number(text: str) -> Rational | None:
+    """Read a plain number; None if it is anything else."""
+    text = _rewrite(text, _NUMBERS)
+    return sum(map(Rational, text.split())) if _NUMBER.fullmatch(text) else None
 
 
-def _with_real_symbols(expression: Any) -> Any:
-    """An expression with real symbols, and `i` as the imaginary unit."""
-    names = {}
-    for symbol in getattr(expression, "free_symbols", ()):
-        names[symbol] = I if symbol.name == "i" else Symbol(symbol.name, real=True)
-    return expression.xreplace(names) if names else expression
-
-
-def _rename(match: re.Match[str]) -> str:
-    r"""Give a symbol a name that the parser keeps apart from others: `E_{1}` -> `q_{ue1}`,
-    `\gamma` -> `q_{gamma}`."""
-    if match["as_is"] or match["command"]:
-        return match[0]
-    letters = re.sub(r"\\text(?![a-zA-Z])|[^a-zA-Z0-9]", "", match[0])
-    name = re.sub("([A-Z])", r"u\1", letters).lower() + "prime" * match[0].count("'")
-    return f" q_{{{name}}} "
+def _value(text: str) -> Any:
+    """The sympy expression of an answer, with decimals as fractions; None if it has none."""
+    number = _number(text)
+    latex = _rewrite(text, _SYMBOLS)
+    if number is not None or _PROSE.search(latex):
+        return number
+    found = parse(f"\\boxed{{{latex}}}", [BOXED], "no_fallback", parsing_timeout=None)
+    if not found:
+        return None
+    value = sympify(found[0])  # matrices have no `is_number`
+    return nsimplify(value, rational=True) if value.is_number else value

@@ -5,13 +5,12 @@ from typing import Any, NamedTuple
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from stapo_lite.config import IN_PYTHON, Config, Objective, load_config, to_yaml
+from stapo_lite.config import IN_PYTHON, Config, load_config, to_yaml
 from stapo_lite.errors import InputError
-from stapo_lite.extras.evaluation.results import results_table
+from stapo_lite.extras.evaluation.results import EVALUATIONS_FILE, results_table
 from stapo_lite.files import read_lines, read_object
 from stapo_lite.rollout.vllm_options import served_rank
-from stapo_lite.training.checkpoint import newest_checkpoint, read_state
-from stapo_lite.training.folder import ENVIRONMENT_FILE, EVALUATIONS_FILE, run_metrics
+from stapo_lite.training.folder import ENVIRONMENT_FILE, read_metrics
 
 
 class FinishedRun(NamedTuple):
@@ -35,17 +34,14 @@ def read_run(folder: Path, evaluation: str | Path | None) -> FinishedRun:
     Raises:
         InputError: the folder holds no run with an adapter; the evaluation has no results.
     """
-    config, metrics = load_config(folder / "config.yaml"), run_metrics(folder)
-    adapter, step = folder / "adapter", metrics[-1]["step"]
+    config, adapter = load_config(folder / "config.yaml"), folder / "adapter"
     if not (adapter / "adapter_config.json").exists():  # the file that is written last
-        checkpoint = newest_checkpoint(folder)
-        if checkpoint is None:
-            raise InputError(f"{folder}: no adapter and no checkpoint yet")
-        adapter, step = checkpoint, read_state(checkpoint)["progress"]["step"]
+        raise InputError(f"{folder}: the run has not ended; --resume it")
+    metrics = read_metrics(folder)
+    step = metrics[-1]["step"]
     results = [line for line in read_lines(folder / EVALUATIONS_FILE) if line["step"] == step]
     if evaluation:
         results = [read_object(Path(evaluation) / "results.json")]
-    metrics = [line for line in metrics if line["step"] <= step]
     environment = read_object(folder / ENVIRONMENT_FILE)
     return FinishedRun(config, adapter, metrics, results[-1] if results else None, environment)
 
@@ -58,15 +54,17 @@ def model_card(name: str, run: FinishedRun, base: str, merged: bool, stops: tupl
         stops: tokens that ended a completion.
     """
     config, data = run.config, run.config.data
-    on_hub = not is_local(data.source)
-    parts = [data.source, data.subset, data.split] if on_hub else [Path(data.source).name]
+    path, teacher = Path(data.source), config.objective.teacher_adapter
+    local = path.suffix or path.is_absolute() or path.exists() or ":" in data.source
+    on_hub = not local and data.source != IN_PYTHON
+    public = {"teacher_server": None, "teacher_adapter": teacher and public_name(teacher)}
+    parts = [data.source, data.subset, data.split] if on_hub else [path.name]
     metadata = ModelCardData(
         base_model=None if Path(base).exists() else base,
         datasets=[data.source] if on_hub else None,
         library_name="transformers" if merged else "peft",
         pipeline_tag="text-generation",
         tags=["stapo_lite", config.algorithm, "reinforcement-learning", "lora"],
-        **find_license(base),
     )
     card = ModelCard.from_template(
         metadata,
@@ -77,7 +75,7 @@ def model_card(name: str, run: FinishedRun, base: str, merged: bool, stops: tupl
         merged=merged,
         run=run,
         config=config,
-        fields=to_yaml(_public(config.objective)).strip(),
+        fields=to_yaml(config.objective.model_copy(update=public)).strip(),
         table=results_table(run.results) if run.results and "benchmarks" in run.results else "",
         served_rank=served_rank(config.lora.r),
         stops=list(stops),
@@ -85,32 +83,6 @@ def model_card(name: str, run: FinishedRun, base: str, merged: bool, stops: tupl
     return str(card)
 
 
-def _public(objective: Objective) -> Objective:
-    """The objective without the server's address and local paths."""
-    shown = {"teacher_server": objective.teacher_server and "a server"}
-    if objective.teacher_adapter:
-        shown["teacher_adapter"] = public_name(objective.teacher_adapter)
-    return objective.model_copy(update=shown)
-
-
 def public_name(base: str) -> str:
     """A model's name on the Hub, or its folder's name without the path."""
     return Path(base).name if Path(base).exists() else base
-
-
-def is_local(source: str) -> bool:
-    """Whether `data.source` is a file (it need not exist here), a function or rows in Python rather
-    than a dataset on the Hub."""
-    path = Path(source)
-    is_file = path.suffix.lower() in (".jsonl", ".parquet") or path.is_absolute() or path.exists()
-    return is_file or ":" in source or source == IN_PYTHON
-
-
-def find_license(base: str) -> dict[str, Any]:
-    """License fields of the base's own card; empty if it has none or the Hub is unreachable."""
-    try:
-        metadata = ModelCard.load(Path(base, "README.md") if Path(base).exists() else base).data
-    except Exception:  # no card, no network: the Hub's client raises errors of many kinds
-        return {}
-    fields = ("license", "license_name", "license_link")
-    return {field: metadata[field] for field in fields if metadata.get(field)}

@@ -72,7 +72,7 @@ def export(
     if push_to_hub and not merge and Path(base).exists():
         fix = "--merge, or --base-model"
         raise InputError(f"--push-to-hub: {base} is a local folder, of no use to others: {fix}")
-    tokenizer, model_eos = load_tokenizer(base, 1, [])
+    tokenizer, model_eos = load_tokenizer(base, [])
     stops = stop_token_ids(tokenizer, model_eos, run.config.data.apply_chat_template)
     if final.exists():
         raise InputError(f"--out={final} exists: delete it, or choose another folder")

@@ -7,35 +7,20 @@ localhost unless given a `--host`, and requires an API key: `VLLM_API_KEY`, or t
 (`engine.api_key`).
 """
 
-import hmac
 import json
 import os
-import socket
 import sys
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 from stapo_lite.config import Config
 from stapo_lite.rollout.vllm_options import engine_arguments
 
 
-async def ask_for_key(request: Any, go_on: Callable[[Any], Awaitable[Any]]) -> Any:
-    """HTTP middleware: refuse requests without the API key, except to /health. vLLM itself checks
-    the key only on some paths."""
-    given = request.headers.get("Authorization", "")
-    expected = f"Bearer {os.environ['VLLM_API_KEY']}"
-    if request.url.path != "/health" and not hmac.compare_digest(given.encode(), expected.encode()):
-        from starlette.responses import PlainTextResponse  # installed with vLLM
-
-        return PlainTextResponse("Unauthorized", 401)
-    return await go_on(request)
-
-
 def server_arguments(config: Config, host: str, port: int, on_cpu: bool) -> list[str]:
     """Command-line arguments for vLLM's server."""
     rollout = config.rollout
     arguments = engine_arguments(
-        rollout.model or config.model,
+        config.model,
         config.dtype,
         config.max_sequence_length,
         rollout,
@@ -44,7 +29,6 @@ def server_arguments(config: Config, host: str, port: int, on_cpu: bool) -> list
         on_cpu=on_cpu,
     )
     arguments |= {"host": host, "port": port, "uvicorn_log_level": "warning"}
-    arguments["middleware"] = "stapo_lite.extras.servers.serve.ask_for_key"
     flags = []
     for name, value in arguments.items():
         flags += flag(name.replace("_", "-"), value)
@@ -78,8 +62,7 @@ def become_server(config: Config, host: str, port: int) -> None:
     environment["VLLM_LOGGING_LEVEL"] = "WARNING"
     if on_cpu:  # compiling costs the first request ten seconds and gains nothing
         environment["TORCH_COMPILE_DISABLE"] = "1"
-    name = socket.gethostname() if host in ("0.0.0.0", "::") else host
-    address = f"rollout.engine=server rollout.servers=[http://{name}:{port}]"
+    address = f"rollout.engine=server rollout.servers=[http://{host}:{port}]"
     print(f"serving {flags[1]}: {address}", flush=True)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags]
     os.execve(sys.executable, command, environment | os.environ | {"VLLM_API_KEY": api_key()})

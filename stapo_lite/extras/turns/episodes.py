@@ -26,7 +26,7 @@ from stapo_lite.extras.turns.tools import (
     run_tool,
     schemas_of,
 )
-from stapo_lite.rollout import (
+from stapo_lite.rollout.engine import (
     Decoding,
     RolloutEngine,
     RolloutSettings,
@@ -254,7 +254,7 @@ def check_function(function: RolloutFunction, where: str) -> None:
         raise InputError(f"{where}: must be a coroutine function (async def)")
 
 
-class Meeting:
+class Conversations:
     """Runs the coroutines of some episodes; its methods run in their event loop.
 
     Attributes:
@@ -274,12 +274,12 @@ class Meeting:
 
     async def run(self) -> None:
         """Run the coroutines until `over` is set; `asyncio.run` then cancels the others."""
-        self._all = asyncio.gather(*map(self._play, self.episodes))
+        self._all = asyncio.gather(*map(self._run_one, self.episodes))
         self._all.add_done_callback(lambda _: self._changed.set())
         self.loop.set_result(asyncio.get_running_loop())
         await self.over.wait()
 
-    async def _play(self, episode: Episode) -> None:
+    async def _run_one(self, episode: Episode) -> None:
         try:
             await self._function(episode)
         except (SystemExit, KeyboardInterrupt) as error:  # they would end the event loop
@@ -324,46 +324,51 @@ class Meeting:
         return questions
 
 
-def play(
+def run_episodes(
     engine: RolloutEngine,
     sampling: RolloutSettings,
     chat: Chat,
     function: RolloutFunction,
     prompts: Sequence[Prompt],
     seeds: Sequence[int],
+    **changes: Any,
 ) -> list[list[Completion]]:
     """Like `RolloutEngine.generate`, with each completion made by a coroutine.
+
+    Args:
+        changes: of `sampling`, for an evaluation.
 
     Raises:
         RunError: an episode is empty, or does not await a turn that it requested.
         Exception: raised by a coroutine.
     """
-    meeting, size = Meeting(function), sampling.num_generations
+    sampling = replace(sampling, **changes)
+    running, size = Conversations(function), sampling.num_generations
     for prompt, seed in each_sample(prompts, seeds, size):
-        meeting.episodes.append(Episode(prompt, seed, sampling, chat, meeting.ask))
+        running.episodes.append(Episode(prompt, seed, sampling, chat, running.ask))
     with (
         ThreadPoolExecutor(1, thread_name_prefix="episodes") as thread,
-        progress_bar("rollout", "episode", len(meeting.episodes)) as bar,
+        progress_bar("rollout", "episode", len(running.episodes)) as bar,
     ):
-        thread.submit(asyncio.run, meeting.run())
+        thread.submit(asyncio.run, running.run())
         try:
-            loop = meeting.loop.result()
+            loop = running.loop.result()
             while True:
-                asked = asyncio.run_coroutine_threadsafe(meeting.next_round(), loop)
+                asked = asyncio.run_coroutine_threadsafe(running.next_round(), loop)
                 questions = asked.result()
                 if not questions:
                     break
-                bar.update(meeting.ended - bar.n)
+                bar.update(running.ended - bar.n)
                 answers = list(questions)
                 for index, completion in engine.stream(*zip(*questions.values(), strict=True)):
-                    loop.call_soon_threadsafe(give, answers[index], completion)
+                    loop.call_soon_threadsafe(deliver, answers[index], completion)
         finally:  # also if the engine fails, or on Ctrl-C
-            meeting.loop.result().call_soon_threadsafe(meeting.over.set)
-    completions = [episode.completion() for episode in meeting.episodes]
+            running.loop.result().call_soon_threadsafe(running.over.set)
+    completions = [episode.completion() for episode in running.episodes]
     return in_groups(completions, size)
 
 
-def give(answer: asyncio.Future, completion: Completion) -> None:
+def deliver(answer: asyncio.Future, completion: Completion) -> None:
     """Hand a turn to its coroutine, unless it has stopped waiting."""
     if not answer.done():
         answer.set_result(completion)

@@ -173,7 +173,7 @@ class Chat:
 
         # Otherwise every malformed call is logged with a traceback.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
-        tools, missing = schemas_of([look_up]), set()
+        tools = schemas_of([look_up])
         opening = self._text([], tools, add_generation_prompt=True)
         written = self._text([calling("it")], tools).removeprefix(opening).rpartition(self.end)[0]
         names = ToolParserManager.list_registered()
@@ -181,15 +181,11 @@ class Chat:
             try:
                 parser = ToolParserManager.get_tool_parser(name)
                 calls = self._parse(parser, written, tools)
-            except ImportError as error:
-                missing.add(str(error.name))
-                continue
-            except Exception:  # such as from a parser whose tokens are missing
+            except Exception:  # such as from a parser whose tokens or packages are missing
                 continue
             if calls == [ToolCall("look_up", {"word": "it"})]:
                 return parser
-        hint = f" without {', '.join(sorted(missing))}: install it" if missing else ""
-        raise InputError(f"tools: vLLM cannot read the calls of the model's chat template{hint}")
+        raise InputError("tools: vLLM cannot read the calls of the model's chat template")
 
     def _parse(self, parser: Any, text: str, tools: Sequence[Schema]) -> list[ToolCall]:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest

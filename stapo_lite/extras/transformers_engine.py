@@ -1,6 +1,7 @@
 """Rollouts with transformers' `generate`, from the trainer's own model: slow, but needs no vLLM."""
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import LogitsProcessorList, TopPLogitsWarper
 
 from stapo_lite.errors import InputError
-from stapo_lite.rollout import (
+from stapo_lite.rollout.engine import (
     Decoding,
     Publisher,
     RolloutEngine,
@@ -48,11 +49,10 @@ class TransformersEngine(RolloutEngine):
         Raises:
             InputError: a decoding has options of vLLM's.
         """
-        for decoding in decodings:
-            for option in decoding.options:
-                raise InputError(
-                    f"rollout.engine=transformers knows no {option}: set rollout.engine=vllm"
-                )
+        for option in chain(*(decoding.options for decoding in decodings)):
+            raise InputError(
+                f"rollout.engine=transformers knows no {option}: set rollout.engine=vllm"
+            )
         for start in range(0, len(prompts), self._max_num_seqs):
             batch = slice(start, start + self._max_num_seqs)
             limits = [decoding.max_completion_length for decoding in decodings[batch]]

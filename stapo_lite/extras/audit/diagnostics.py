@@ -1,0 +1,101 @@
+"""Metrics of S2T's kinds of tokens, whether or not it is on: their shares of the tokens and of the
+gradient (docs/metrics.md)."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from stapo_lite.algorithm.microbatches import MiniBatch
+from stapo_lite.algorithm.objective import logit_gradient_norm
+from stapo_lite.algorithm.s2t import (
+    candidate_mask,
+    linear_quantile,
+    linear_quantiles,
+    spurious_mask,
+)
+from stapo_lite.training.callbacks import Callback
+from stapo_lite.training.learner import Learner
+from stapo_lite.training.metrics import Means, finish, masked_sum, mean
+from stapo_lite.training.run import Run
+from stapo_lite.types import Gradient, Masks, Rollouts, Update
+
+
+class Diagnostics(Callback):
+    """Adds these metrics to those of each step; goes before `RunLog`."""
+
+    def __init__(self) -> None:
+        self._parts: list[Means] = []
+        self._entropies: list[Tensor] = []
+
+    def on_update(self, run: Run, batch: MiniBatch, update: Update) -> None:
+        if update.masks is None or update.gradient is None:
+            return
+        active = batch.loss_mask & (batch.advantages != 0)
+        _, entropy, collision = update.gradient.statistics
+        tokens = describe_tokens(run.learner, batch, update.masks, update.gradient)
+        norm, mass = tokens.gradient_norm, masked_sum(tokens.gradient_norm, active)
+        means: dict[str, tuple[Any, Any]] = {
+            "logit_grad_norm": mean(norm, active & update.masks.keep),
+            "collision": mean(collision, active),
+        }
+        if tokens.tau_h is not None:
+            means["tau_h"] = tokens.tau_h, 1
+        for kind, mask in tokens.kinds.items():
+            means[f"{kind}_share"] = mask.sum(), batch.loss_mask.sum()
+            means[f"{kind}_gradient_share"] = masked_sum(norm, mask), mass
+        self._parts.append(means)
+        self._entropies.append(entropy[active])
+
+    def on_step_end(self, run: Run, metrics: dict[str, Any], rollouts: Rollouts) -> None:
+        entropies = torch.cat([torch.zeros(0, device=run.policy.device), *self._entropies])
+        low, median, high = linear_quantiles(run.learner.gather(entropies), (0.1, 0.5, 0.9))
+        metrics |= {"entropy_p10": low, "entropy_p50": median, "entropy_p90": high}
+        metrics |= finish(self._parts)
+        self._parts, self._entropies = [], []
+
+
+class TokenDetails(NamedTuple):
+    """What S2T says of a mini-batch's tokens, or would say if it is off."""
+
+    logprobs: Tensor
+    """[N] fp32"""
+    entropy: Tensor
+    """[N] fp32"""
+    gradient_norm: Tensor
+    """[N] fp32, with respect to the token's logits."""
+    tau_h: float | None
+    kinds: dict[str, Tensor]
+    """Masks, [N] bool: candidates and spurious tokens; tokens with the same low pi and H in
+    incorrect responses (A < 0), which S2T never silences; and the mirror case, almost certain
+    tokens of incorrect responses."""
+
+
+def describe_tokens(
+    learner: Learner, batch: MiniBatch, masks: Masks, gradient: Gradient
+) -> TokenDetails:
+    """Sort a mini-batch's tokens.
+
+    Collective: every rank must call it.
+    """
+    s2t, now = learner.objective.s2t, gradient.statistics
+    norm = logit_gradient_norm(gradient.weight, now.logprobs, now.collision)
+    # What the mask was computed from, or else the policy now.
+    by_mask = (batch.advantages > 0) & s2t.enabled
+    logprobs = torch.where(by_mask, masks.statistics.logprobs, now.logprobs)
+    entropy = torch.where(by_mask, masks.statistics.entropy, now.entropy)
+    candidate = batch.loss_mask & candidate_mask(logprobs, batch.advantages, s2t.tau_p)
+    tau_h = masks.tau_h
+    if not s2t.enabled:
+        active = batch.loss_mask & (batch.advantages != 0)
+        population = candidate if s2t.population == "candidates" else active
+        tau_h = linear_quantile(learner.gather(entropy[population]), s2t.quantile)
+    negative = batch.loss_mask & (batch.advantages < 0)
+    rare = negative & candidate_mask(logprobs, -batch.advantages, s2t.tau_p)
+    kinds = {
+        "candidate": candidate,
+        "spurious": spurious_mask(candidate, entropy, tau_h),
+        "negative_rare": spurious_mask(rare, entropy, tau_h),
+        "negative_sure": negative & (-torch.expm1(logprobs) < s2t.tau_p),
+    }
+    return TokenDetails(logprobs, entropy, norm, tau_h, kinds)

@@ -1,0 +1,40 @@
+"""Does a run fit a card? What its parts take, from the model's config alone; nothing is loaded.
+
+A run measures its memory itself (`training/memory.py`); this is for choosing a card.
+"""
+
+from stapo_lite.config import Config
+from stapo_lite.model.sizes import GIB, count_activations, count_sizes
+from stapo_lite.training.memory import ADAPTER_BYTES, MARGIN, MemorySetting
+
+RESERVED = int(2.5 * GIB)
+"""CUDA, vLLM's activations and its graphs: 1.9 GiB with Qwen3-1.7B on an H100, 2.7 with 8B."""
+
+
+def plan(config: Config, gib: float) -> str:
+    """A table in GiB for trainer and vLLM on one card, with one base for both.
+
+    Args:
+        gib: memory of the card.
+    """
+    card, sizes = int(gib * GIB), count_sizes(config)
+    adapter = ADAPTER_BYTES * sizes.adapter
+    always = sizes.base + adapter + RESERVED + int(MARGIN * card)
+    cached = (card - always) // sizes.cached_token
+    rows = {
+        "base": sizes.base,
+        "adapter and optimiser": adapter,
+        "CUDA and vLLM, about": RESERVED,
+        "the card that are left": card - always,
+    }
+    lines = [f"{'GiB of ' + name:<64}{size / GIB:6.2f}" for name, size in rows.items()]
+    tokens = max(config.max_sequence_length, 8192)
+    for checkpointing in (False, True):
+        setting = MemorySetting(False, checkpointing, tokens)
+        needed = count_activations(config, tokens, checkpointing)
+        lines.append(f"{f'GiB for {setting}':<64}{needed / GIB:6.2f}")
+    lines.append(
+        f"In rollouts what is left caches {max(0, cached):,} tokens: "
+        f"{max(0, cached) / config.max_sequence_length:.1f} of the longest sequences."
+    )
+    return "\n".join(lines)

@@ -1,1 +1,0 @@
-"""The memory that a run needs, and changes that make it fit."""

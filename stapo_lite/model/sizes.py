@@ -1,0 +1,80 @@
+"""Bytes of a run's parts, from the model's config alone."""
+
+from typing import Any, NamedTuple
+
+from stapo_lite.config import Config
+from stapo_lite.model.loading import (
+    check_target_modules,
+    linear_layers,
+    load_model_config,
+    without_weights,
+)
+
+GIB = 2**30
+LINEAR_BYTES = {"nf4": 0.5 + 4 / 64, "fp8": 1.0}
+"""Bytes per weight of a linear layer in vLLM; of 4 bits with an fp32 scale for 64 weights."""
+
+
+class Sizes(NamedTuple):
+    """Sizes of a model with an adapter."""
+
+    base: int
+    """Bytes of the frozen weights."""
+    adapter: int
+    """Parameters that are trained."""
+    cached_token: int
+    """Bytes of a token in the KV cache, without vLLM's `kv_cache_dtype`."""
+
+
+def count_sizes(config: Config) -> Sizes:
+    """Count the parameters of a run's model on the meta device.
+
+    Raises:
+        InputError: there is no such model, or it lacks a target module.
+    """
+    hf_config = load_model_config(config.model)
+    meta = without_weights(hf_config)
+    linears = linear_layers(meta)
+    in_linears = sum(layer.weight.numel() for group in linears.values() for layer in group)
+    others = sum(parameter.numel() for parameter in meta.parameters()) - in_linears
+    adapter = 0
+    for name in check_target_modules(config.lora.target_modules, linears):
+        for layer in linears[name]:
+            adapter += config.lora.r * (layer.in_features + layer.out_features)
+    width, text = value_bytes(config), hf_config.get_text_config()
+    base = in_linears * LINEAR_BYTES.get(config.quantization or "", width) + others * width
+    keys = head_size(text) * text.num_key_value_heads
+    return Sizes(int(base), adapter, 2 * text.num_hidden_layers * keys * width)
+
+
+def count_activations(config: Config, tokens: int, checkpointing: bool) -> int:
+    """Bytes that autograd and the LM head take for a micro-batch of some tokens.
+
+    Assumes layers like those of Llama and Qwen: two norms in fp32, a gated MLP, attention scores
+    that are never in memory. Within -3 and +8 % of the allocations of this package's own update
+    (Qwen3 1.7B to 14B in bf16, fp16 and nf4; docs/cards.md).
+    """
+    text: Any = load_model_config(config.model).get_text_config()
+    width, hidden, inner = value_bytes(config), text.hidden_size, text.intermediate_size
+    projected = head_size(text) * (text.num_attention_heads + text.num_key_value_heads)
+    # A norm keeps its input in fp32 and its output; the MLP gate, SiLU, up and their product;
+    # attention queries, keys, values and its output, and Qwen3 norms queries and keys in fp32.
+    layer = 8 * hidden + width * (2 * hidden + 4 * inner + 2 * projected) + 4 * projected
+    kept, recomputed = layer * text.num_hidden_layers, 0
+    if checkpointing:
+        kept, recomputed = hidden * width * text.num_hidden_layers, layer
+    gradients = 2 * width * (inner + hidden)  # of gate and up, and of a layer's ends
+    final = 11 * width * hidden  # the last norm, and what the LM head reads
+    decoder = tokens * (kept + max(recomputed + gradients, final))
+    head = tokens * (kept + 3 * width * hidden) + int(config.train.lm_head_memory_gb * GIB)
+    return max(decoder, head)
+
+
+def value_bytes(config: Config) -> int:
+    """Bytes of a value in the run's dtype, which is resolved."""
+    return 4 if config.dtype == "float32" else 2
+
+
+def head_size(text: Any) -> int:
+    """Features of an attention head."""
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

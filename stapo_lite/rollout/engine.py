@@ -1,0 +1,141 @@
+"""The protocol of rollout engines, and the settings that they sample with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from tqdm.auto import tqdm
+
+from stapo_lite.types import BaseWeights, Completion, Prompt, derived_seed
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """Sampling of a training run: from the full distribution at `temperature`, without top-p or
+    top-k."""
+
+    num_generations: int
+    max_model_len: int
+    """Tokens of the longest prompt and completion."""
+    max_completion_length: int
+    temperature: float
+    stop_token_ids: tuple[int, ...]
+
+    @property
+    def decoding(self) -> Decoding:
+        """The same settings for a single completion with its own seed."""
+        return Decoding(self.max_completion_length, self.temperature, top_p=1.0, logprobs=True)
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """Sampling of one completion with a seed of its own, for an evaluation or for a turn."""
+
+    max_completion_length: int
+    temperature: float
+    top_p: float
+    logprobs: bool = False
+    """Whether the log-probability of each token is wanted."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further options of vLLM's SamplingParams, such as `stop`."""
+
+    def parameters(self, seed: int) -> dict[str, Any]:
+        """All settings by the names of vLLM's SamplingParams, which its server shares."""
+        fixed = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "max_tokens": self.max_completion_length,
+            "logprobs": 0 if self.logprobs else None,  # 0: of the sampled token only
+            "seed": seed,
+        }
+        return fixed | self.options
+
+
+def each_sample(
+    prompts: Sequence[Prompt], seeds: Sequence[int], size: int
+) -> Iterator[tuple[Prompt, int]]:
+    """Every prompt `size` times, each time with a seed of its own."""
+    for prompt, seed in zip(prompts, seeds, strict=True):
+        for g in range(size):
+            yield prompt, derived_seed(seed, g)
+
+
+def in_groups(completions: list[Completion], size: int) -> list[list[Completion]]:
+    """Cut completions in the order of `each_sample` into groups of `size`."""
+    return [completions[i : i + size] for i in range(0, len(completions), size)]
+
+
+def progress_bar(task: str, unit: str, total: int, steps: Iterable[Any] | None = None) -> tqdm:
+    """A progress bar on the first process's terminal, if it has one; removed when done."""
+    quiet = None if os.environ.get("RANK", "0") == "0" else True
+    return tqdm(steps, task, total, leave=False, unit=unit, disable=quiet)
+
+
+class Publisher(Protocol):
+    """What engines see of a policy."""
+
+    model: Any
+    """The PeftModel."""
+
+    def adapter_tensors(self, dtype: str) -> dict[str, Any]:
+        """Copies of the adapter's values in host memory, by the names under which PEFT saves
+        them."""
+        ...
+
+
+class RolloutEngine(Protocol):
+    """Samples completions from the adapter version that was published last."""
+
+    def publish(self, policy: Publisher, version: int) -> None:
+        """Sample from this adapter from now on."""
+        ...
+
+    def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[list[Completion]]:
+        """One group of `num_generations` completions per prompt, in order; each has the version
+        that it was sampled from, and the log-probability of each token at the sampling temperature.
+        Completion g of a prompt with seed s has the seed `derived_seed(s, g)`; in-process vLLM
+        instead seeds the whole call with the first prompt's seed."""
+        ...
+
+    def stream(
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], decodings: Sequence[Decoding]
+    ) -> Iterator[tuple[int, Completion]]:
+        """Yield each prompt's index and its one completion, as they finish. Each draw follows from
+        the prompt's own seed. Log-probabilities are guaranteed only if its decoding asks for
+        them."""
+        ...
+
+    def prefetch(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> None:
+        """Announce what later calls of `generate` will ask for. An engine in the trainer's process
+        ignores it, since it cannot sample while the trainer runs."""
+        return
+
+    def shared_base(self) -> BaseWeights | None:
+        """Views of the base's weights that the engine has loaded, for a trainer in this process;
+        None if it has none to share."""
+        return None
+
+    def sleep(self) -> None:
+        """Give memory of the device to the trainer; by default there is none to give. The base's
+        weights stay in place."""
+        return
+
+    def wake(self) -> None:
+        """Take the memory back, and serve the version that was served before."""
+        return
+
+    def close(self) -> None:
+        """Release the engine's resources."""
+        return
+
+
+def write_adapter(policy: Publisher, dtype: str, folder: Path) -> None:
+    """Write the adapter as it is now in PEFT's format, with values of this dtype."""
+    from safetensors.torch import save_file
+
+    policy.model.peft_config["default"].save_pretrained(folder)
+    save_file(policy.adapter_tensors(dtype), folder / "adapter_model.safetensors")

@@ -1,0 +1,100 @@
+"""What an update changes: the policy, its optimiser, and where the run stands."""
+
+import logging
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from stapo_lite.algorithm.masks import Collective
+from stapo_lite.config import Config, Objective
+from stapo_lite.errors import RunError
+from stapo_lite.model.loading import default_stream
+from stapo_lite.model.policy import Policy
+from stapo_lite.training.checkpoint import Progress
+from stapo_lite.training.memory import MemoryBudget, MemorySetting
+from stapo_lite.training.metrics import gather_values
+
+logger = logging.getLogger(__name__)
+
+MAX_SKIPPED = 5
+"""The run ends after this many consecutive updates with a non-finite loss or gradient."""
+
+
+@dataclass
+class Learner:
+    """The policy, its optimiser, and where their updates stand.
+
+    Attributes:
+        progress: of the run; skipped updates are counted there.
+        budget: runs passes in micro-batches that fit into memory.
+    """
+
+    config: Config
+    policy: Policy
+    optimizer: torch.optim.Optimizer
+    budget: MemoryBudget
+    accelerator: Accelerator
+    progress: Progress
+
+    def __post_init__(self) -> None:
+        self.gather: Collective = partial(gather_values, accelerator=self.accelerator)
+        self.reduce: Collective = partial(self.accelerator.reduce, reduction="sum")
+
+    @property
+    def objective(self) -> Objective:
+        """The config's objective, with this step's tau_p."""
+        s2t = self.config.objective.s2t.model_copy(update={"tau_p": self.progress.tau_p})
+        return self.config.objective.model_copy(update={"s2t": s2t})
+
+    def agree(self) -> MemorySetting:
+        """Give all processes the memory setting of the one that has to save most; returns it.
+
+        Collective: every rank must call it.
+        """
+        settings = gather_object([self.budget.setting])
+        self.budget.use(max(settings, key=MemorySetting.saved))
+        return self.budget.setting
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Set the learning rate of the updates to come."""
+        for parameters in self.optimizer.param_groups:
+            parameters["lr"] = learning_rate
+
+    def remember(self, entropies: Tensor) -> None:
+        """Note the entropies of a mini-batch's candidates for S2T's `window`."""
+        if window := self.config.objective.s2t.window:
+            recent = [entropies.tolist(), *self.progress.recent]
+            self.progress.recent = recent[:window]
+
+    def step(self) -> None:
+        """Take the optimiser's step."""
+        self.progress.skipped_in_a_row = 0
+        self.progress.backoff = max(0.0, self.progress.backoff - 1 / 64)
+        eight_bits = self.config.train.optim == "paged_adamw_8bit"
+        # bitsandbytes' kernels run in the default stream, whichever one the gradient is made in.
+        with default_stream(self.policy.device) if eight_bits else nullcontext():
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def skip(self, grad_norm: float) -> None:
+        """Drop the gradient, count the skipped update and lower float16's loss scale.
+
+        Raises:
+            RunError: too many in a row.
+        """
+        self.optimizer.zero_grad()
+        if self.accelerator.is_main_process:
+            logger.warning("update skipped: loss or gradient is not finite (norm %g)", grad_norm)
+        self.progress.skipped_in_a_row += 1
+        self.progress.backoff += 4
+        if self.progress.skipped_in_a_row >= MAX_SKIPPED:
+            raise RunError(
+                f"{self.progress.skipped_in_a_row} updates in a row had a loss or gradient that is "
+                "not finite: lower train.learning_rate or choose another dtype, delete the newest "
+                "checkpoints, and use --resume --force"
+            )

@@ -1,0 +1,185 @@
+"""Memory of the card: what vLLM gets of it, and how much a micro-batch may take.
+
+Little is planned. vLLM gets all but the trainer's own tensors. For updates `count_activations`
+proposes a setting, a rehearsal before the first step confirms it (`rehearsal.py`), and whenever
+memory runs out, the run goes one step down a list:
+
+    fewer tokens in a micro-batch; all layers checkpointed; fewer tokens; activations offloaded
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from accelerate.utils import gather_object
+from accelerate.utils.memory import clear_device_cache
+
+from stapo_lite.algorithm.microbatches import MiniBatch, sequence_length, split_by_tokens
+from stapo_lite.config import Config
+from stapo_lite.errors import RunError, out_of_memory
+from stapo_lite.model.sizes import GIB, count_activations, count_sizes
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+MARGIN = 0.04
+"""Share of the card that is left free, for fragmentation in the allocators."""
+ENOUGH_TOKENS = 4096
+"""Tokens of a micro-batch that keep a card busy: with fewer, checkpointing layers costs less."""
+ADAPTER_BYTES = 12
+"""Of a trained parameter between updates: its value and AdamW's two states, in fp32."""
+
+
+class MemorySetting(NamedTuple):
+    """How updates use memory."""
+
+    offload: bool
+    """The inputs of layers wait in host memory for the backward pass."""
+    checkpointing: bool
+    """All layers recompute their activations in the backward pass."""
+    tokens: int
+    """Most tokens in a micro-batch, padding included; a longer sequence gets one of its own."""
+
+    def next(self, alone: bool) -> "MemorySetting | None":
+        """The next setting of the list; None at its end.
+
+        Args:
+            alone: whether the micro-batch is one sequence, so that fewer tokens change nothing.
+        """
+        if not alone and (self.checkpointing or self.tokens > ENOUGH_TOKENS):
+            return self._replace(tokens=self.tokens // 2)
+        if not self.checkpointing:
+            return self._replace(checkpointing=True)
+        return None if self.offload else self._replace(offload=True)
+
+    def saved(self) -> tuple[bool, bool, int]:
+        """How much memory it saves, to compare with other settings."""
+        return self.offload, self.checkpointing, -self.tokens
+
+    def __str__(self) -> str:
+        layers = "layers checkpointed" if self.checkpointing else "no layer checkpointed"
+        waiting = ", activations in host memory" if self.offload else ""
+        return f"micro-batches of at most {self.tokens:,} tokens, {layers}{waiting}"
+
+
+PROPOSALS = [
+    *(MemorySetting(False, False, tokens) for tokens in (16_384, 8192, ENOUGH_TOKENS)),
+    *(MemorySetting(False, True, tokens) for tokens in (16_384, 8192, 4096, 2048)),
+    MemorySetting(True, True, 2048),
+]
+"""The fastest first."""
+
+
+class MemoryBudget:
+    """Runs passes over a mini-batch in micro-batches that fit into memory.
+
+    Args:
+        setting: to begin with.
+        save_memory: `Policy.save_memory`.
+    """
+
+    def __init__(self, setting: MemorySetting, save_memory: Callable[[bool, bool], None]):
+        self._save_memory = save_memory
+        self.use(setting)
+
+    def use(self, setting: MemorySetting) -> None:
+        """Use this setting from now on."""
+        self.setting = setting
+        self._save_memory(setting.checkpointing, setting.offload)
+
+    def fit(self, batch: MiniBatch, rows: Sequence[int], work: Callable[[list[list[int]]], T]) -> T:
+        """Run `work` on completions, split into micro-batches. If memory runs out, repeat all of it
+        with the next setting.
+
+        Args:
+            rows: the completions' rows in the mini-batch.
+            work: called with a list of rows per micro-batch; its result is returned.
+
+        Raises:
+            RunError: a single sequence is too much.
+        """
+        lengths = [sequence_length(completion) for completion in batch.select(rows)]
+        while True:
+            parts = split_by_tokens(lengths, self.setting.tokens)
+            micro_batches = [[rows[i] for i in part] for part in parts]
+            try:
+                return work(micro_batches)
+            except RuntimeError as error:
+                if not out_of_memory(error):
+                    raise
+                largest = max(parts, key=lambda part: len(part) * max(lengths[i] for i in part))
+                following = self.setting.next(alone=len(largest) == 1)
+                if following is None:
+                    raise RunError(
+                        "memory ran out on a single sequence: lower rollout.max_completion_length "
+                        "or train.lm_head_memory_gb, and continue with --resume --force"
+                    ) from error
+            # Only after the `except` block are the error and the tensors in its traceback freed.
+            clear_device_cache(garbage_collection=True)
+            logger.warning("memory ran out: from now on %s", following)
+            self.use(following)
+
+
+def free_memory() -> tuple[int, int] | None:
+    """Free bytes of the card, and all of them; None without a card."""
+    if not torch.cuda.is_available():
+        return None
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()
+
+
+def card_memory() -> float | None:
+    """GiB in use on the card, including by CUDA itself and by other processes; None without a card.
+
+    Torch's allocator keeps what an update allocated, so this is the update's peak until the cache
+    is emptied. (Torch's own count would include memory that a sleeping vLLM has freed.)
+    """
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / GIB
+
+
+def vllm_share(config: Config) -> float | None:
+    """The share of the card for an engine in this process: the config's, or all that is free but
+    the adapter, its optimiser and a margin; beside a base of the trainer's own also that, and its
+    activations. None without a card."""
+    given, memory = config.rollout.gpu_memory_utilization, free_memory()
+    if given is not None or memory is None:
+        return given
+    (free, total), sizes = memory, count_sizes(config)
+    trainer = ADAPTER_BYTES * sizes.adapter
+    if not config.may_share_base:
+        tokens = max(ENOUGH_TOKENS, config.max_sequence_length)
+        trainer += sizes.base + count_activations(config, tokens, checkpointing=True)
+    return (free - trainer) / total - MARGIN
+
+
+def propose(config: Config, parameters: int) -> MemorySetting:
+    """The first of the proposals, with the config's own values, whose activations fit the card of
+    every process beside gradient and optimiser; the last one if none does. Without a card, the
+    first one with checkpointed layers.
+
+    Collective: every rank must call it, with the base loaded and the engine asleep.
+
+    Args:
+        parameters: how many are trained.
+    """
+    train, memory = config.train, free_memory()
+    given: dict[str, Any] = {
+        "offload": train.offload_activations,
+        "checkpointing": train.gradient_checkpointing,
+        "tokens": train.max_tokens_per_microbatch,
+    }
+    given = {name: value for name, value in given.items() if value != "auto"}
+    if memory is None:
+        return PROPOSALS[0]._replace(**{"checkpointing": True} | given)
+    free, total = memory
+    least = min(gather_object([free - ADAPTER_BYTES * parameters - int(MARGIN * total)]))
+    for proposal in PROPOSALS:
+        setting = proposal._replace(**given)
+        tokens = max(setting.tokens, config.max_sequence_length)
+        if count_activations(config, tokens, setting.checkpointing) <= least:
+            break
+    return setting
