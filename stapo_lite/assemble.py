@@ -125,8 +125,8 @@ def open_run(
         if accelerator.is_main_process:
             closing.enter_context(lock(folder))
         accelerator.wait_for_everyone()
-        environment, newest = check_checkpoint(inputs, resume, force, accelerator)
-        run = build(inputs, environment, newest, accelerator, closing)
+        newest = check_checkpoint(inputs.config, resume, force, accelerator)
+        run = build(inputs, newest, accelerator, closing)
         try:
             run.call("on_train_begin")
             with suppress(GeneratorExit):  # the caller has seen enough
@@ -187,26 +187,21 @@ def check_inputs(
 
 
 def check_checkpoint(
-    inputs: Inputs, resume: bool, force: bool, accelerator: Accelerator
-) -> tuple[dict[str, str], Path | None]:
-    """The run's environment, and the checkpoint that it continues from.
+    config: Config, resume: bool, force: bool, accelerator: Accelerator
+) -> Path | None:
+    """The checkpoint that a run continues from.
 
     Raises:
-        InputError: the checkpoint may not continue with this config (`check_resume`).
+        InputError: it may not continue with this config (`check_resume`).
     """
-    config = inputs.config
     newest = checkpoint.newest_checkpoint(Path(config.output_dir)) if resume else None
-    environment = lifecycle.environment(inputs.engine, accelerator.num_processes)
     if newest is not None:
-        now = config.model_dump(mode="json")
-        for note in checkpoint.check_resume(newest, now, environment, force):
-            accelerator.print(note)
-    return environment, newest
+        accelerator.print(checkpoint.check_resume(newest, config.model_dump(mode="json"), force))
+    return newest
 
 
 def build(
     inputs: Inputs,
-    environment: dict[str, str],
     newest: Path | None,
     accelerator: Accelerator,
     closing: ExitStack,
@@ -232,6 +227,7 @@ def build(
         grader.warn_of_unreadable([prompt.answer for prompt in inputs.prompts])
     engine, base = open_engine(inputs, accelerator, closing)
     learner = open_learner(inputs, base, newest, accelerator, closing)
+    environment = lifecycle.environment(inputs.engine, accelerator.num_processes)
     if config.rollout.self_check:
         gap = check_engine(engine, learner, inputs.prompts)
         environment["self_check"] = f"{gap:.1e} nats between engine and trainer"

@@ -144,10 +144,7 @@ def _explain(schema: type[Section], errors: Sequence[Any]) -> str:
         return f"key {key!r} is required: add it"
     if kind == "value_error":  # from `conflicts`, which names the keys
         return str(error["ctx"]["error"])
-    fix = ""
-    if kind == "list_type" and isinstance(value, str):
-        fix = f": write [{value}]"
-    return f"key {key!r}: {message[0].lower()}{message[1:]}, got {reprlib.repr(value)}{fix}"
+    return f"key {key!r}: {message[0].lower()}{message[1:]}, got {reprlib.repr(value)}"
 
 
 def _unknown(schema: type[Section], key: str) -> str:

@@ -4,7 +4,6 @@ Every field has a docstring; `make docs` generates `docs/config.md` from them. N
 PEFT's if those have the setting.
 """
 
-import math
 from operator import attrgetter
 from os.path import expanduser
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -574,12 +573,11 @@ class Config(Preset):
 
     def _size_conflicts(self) -> Conflicts:
         train = self.train
-        divisor = math.gcd(train.batch_size, train.mini_batch_size)
         return [
             (
                 train.batch_size % train.mini_batch_size,
                 f"train.batch_size={train.batch_size} is not divisible by train.mini_batch_size="
-                f"{train.mini_batch_size}: choose a divisor, such as {divisor}",
+                f"{train.mini_batch_size}",
             ),
         ]
 

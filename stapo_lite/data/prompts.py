@@ -213,18 +213,17 @@ def _fault(prompt: Any, templated: bool) -> str:
     """Why a prompt is neither text nor (with a chat template) messages; empty if it is one."""
     if isinstance(prompt, str):
         return "" if prompt.strip() or not templated else "the prompt is empty"
+    if templated and isinstance(prompt, list) and prompt and all(map(_is_message, prompt)):
+        return ""
     expected = "text or a list of {role, content} messages" if templated else "text"
-    listed = templated and isinstance(prompt, list) and prompt
-    if not listed or not all(isinstance(message, dict) for message in prompt):
-        return f"the prompt must be {expected}, got {reprlib.repr(prompt)}"
-    for number, message in enumerate(prompt, start=1):
-        for name in ("role", "content"):
-            value = message.get(name)
-            calls_tools = name == "content" and value is None and message.get("tool_calls")
-            if not isinstance(value, str) and not calls_tools:
-                got = reprlib.repr(value)
-                return f"message {number} of the prompt: {name} must be text, got {got}"
-    return ""
+    return f"the prompt must be {expected}, got {reprlib.repr(prompt)}"
+
+
+def _is_message(value: Any) -> bool:
+    """Whether it is a message of text, or one that calls tools."""
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        return False
+    return isinstance(value.get("content"), str) or bool(value.get("tool_calls"))
 
 
 def _without_none(value: Any) -> Any:

@@ -71,8 +71,6 @@ def load_model_config(model: str) -> Any:
     """
     from transformers import AutoConfig
 
-    if model.startswith(("/", ".")) and not Path(model).is_dir():
-        raise InputError(f"model={model}: no such folder")
     with explained(NO_MODEL.format(model)):
         return AutoConfig.from_pretrained(model, trust_remote_code=False)
 

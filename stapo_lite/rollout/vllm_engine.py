@@ -12,8 +12,9 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from stapo_lite.rollout.engine import (
     RolloutEngine,
     RolloutSettings,
     progress_bar,
+    show_speed,
     write_adapter,
 )
 from stapo_lite.rollout.vllm_options import engine_arguments, prepare_vllm
@@ -136,10 +138,14 @@ class VLLMEngine(RolloutEngine):
             detokenize=False,
         )
         groups: dict[int, list[Completion]] = {}
-        with progress_bar("rollout", "prompt", len(prompts)) as bar:
-            for index, output in self._outputs(prompts, [parameters] * len(prompts)):
+        with progress_bar("rollout", "completion", s.num_generations * len(prompts)) as bar:
+
+            def count() -> None:
+                bar.update(bar.total - self._engine.get_num_unfinished_requests() - bar.n)
+
+            for index, output in self._outputs(prompts, [parameters] * len(prompts), count):
                 groups[index] = completions(prompts[index], output)
-                bar.update()
+                show_speed(bar, chain(*groups.values()))
         return [groups[index] for index in range(len(prompts))]
 
     def stream(
@@ -154,9 +160,15 @@ class VLLMEngine(RolloutEngine):
             yield index, completions(prompts[index], output)[0]
 
     def _outputs(
-        self, prompts: Sequence[Prompt], parameters: Sequence[Any]
+        self,
+        prompts: Sequence[Prompt],
+        parameters: Sequence[Any],
+        on_step: Callable[[], None] = lambda: None,
     ) -> Iterator[tuple[int, Any]]:
         """Yield each prompt's index and vLLM's output for it, as they finish.
+
+        Args:
+            on_step: called after each step of the engine.
 
         Raises:
             RunError: vLLM failed, or refuses a request.
@@ -170,6 +182,7 @@ class VLLMEngine(RolloutEngine):
             while self._engine.has_unfinished_requests():
                 with self._uncompiled():
                     outputs = self._engine.step()
+                on_step()
                 for output in outputs:
                     if output.finished:
                         del missing[output.request_id]

@@ -3,7 +3,7 @@
     checkpoint-20/
         adapter_model.safetensors, adapter_config.json   the adapter in PEFT's format
         optimizer.pt                                     the optimiser's state
-        state.json                                       progress, config, environment
+        state.json                                       progress, config
 
 There is no generator state to keep: every draw follows from the config's seed and `Progress`, which
 gives the position in the prompt order, the seed of the next rollout, the adapter's version, the
@@ -102,7 +102,6 @@ def save_checkpoint(
     snapshot: Snapshot,
     policy: Policy,
     config: dict,
-    environment: dict[str, str],
     limit: int,
 ) -> bool:
     """Write `checkpoint-<step>` under a temporary name, sync it and rename it; then delete all but
@@ -121,11 +120,7 @@ def save_checkpoint(
     if final.exists():
         return False
     partial = run_folder / f".{final.name}"
-    state = {
-        "progress": asdict(snapshot.progress),
-        "config": config,
-        "environment": environment,
-    }
+    state = {"progress": asdict(snapshot.progress), "config": config}
     try:
         policy.save_adapter(partial, snapshot.adapter)
         torch.save(snapshot.optimizer, partial / "optimizer.pt")
@@ -173,7 +168,7 @@ def load_checkpoint(
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The checkpoint's `state.json`: its `progress`, `config` and `environment`.
+    """The checkpoint's `state.json`: its `progress` and `config`.
 
     Raises:
         InputError: it cannot be read.
@@ -181,22 +176,17 @@ def read_state(folder: Path) -> dict[str, Any]:
     return read_object(folder / "state.json")
 
 
-def check_resume(
-    folder: Path, config: dict[str, Any], environment: dict[str, str], force: bool
-) -> list[str]:
-    """Check that a checkpoint may continue with this config and in this environment.
+def check_resume(folder: Path, config: dict[str, Any], force: bool) -> str:
+    """Check that a checkpoint may continue with this config.
 
     Returns:
-        The changes since the checkpoint was written, as lines for the user.
+        The changes since the checkpoint was written, for the user.
 
     Raises:
         InputError: a key of FIXED has changed; or, without `force`, any other key that affects what
             the run computes.
     """
-    state = read_state(folder)
-    changes = differences(flatten(state["config"]), flatten(config))
-    was = {key: state["environment"].get(key) for key in environment}  # the self-check comes later
-    moves = differences(was, environment)
+    changes = differences(flatten(read_state(folder)["config"]), flatten(config))
     changed = ", ".join(changes.values())
     for key in changes:
         if key.startswith(FIXED):
@@ -209,13 +199,7 @@ def check_resume(
                 "keys back, start a new run in another output_dir, or go on all the same with "
                 "--force"
             )
-    notes = [f"resuming {folder}"]
-    if changes:
-        notes.append(f"with another config: {changed}")
-    if moves:
-        moved = ", ".join(moves.values())
-        notes.append(f"in another environment, so that rounding and draws may differ: {moved}")
-    return notes
+    return f"resuming {folder}" + (f", with another config: {changed}" if changes else "")
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:

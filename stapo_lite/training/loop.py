@@ -26,7 +26,6 @@ from stapo_lite.algorithm.microbatches import (
 from stapo_lite.config import Config, Objective
 from stapo_lite.errors import RunError
 from stapo_lite.rewards.functions import RewardModel, overlong_share
-from stapo_lite.rollout.engine import progress_bar
 from stapo_lite.training.learner import Learner
 from stapo_lite.training.metrics import has_variance
 from stapo_lite.training.run import Run
@@ -91,9 +90,6 @@ def sample_round(run: Run, step: int, wanted: int, rollouts: Rollouts) -> list[l
     share, seed = run.share(wanted), derived_seed(run.config.seed, run.progress.prompts_drawn)
     groups = run.generate(share.prompts, share.seeds) if share.prompts else []
     completions = list(chain(*groups))
-    lags = [step - completion.adapter_version for completion in completions]
-    most = run.config.rollout.max_lag
-    assert all(0 <= lag <= most for lag in lags), "the engine lost the adapter"
     sampled = chain.from_iterable(completion.rollout_logprobs for completion in completions)
     if not all(map(math.isfinite, sampled)):
         raise RunError(
@@ -197,7 +193,7 @@ def measure_old(batches: Sequence[MiniBatch], learner: Learner) -> None:
 def update_on_each(run: Run, batches: Sequence[MiniBatch]) -> list[Update]:
     """Update the policy on one mini-batch after the other."""
     updates = []
-    for batch in progress_bar("update", "mini-batch", len(batches), batches):
+    for batch in batches:
         done = update(run.learner, batch)
         run.call("on_update", batch, done)
         # Without its tensors, which would take the next update's memory.

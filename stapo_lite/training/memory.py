@@ -8,7 +8,7 @@ memory runs out, the run goes one step down a list:
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -19,6 +19,7 @@ from stapo_lite.algorithm.microbatches import MiniBatch, sequence_length, split_
 from stapo_lite.config import Config
 from stapo_lite.errors import RunError, out_of_memory
 from stapo_lite.model.sizes import GIB, count_activations, count_sizes
+from stapo_lite.rollout.engine import progress_bar
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -88,13 +89,15 @@ class MemoryBudget:
         self.setting = setting
         self._save_memory(setting.checkpointing, setting.offload)
 
-    def fit(self, batch: MiniBatch, rows: Sequence[int], work: Callable[[list[list[int]]], T]) -> T:
+    def fit(
+        self, batch: MiniBatch, rows: Sequence[int], work: Callable[[Iterable[list[int]]], T]
+    ) -> T:
         """Run `work` on completions, split into micro-batches. If memory runs out, repeat all of it
         with the next setting.
 
         Args:
             rows: the completions' rows in the mini-batch.
-            work: called with a list of rows per micro-batch; its result is returned.
+            work: called with the rows of each micro-batch; its result is returned.
 
         Raises:
             RunError: a single sequence is too much.
@@ -104,7 +107,7 @@ class MemoryBudget:
             parts = split_by_tokens(lengths, self.setting.tokens)
             micro_batches = [[rows[i] for i in part] for part in parts]
             try:
-                return work(micro_batches)
+                return work(watched(batch, micro_batches, sum(lengths)))
             except RuntimeError as error:
                 if not out_of_memory(error):
                     raise
@@ -119,6 +122,16 @@ class MemoryBudget:
             clear_device_cache(garbage_collection=True)
             logger.warning("memory ran out: from now on %s", following)
             self.use(following)
+
+
+def watched(
+    batch: MiniBatch, micro_batches: Sequence[list[int]], total: int
+) -> Iterator[list[int]]:
+    """The micro-batches, with a bar of the tokens done."""
+    with progress_bar("update", "token", total) as bar:
+        for rows in micro_batches:
+            yield rows
+            bar.update(sum(map(sequence_length, batch.select(rows))))
 
 
 def free_memory() -> tuple[int, int] | None:

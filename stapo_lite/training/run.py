@@ -227,7 +227,7 @@ class Run:
         try:
             flush_logs(self.folder)
             written = checkpoint.save_checkpoint(
-                self.folder, self.snapshot, self.policy, config, self.environment, limit
+                self.folder, self.snapshot, self.policy, config, limit
             )
         except (OSError, RuntimeError, SafetensorError) as error:  # a full disk, above all
             logger.warning("checkpoint-%d was not written (%s)", step, one_line(error))

@@ -1,6 +1,6 @@
 """Statistics of a mini-batch's tokens without a gradient, and which completions need them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ def measure(
     rows."""
     statistics = blank_statistics(batch)
 
-    def run(micro_batches: list[list[int]]) -> None:
+    def run(micro_batches: Iterable[list[int]]) -> None:
         for part in micro_batches:
             scatter_into(statistics, batch.tokens(part), policy.statistics(batch.select(part)))
 

@@ -10,6 +10,7 @@ transformers, before the first layer); an update waits for thresholds, counts an
 """
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -105,7 +106,7 @@ def accumulate_gradient(
     `grad`."""
     objective, scale = learner.objective, gradient_scale(learner, weights.totals)
 
-    def run(micro_batches: list[list[int]]) -> Gradient:
+    def run(micro_batches: Iterable[list[int]]) -> Gradient:
         learner.optimizer.zero_grad()  # left by a try with too large micro-batches
         done = blank_gradient(batch)
         for rows in micro_batches:

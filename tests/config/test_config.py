@@ -181,7 +181,7 @@ BAD = {
     "algorithm=distill": "reward.functions=[]: give one, or a teacher (objective.teacher_adapter",
     "train.batch_size=9 zzz=1 train.lerning_rate=1": "learning_rate'?; unknown key 'zzz'",
     "data.system_prompt=None": "key 'data.system_prompt': for no value write null, got 'None'",
-    "stop_on=ratio": "key 'stop_on': input should be a valid list, got 'ratio': write [ratio]",
+    "stop_on=ratio": "key 'stop_on': input should be a valid list, got 'ratio'",
     "log.report_to=mlflow": "'tensorboard', 'wandb' or 'trackio', got 'mlflow'",
     "train.learning_rate=fast": "key 'train.learning_rate': input should be a valid number",
     "train.learning_rate=0": "key 'train.learning_rate'",

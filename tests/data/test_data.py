@@ -79,10 +79,14 @@ TEXT = {"apply_chat_template": False}
 @pytest.mark.parametrize(
     ("prompts", "data", "message"),
     [
-        ([[{"role": "assistant", "content": None}]], {}, "message 1 .*: content must be text"),
-        ([[QUESTION, {"value": "2"}]], {}, "row 1: message 2 of the prompt: role must be text"),
+        (
+            [[{"role": "assistant", "content": None}]],
+            {},
+            "row 1: the prompt must be text or a list",
+        ),
+        ([[QUESTION, {"value": "2"}]], {}, "the prompt must be text or a list"),
         ([[]], {}, r"row 1: the prompt must be text or a list .*, got \[\]"),
-        ([np.array([QUESTION])], {}, "row 1: the prompt must be text or a list"),
+        ([np.array([QUESTION])], {}, "the prompt must be text or a list"),
         ([" "], {}, "row 1: the prompt is empty"),
         ([3], TEXT, r"row 1: the prompt must be text, got 3 \(data.prompt_column\)"),
         (["a", "b" * 60], {"max_prompt_length": 40}, r"row 2: the prompt has \d+ tokens, data.max"),

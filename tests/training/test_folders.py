@@ -94,12 +94,12 @@ def test_which_keys_may_change_when_a_run_is_resumed(key, value, force, tmp_path
     before = load_config(MINIMAL, falling).model_dump()
     now = load_config(MINIMAL, [*falling, f"{key.strip()}={json.dumps(value)}"]).model_dump()
     for one, other in ((before, now), (now, before)):
-        state = {"progress": {"tau_p": 0.002}, "config": one, "environment": {"torch": "1"}}
+        state = {"progress": {"tau_p": 0.002}, "config": one}
         (tmp_path / "state.json").write_text(json.dumps(state), encoding="utf-8")
         refused = pytest.raises(InputError, match=f"--resume: .*{re.escape(key.strip())}")
         may = key in ALWAYS or (force and key in WITH_FORCE)
         with nullcontext() if may else refused:
-            assert len(check_resume(tmp_path, other, {"torch": "1"}, force)) == 2
+            assert "another config" in check_resume(tmp_path, other, force)
 
 
 def test_resuming_with_another_config_names_the_key(write_config, tmp_path, capsys):

@@ -139,7 +139,7 @@ def test_one_long_sequence_does_not_make_the_others_single():
     def work(micro_batches):
         if not budget.setting.offload:
             raise OUT
-        return micro_batches
+        return list(micro_batches)
 
     assert len(budget.fit(batch, range(101), work)) == 3
     assert budget.setting == setting(800, True, True)

@@ -11,7 +11,7 @@ with A > 0, of kind `other`: probability, entropy, gradient norm / A.
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -113,7 +113,7 @@ def add_alternatives(run: Run, candidates: Sequence[Candidate]) -> None:
     batch = pack(completions, policy.device)
     before = {name: value.to(policy.device) for name, value in run.snapshot.adapter.items()}
 
-    def find(micro_batches: list[list[int]]) -> None:
+    def find(micro_batches: Iterable[list[int]]) -> None:
         for rows in micro_batches:
             hidden = policy.hidden_states(batch.select(rows))
             ids, shares = policy.top_tokens(hidden, ALTERNATIVES)

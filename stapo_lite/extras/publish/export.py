@@ -22,7 +22,6 @@ from stapo_lite.extras.publish.card import FinishedRun, model_card, read_run
 from stapo_lite.extras.publish.hub import prepare_repository, push_folder
 from stapo_lite.model.loading import load_model_config, load_tokenizer, load_weights
 
-SHARD_SIZE = "5GB"
 HELD_OUT = (
     "What is 17 times 23? Let us think step by step: 17 times 20 is 340, and 17 times 3 is 51, so",
     "def fibonacci(n: int) -> int:\n    if n < 2:\n        return n\n    return",
@@ -69,9 +68,6 @@ def export(
     if getattr(load_model_config(base), "quantization_config", None) is not None:
         fix = "name the base in full precision with --base-model"
         raise InputError(f"model={base} is quantised: {fix}")
-    if push_to_hub and not merge and Path(base).exists():
-        fix = "--merge, or --base-model"
-        raise InputError(f"--push-to-hub: {base} is a local folder, of no use to others: {fix}")
     tokenizer, model_eos = load_tokenizer(base, [])
     stops = stop_token_ids(tokenizer, model_eos, run.config.data.apply_chat_template)
     if final.exists():
@@ -147,7 +143,7 @@ def save_merged(merged: Any, folder: Path, stops: tuple[int, ...], temperature: 
         top_k=0,
         top_p=1.0,
     )
-    merged.save_pretrained(folder, max_shard_size=SHARD_SIZE)
+    merged.save_pretrained(folder)
 
 
 def load_adapted(base: str, adapter: Path, dtype: str) -> Any:

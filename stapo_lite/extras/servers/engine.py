@@ -34,6 +34,7 @@ from stapo_lite.rollout.engine import (
     each_sample,
     in_groups,
     progress_bar,
+    show_speed,
     write_adapter,
 )
 from stapo_lite.types import Completion, Prompt
@@ -165,6 +166,7 @@ class ServerEngine(RolloutEngine):
         with progress_bar("rollout", "completion", size * len(prompts)) as bar:
             for _, seed in each_sample(prompts, seeds, size):
                 completions.append(self._ahead.pop(seed).result())
+                show_speed(bar, completions)
                 bar.update()
         return in_groups(completions, size)
 
