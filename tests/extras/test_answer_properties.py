@@ -57,7 +57,9 @@ def test_a_gold_equals_its_rewrites_and_neither_perturbed_values_nor_other_golds
     grader = MathGrader(timeout=20.0, num_workers=1)
     verdicts = grader.grade([Question(gold, rf"\boxed{{{text}}}") for gold, text, _ in pairs])
     grader.close()
-    assert [pair for pair, v in zip(pairs, verdicts, strict=True) if v.correct != pair[2]] == []
+    assert [
+        pair for pair, (right, _) in zip(pairs, verdicts, strict=True) if right != pair[2]
+    ] == []
 
 
 HOSTILE = ["{" * 20_000, "(" * 20_000, " " * 20_000, r"\boxed{" * 3000, "answer is a " * 500]

@@ -213,7 +213,7 @@ def judge(cases):
     grader = MathGrader(timeout=20.0, num_workers=1)
     verdicts = grader.grade([Question(gold, response) for gold, response in cases])
     grader.close()
-    return [verdict.correct for verdict in verdicts]
+    return [right for right, _ in verdicts]
 
 
 def judge_by_math_verify(gold, response):

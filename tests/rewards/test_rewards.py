@@ -15,7 +15,7 @@ import pytest
 from stapo_lite.config import Reward
 from stapo_lite.errors import InputError, RunError
 from stapo_lite.extras.math import grading
-from stapo_lite.extras.math.grading import UNREADABLE, MathGrader, Question, Verdict
+from stapo_lite.extras.math.grading import UNREADABLE, MathGrader, Question
 from stapo_lite.extras.math.reward import math_reward
 from stapo_lite.extras.quickstart import one_sentence
 from stapo_lite.rewards.functions import RewardModel, overlong_share
@@ -67,17 +67,17 @@ def test_questions_are_graded_in_order_with_the_answer_in_one_spelling(grader):
 
 def test_a_pathological_answer_costs_at_most_the_limit_and_is_wrong():
     with closing(MathGrader(SHORT, num_workers=1)) as grader:
-        assert grader.grade([RIGHT]) == [Verdict(True, "4")]  # started
+        assert grader.grade([RIGHT]) == [(True, "4")]  # started
         for question in (ENDLESS, Question("4", r"\boxed{\int_0^1 x^{x^{x^{x}}} dx}")):
             started = time.monotonic()
-            assert grader.grade([question]) == [Verdict(False, UNREADABLE)]
+            assert grader.grade([question]) == [(False, UNREADABLE)]
             assert SHORT <= time.monotonic() - started < SHORT + 1.0
-            assert grader.grade([RIGHT] * 4) == [Verdict(True, "4")] * 4  # and the run goes on
+            assert grader.grade([RIGHT] * 4) == [(True, "4")] * 4  # and the run goes on
 
 
 def test_graders_that_do_not_start_or_are_closed_call_no_answer_wrong(monkeypatch):
     with closing(MathGrader(num_workers=1)) as grader:
-        assert grader.grade([RIGHT]) == [Verdict(True, "4")]
+        assert grader.grade([RIGHT]) == [(True, "4")]
         call = grader._pool.schedule(grading.call, ["grade", *ENDLESS])
     with pytest.raises(CancelledError):
         grading.outcome(call, None)

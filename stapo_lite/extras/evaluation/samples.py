@@ -131,6 +131,6 @@ def grade(tasks: Sequence[Task], lines: Mapping[int, Line]) -> list[Line]:
         )
     with closing(MathGrader()) as grader:
         verdicts = grader.grade(questions)
-    for sample, verdict in zip(samples, verdicts, strict=True):
-        sample |= {"answer": verdict.answer, "correct": verdict.correct}
+    for sample, (correct, answer) in zip(samples, verdicts, strict=True):
+        sample |= {"answer": answer, "correct": correct}
     return samples

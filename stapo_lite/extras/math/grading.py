@@ -36,13 +36,6 @@ class Question(NamedTuple):
     tolerance: float = 0.0
 
 
-class Verdict(NamedTuple):
-    """A judgement; `answer` is in canonical form, None if the response has none."""
-
-    correct: bool
-    answer: str | None
-
-
 class MathGrader:
     """Grades responses in parallel.
 
@@ -55,10 +48,10 @@ class MathGrader:
         self._timeout = timeout
         self._pool = Pool(num_workers, initializer=warm_up)
 
-    def grade(self, questions: Sequence[Question]) -> list[Verdict]:
-        """A verdict for each question, in order."""
-        verdicts = self._call("grade", questions, failed=(False, UNREADABLE))
-        return [Verdict(*verdict) for verdict in verdicts]
+    def grade(self, questions: Sequence[Question]) -> list[tuple[bool, str | None]]:
+        """For each question whether the response is right, and its final answer in canonical form,
+        None if it has none."""
+        return self._call("grade", questions, failed=(False, UNREADABLE))
 
     def warn_of_unreadable(self, golds: Sequence[Any]) -> None:
         """Name golds that are neither words nor mathematics, such as proofs; they are compared as

@@ -19,5 +19,6 @@ def math_reward(
         refused = c.truncated and settings.truncated_is_incorrect
         response = "" if refused else c.whole_text
         questions.append(Question(c.prompt.answer, response, finished=not c.truncated))
-    verdicts = grader.grade(questions)
-    return [settings.correct if v.correct else settings.incorrect for v in verdicts]
+    return [
+        settings.correct if right else settings.incorrect for right, _ in grader.grade(questions)
+    ]
