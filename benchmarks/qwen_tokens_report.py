@@ -1,0 +1,259 @@
+"""Tables and figures of `qwen_tokens.py`, from what it sampled (docs/results.md).
+
+    python benchmarks/qwen_tokens_report.py MODEL [--folder runs/qwen_tokens]
+    [--results benchmarks/results/qwen_tokens]
+
+All completions count as one mini-batch, whose tau_h is the quantile. A token's gradient is the norm
+with respect to the logits, |A| sqrt(1 - 2 pi(y) + sum_v pi(v)^2), as in a run's first update.
+Intervals hold 95 % of 1,000 bootstrap samples over problems; masks are made anew in each.
+"""
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from pandas import DataFrame
+
+from stapo_lite.algorithm.advantages import group_advantages
+from stapo_lite.algorithm.objective import logit_gradient_norm
+from stapo_lite.files import read_lines
+
+VERSIONS = {
+    "paper": (0.002, 0.75, "candidates"),
+    "paper-v1": (0.002, 0.8, "all"),
+    "article": (0.01, 0.05, "all"),
+}
+"""tau_p, the quantile, and the population that tau_h is a quantile of (docs/deviations.md)."""
+CURVE = [
+    (tau_p, quantile, "candidates")
+    for tau_p in (0.0005, 0.001, 0.002, 0.005, 0.01)
+    for quantile in (0.25, 0.5, 0.75, 0.9)
+]
+DRAWS = 1000
+CONTEXT = 24
+"""Tokens shown before a rare token."""
+
+
+def load(folder: Path) -> list[dict[str, Any]]:
+    """All completions that were sampled, in order."""
+    return list(chain(*map(read_lines, sorted(folder.glob("completions-*.jsonl")))))
+
+
+def token_table(lines: Sequence[Mapping[str, Any]]) -> DataFrame:
+    """A row for each token, in the order of the lines. `gradient` is the norm at the completion's
+    advantage, `norm` at an advantage of 1."""
+    size = sum(line["problem"] == lines[0]["problem"] for line in lines)
+    rewards = torch.tensor([1.0 if line["right"] else -1.0 for line in lines]).view(-1, size)
+    advantages = group_advantages(rewards).flatten().tolist()
+    lengths = [len(line["token_ids"]) for line in lines]
+
+    def spread(values: Sequence[Any]) -> np.ndarray:
+        return np.repeat(values, lengths)
+
+    def joined(name: str) -> np.ndarray:
+        return np.fromiter(chain.from_iterable(line[name] for line in lines), float)
+
+    tokens = DataFrame(
+        {
+            "problem": spread([line["problem"] for line in lines]),
+            "completion": spread(range(len(lines))),
+            "position": list(chain.from_iterable(map(range, lengths))),
+            "right": spread([line["right"] for line in lines]),
+            "advantage": spread(advantages),
+            "p": np.exp(joined("logprobs")),
+            "entropy": joined("entropy"),
+        }
+    )
+    ones, logprobs = torch.ones(len(tokens)), torch.tensor(joined("logprobs"))
+    norms = logit_gradient_norm(ones, logprobs, torch.tensor(joined("collision")))
+    tokens["norm"] = norms.numpy()
+    tokens["gradient"] = tokens["norm"] * tokens["advantage"].abs()
+    return tokens
+
+
+def find_spurious(tokens: DataFrame, tau_p: float, quantile: float, population: str) -> Any:
+    """Candidates and spurious tokens (bool), and tau_h."""
+    rare = tokens["p"] < tau_p
+    candidates = rare & (tokens["advantage"] > 0)
+    entropies = tokens["entropy"][candidates if population == "candidates" else slice(None)]
+    tau_h = entropies.quantile(quantile)
+    return candidates, candidates & (tokens["entropy"] < tau_h), tau_h
+
+
+def shares(tokens: DataFrame, version: tuple[float, float, str]) -> dict[str, float]:
+    """How many tokens a version of S2T finds, and what part of the gradient they have."""
+    candidates, spurious, tau_h = find_spurious(tokens, *version)
+    wrong = (tokens["p"] < version[0]) & (tokens["entropy"] < tau_h) & (tokens["advantage"] < 0)
+    gradient, total = tokens["gradient"], tokens["gradient"].sum()
+    trained = gradient[tokens["advantage"] != 0]
+    return {
+        "candidates, %": 100 * candidates.mean(),
+        "spurious, %": 100 * spurious.mean(),
+        "of the gradient, %": 100 * gradient[spurious].sum() / total,
+        "times a token's gradient": gradient[spurious].mean() / trained.mean(),
+        "tau_h": tau_h,
+        "same kind in wrong answers, %": 100 * wrong.mean(),
+        "their gradient, %": 100 * gradient[wrong].sum() / total,
+    }
+
+
+def with_intervals(
+    tokens: DataFrame, statistic: Callable[[DataFrame], dict[str, float]]
+) -> dict[str, float]:
+    """A statistic's values, and the ends of their intervals."""
+    places = list(tokens.groupby("problem").indices.values())
+    generator = np.random.default_rng(0)
+    draws = []
+    for _ in range(DRAWS):
+        drawn = generator.integers(len(places), size=len(places))
+        draws.append(statistic(tokens.iloc[np.concatenate([places[i] for i in drawn])]))
+    low, high = (DataFrame(draws).quantile(end) for end in (0.025, 0.975))
+    found = {}
+    for name, value in statistic(tokens).items():
+        found |= {name: value, f"{name} from": low[name], f"{name} to": high[name]}
+    return found
+
+
+def bounds(tokens: DataFrame, vocabulary: int) -> DataFrame:
+    """How tight the paper's bounds on the gradient norm are, by probability and entropy: medians of
+    norm / lower bound and upper bound / norm."""
+    c = (vocabulary - 1) / (vocabulary * np.log(vocabulary) ** 2)
+    lower = np.sqrt(np.maximum(1 - 2 * tokens["p"] + np.exp(-tokens["entropy"]), 0))
+    upper = np.sqrt(np.maximum(2 - 2 * tokens["p"] - c * tokens["entropy"] ** 2, 0))
+    known = tokens.assign(lower=tokens["norm"] / lower, upper=upper / tokens["norm"])
+    by = [
+        pd.cut(known["p"], [0, 0.002, 0.01, 0.1, 0.5, 0.9, 1]),
+        pd.cut(known["entropy"], [0, 0.1, 0.5, 1, 2, 4]),
+    ]
+    groups = known.groupby(by, observed=True)
+    return groups.agg(
+        tokens=("norm", "size"),
+        norm=("norm", "median"),
+        norm_by_lower=("lower", "median"),
+        upper_by_norm=("upper", "median"),
+    ).reset_index()
+
+
+def spurious_and_others(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, int]]]:
+    """(completion, position) of the rare tokens of right answers: `spurious`, with an entropy below
+    tau_h, and `open`, above it. Groups without advantage count, too."""
+    tokens = token_table(lines)
+    tau_p, _, _ = VERSIONS["paper"]
+    _, _, tau_h = find_spurious(tokens, *VERSIONS["paper"])
+    rare = tokens[tokens["right"] & (tokens["p"] < tau_p)]
+    sure = rare["entropy"] < tau_h
+    return {
+        name: list(zip(part["completion"], part["position"], strict=True))
+        for name, part in (("spurious", rare[sure]), ("open", rare[~sure]))
+    }
+
+
+def describe_rare(
+    tokens: DataFrame, lines: Sequence[Mapping[str, Any]], tokenizer: Any
+) -> DataFrame:
+    """The tokens whose alternatives are known, in context."""
+    rows = []
+    _, spurious, _ = find_spurious(tokens, *VERSIONS["paper"])
+    starts = tokens.groupby("completion").head(1).index
+    for number, line in enumerate(lines):
+        ids = line["token_ids"]
+        for key, (best, probabilities) in line["best"].items():
+            at = int(key)
+            token = tokens.iloc[starts[number] + at]
+            alternatives = [
+                f"{tokenizer.decode([one])}|{p:.4f}"
+                for one, p in zip(best[:3], probabilities, strict=False)
+            ]
+            rows.append(
+                {
+                    "problem": line["problem"],
+                    "completion": number,
+                    "position": at,
+                    "right": line["right"],
+                    "advantage": round(token["advantage"], 3),
+                    "probability": float(f"{token['p']:.3g}"),
+                    "entropy": round(token["entropy"], 4),
+                    "norm": round(token["norm"], 4),
+                    "spurious": spurious.iloc[starts[number] + at],
+                    "before": tokenizer.decode(ids[max(0, at - CONTEXT) : at]),
+                    "token": tokenizer.decode([ids[at]]),
+                    "after": tokenizer.decode(ids[at + 1 : at + 1 + CONTEXT // 2]),
+                    "alternatives": "\t".join(alternatives),
+                }
+            )
+    return DataFrame(rows)
+
+
+def effects_table(effects: DataFrame) -> DataFrame:
+    """The share of right answers from just before and from just after a token, by kind, with
+    intervals over tokens."""
+    rows = []
+    generator = np.random.default_rng(0)
+    for kind, part in effects.groupby("kind"):
+        shares = part[["right_before", "right_after"]].to_numpy() / 8
+        values = np.column_stack([shares, shares[:, 1] - shares[:, 0]])
+        draws = values[generator.integers(len(values), size=(10 * DRAWS, len(values)))].mean(1)
+        low, high = np.quantile(draws, [0.025, 0.975], axis=0)
+        row = {"kind": kind, "tokens": len(part)}
+        for i, name in enumerate(("before", "after", "difference")):
+            row |= {name: values[:, i].mean(), f"{name} from": low[i], f"{name} to": high[i]}
+        rows.append(row)
+    return DataFrame(rows)
+
+
+def report(folder: Path, out: Path, tokenizer: Any) -> None:
+    """Write the tables, and print those that are short."""
+    out.mkdir(parents=True, exist_ok=True)
+    lines = load(folder)
+    tokens = token_table(lines)
+    trained, sampled = np.log(tokens["p"]), chain(*(line["rollout_logprobs"] for line in lines))
+    summary = {
+        "problems": tokens["problem"].nunique(),
+        "completions": len(lines),
+        "tokens": len(tokens),
+        "right, %": 100 * np.mean([line["right"] for line in lines]),
+        "cut off, %": 100 * np.mean([line["truncated"] for line in lines]),
+        "entropy": tokens["entropy"].mean(),
+        "gap between engine and trainer, nats": (trained - list(sampled)).abs().mean(),
+    }
+    tables = {
+        "summary": DataFrame([summary]),
+        "shares": DataFrame(
+            [
+                {"version": name} | with_intervals(tokens, lambda t, v=version: shares(t, v))
+                for name, version in VERSIONS.items()
+            ]
+        ),
+        "curve": DataFrame([{"tau_p": v[0], "quantile": v[1]} | shares(tokens, v) for v in CURVE]),
+        "bounds": bounds(tokens, len(tokenizer)),
+    }
+    effects = DataFrame(read_lines(folder / "effects.jsonl"))
+    if len(effects):
+        tables["effects"] = effects_table(effects)
+        effects.to_csv(out / "places.csv", index=False)
+    for name, table in tables.items():
+        table.to_csv(out / f"{name}.csv", index=False, float_format="%.5g")
+        print(f"\n{name}\n{table.T.to_string() if len(table) < 5 else table.to_string()}")
+    describe_rare(tokens, lines, tokenizer).to_csv(out / "rare.csv", index=False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", help="whose tokenizer is read")
+    parser.add_argument("--folder", type=Path, default=Path("runs/qwen_tokens"))
+    parser.add_argument("--results", type=Path, default=Path("benchmarks/results/qwen_tokens"))
+    given = parser.parse_args()
+    from transformers import AutoTokenizer
+
+    report(given.folder, given.results, AutoTokenizer.from_pretrained(given.model))
+
+
+if __name__ == "__main__":
+    main()
