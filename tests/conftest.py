@@ -19,6 +19,10 @@ from random_model import build
 
 from stapo_lite.files import write_lines
 
+EVEN = """def even(completion_ids, **_):
+    return [sum(i % 2 == 0 for i in ids) for ids in completion_ids]
+"""
+
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> Path:
@@ -38,9 +42,8 @@ def smollm2() -> Path:
 def children():
     """Processes that are forked from one that has imported everything; gives their exit status."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["interrupted", "peft", "transformers.models.qwen3.modeling_qwen3"]
-    )
+    modules = ["interrupted", "peft", "transformers.models.qwen3.modeling_qwen3"]
+    context.set_forkserver_preload(modules)
 
     def start(target, *arguments) -> int:
         child = context.Process(target=target, args=arguments)
@@ -60,13 +63,8 @@ def make_policy(tiny_model):
 
 @pytest.fixture
 def write_config(tiny_model, tmp_path, monkeypatch):
-    """A small run of the tiny model, rewarded by a user's function for each token with an even
-    id."""
-    (tmp_path / "parity.py").write_text(
-        "def even(completion_ids, **columns): return [float(sum(i % 2 == 0 for i in ids)) for ids "
-        "in completion_ids]\n",
-        encoding="utf-8",
-    )
+    """A small run of the tiny model, rewarded for each token with an even id."""
+    (tmp_path / "parity.py").write_text(EVEN, encoding="utf-8")
     rows = [{"prompt": f"say {word}", "answer": "a"} for word in ("one", "two", "three", "four")]
     write_lines(tmp_path / "prompts.jsonl", rows)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -138,19 +136,12 @@ def experiment(tiny_model, tmp_path):
     """A function that runs one of the scripts at toy size and returns what it prints."""
 
     def run(script, *arguments, model=tiny_model, prompt=440, completion=8):
-        toy = ["train.max_steps=2", f"data.max_prompt_length={prompt}"]
-        toy += [
-            f"rollout.max_completion_length={completion}",
-            f"model={model}",
-            "dtype=float32",
-            "rollout.engine=transformers",
-            "log.log_completions_steps=0",
-        ]
+        toy = ["dtype=float32", "rollout.engine=transformers", "train.max_steps=2"]
+        toy += [f"model={model}", f"data.max_prompt_length={prompt}"]
+        toy += [f"rollout.max_completion_length={completion}", "log.log_completions_steps=0"]
         folders = ["--results", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
         command = [sys.executable, f"benchmarks/{script}", *arguments, *folders, "--set", *toy]
-        done = subprocess.run(
-            command, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

@@ -1,5 +1,4 @@
-"""What every rollout engine must do: tests that the engines' modules import, each with a fixture
-`engine` of its own."""
+"""What every rollout engine must do: for modules that have a fixture `engine`."""
 
 import itertools
 
@@ -45,16 +44,13 @@ def test_groups_follow_the_protocol_and_the_seed(engine, make_policy):
     assert [len(group) for group in groups] == [SAMPLING.num_generations] * len(PROMPTS)
     for prompt, group in zip(PROMPTS, groups, strict=True):
         for completion in group:
+            ids = completion.token_ids
             assert completion.prompt is prompt
             assert completion.adapter_version == now
-            assert len(completion.rollout_logprobs) == len(completion.token_ids)
-            assert 1 <= len(completion.token_ids) <= SAMPLING.max_completion_length
-            stops = [
-                t
-                for t, token in enumerate(completion.token_ids)
-                if token in SAMPLING.stop_token_ids
-            ]
-            assert stops == ([] if completion.truncated else [len(completion.token_ids) - 1])
+            assert len(completion.rollout_logprobs) == len(ids)
+            assert 1 <= len(ids) <= SAMPLING.max_completion_length
+            stops = [t for t, token in enumerate(ids) if token in SAMPLING.stop_token_ids]
+            assert stops == ([] if completion.truncated else [len(ids) - 1])
     assert any(c.truncated for group in groups for c in group)
     assert len({tuple(c.token_ids) for group in groups for c in group}) > len(PROMPTS)
     assert gap(policy, groups).max() < 1e-4
@@ -71,8 +67,7 @@ async def with_a_tool(episode):
 
 
 def test_turns_with_a_tool_between_them(engine, make_policy, tokenizer):
-    """What the model wrote has the log-probabilities that it had in its place; a tool's has
-    none."""
+    """What the model wrote has the log-probabilities of its place; a tool's text has none."""
     policy, now = make_policy(), next(VERSIONS)
     engine.publish(policy, now)
     chat = Chat(tokenizer, Prompting())
@@ -81,13 +76,12 @@ def test_turns_with_a_tool_between_them(engine, make_policy, tokenizer):
     completions = [completion for group in groups for completion in group]
     said = tokenizer("!?").input_ids
     for completion in completions:
+        length = len(completion.token_ids)
         first = completion.loss_mask.index(False)  # its first turn may end sooner
         assert 1 <= first <= 3
         assert completion.token_ids[first : first + 2] == said
-        assert completion.loss_mask == [
-            i not in (first, first + 1) for i in range(len(completion.token_ids))
-        ]
-        assert len(completion.token_ids) <= SAMPLING.max_completion_length
+        assert completion.loss_mask == [i not in (first, first + 1) for i in range(length)]
+        assert length <= SAMPLING.max_completion_length
         assert completion.truncated == (completion.token_ids[-1] not in SAMPLING.stop_token_ids)
         assert completion.adapter_version == now
     mask = torch.tensor([written for c in completions for written in c.loss_mask])
@@ -99,21 +93,17 @@ def test_turns_with_a_tool_between_them(engine, make_policy, tokenizer):
 
 
 def deviations(completions, p):
-    """How far first tokens' frequencies are from their probabilities, in standard deviations: each
-    common token's, and that of the others together."""
-    counts = torch.bincount(
-        torch.tensor([c.token_ids[0] for c in completions]), minlength=len(p)
-    ).float()
+    """By how many standard deviations first tokens' frequencies are off; rare ones count as one."""
+    firsts = torch.tensor([c.token_ids[0] for c in completions])
+    counts = torch.bincount(firsts, minlength=len(p)).float()
     common = p > 0.015
     assert common.sum() > 3
     counts, p = (torch.cat([x[common], x[~common].sum()[None]]) for x in (counts, p))
     return (counts - len(completions) * p) / (len(completions) * p * (1 - p)).sqrt().clamp(min=1e-9)
 
 
-def test_groups_come_from_the_tempered_distribution_and_streamed_samples_from_its_nucleus(
-    engine, make_policy
-):
-    """That is the smallest set of tokens that holds a probability of `top_p`."""
+def test_samples_come_from_the_tempered_distribution_or_its_nucleus(engine, make_policy):
+    """The nucleus is the smallest set of tokens that holds a probability of `top_p`."""
     policy = make_policy()
     engine.publish(policy, next(VERSIONS))
     with torch.no_grad():
@@ -123,9 +113,8 @@ def test_groups_come_from_the_tempered_distribution_and_streamed_samples_from_it
     assert deviations(list(itertools.chain(*groups)), tempered).abs().max() < 4
     p, order = tempered.sort(descending=True)
     nucleus = torch.zeros_like(p).scatter(0, order, p * (p.cumsum(0) - p < 0.6))
-    completions = drawn(
-        engine, [PROMPTS[0]] * 512, range(512), Decoding(1, SAMPLING.temperature, 0.6)
-    )
+    decoding = Decoding(1, SAMPLING.temperature, 0.6)
+    completions = drawn(engine, [PROMPTS[0]] * 512, range(512), decoding)
     assert deviations(completions, nucleus / nucleus.sum()).abs().max() < 4
 
 
@@ -149,9 +138,7 @@ def test_each_sample_follows_from_its_own_seed(engine, make_policy):
 def test_a_stream_that_is_left_early_leaves_nothing_behind(engine, make_policy):
     """Also of more prompt tokens than fit into one pass."""
     engine.publish(make_policy(), next(VERSIONS))
-    prompts = [
-        Prompt("", [10 + (i + 13 * t) % 250 for t in range(380)], answer="") for i in range(16)
-    ]
+    prompts = [Prompt("", [10 + (i + 13 * t) % 250 for t in range(380)], "") for i in range(16)]
     expected = drawn_ids(engine, prompts, range(16))
     stream = engine.stream(prompts * 2, range(32), [DECODING] * 32)
     next(stream)

@@ -1,12 +1,12 @@
-"""Shared by the tests, and no fixtures: small models, policies and completions, mini-batches, whole
-runs."""
+"""What tests share beside fixtures: small models, policies, completions, mini-batches and runs."""
 
 import copy
 import itertools
-import json
 import os
+import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +16,7 @@ import torch
 import yaml
 from accelerate import Accelerator
 from random_model import VOCABULARY, qwen3
+from transformers import AutoTokenizer
 
 from stapo_lite.algorithm.masks import find_masks
 from stapo_lite.algorithm.microbatches import pack
@@ -46,19 +47,15 @@ SAMPLING = RolloutSettings(
 )
 TIMES = {"tokens_per_second", "seconds_rollout", "seconds_reward", "seconds_update", "seconds_step"}
 ADVANTAGES = [1.2, -0.4, 0.0, 0.7, -1.1, 0.0, 0.3, 2.0]
+VLLM = {"engine": "vllm", "vllm": {"kv_cache_memory_bytes": 1 << 27}}
 MINIMAL = {"model": "m", "output_dir": "o", "data": {"source": "p.jsonl"}}
 TAU_P = 0.02  # the tiny model is flat: enough candidates to test with
 LONGEST = 9
-RARELY_RIGHT = (
-    "def even(completion_ids, **columns): return [float(ids[0] % 4 == ids[-1] % 2 == 0) for ids "
-    "in completion_ids]"
-)
-PROMPTS = [
-    Prompt("", [10 + (7 * i + 3 * t) % 250 for t in range(5 + 9 * i)], answer="") for i in range(3)
-]
-LONG = [
-    Prompt("", [10 + (13 * t) % 250 for t in range(300)], answer="")
-]  # over two blocks of vLLM's prefix cache
+RARELY_RIGHT = """def even(completion_ids, **_):
+    return [ids[0] % 4 == ids[-1] % 2 == 0 for ids in completion_ids]"""
+PROMPTS = [Prompt("", [10 + (7 * i + 3 * t) % 250 for t in range(5 + 9 * i)], "") for i in range(3)]
+# Over two blocks of vLLM's prefix cache.
+LONG = [Prompt("", [10 + (13 * t) % 250 for t in range(300)], "")]
 
 
 def tiny_qwen3(tied: bool, intermediate_size: int = 96):
@@ -87,18 +84,15 @@ def adapted_policy(
     checkpointing: bool = False,
     **changes,
 ) -> Policy:
-    """A policy with an adapter that does something; `changes` are keys of the config,
-    `lora__r=4`."""
+    """A policy with an adapter that does something; `changes` are keys such as `lora__r=4`."""
     keys = {
         "lora__r": 8,
         "lora__lora_alpha": 16,
         "rollout__temperature": SAMPLING.temperature,
         "train__lm_head_memory_gb": 2**-10,
     }
-    overrides = [
-        f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in (keys | changes).items()
-    ]
-    config = load_config(MINIMAL | {"model": str(model), "dtype": dtype}, overrides)
+    tree = MINIMAL | {"model": str(model), "dtype": dtype}
+    config = load_config(changed(tree, keys | changes))
     base = load_weights(config.model, config.dtype, torch.device(device), config.quantization)
     policy = make_policy(base, config, find_start(config.lora))
     randomise_adapter(policy, adapter_seed, scale)
@@ -108,23 +102,21 @@ def adapted_policy(
 
 
 def randomise_adapter(policy: Policy, seed: int, scale: float = 0.1, only: str = "") -> None:
-    """Give B (zero at first) random values, in the modules whose name contains `only`; zero
-    elsewhere. Drawn on the CPU, they are the same on a card."""
+    """Set B to random values in modules whose name contains `only`, to zero in all others."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in policy.parameters.items():
             if "lora_B" in name:
+                # On the CPU: a card gets the same values.
                 drawn = torch.empty(parameter.shape).normal_(std=scale, generator=generator)
                 parameter.copy_(drawn.mul_(float(only in name)))
 
 
-def fake_completions(
-    seed: int, advantages: list[float], longest: int = 9, vocabulary: int = 260
-) -> list[Completion]:
+def fake_completions(seed, advantages, longest=LONGEST, vocabulary=VOCABULARY):
     """Completions of random tokens and lengths, one for each advantage."""
     generator = torch.Generator().manual_seed(seed)
 
-    def draw(low: int, high: int) -> int:
+    def draw(low, high):
         return int(torch.randint(low, high, (), generator=generator))
 
     completions = []
@@ -142,6 +134,11 @@ def changed(tree, changes):
         section, _, name = key.partition("__")
         (tree.setdefault(section, {}) if name else tree)[name or section] = value
     return tree
+
+
+def contents(folder):
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
+    return {path: path.read_bytes() for path in files if path.parent.name != "__pycache__"}
 
 
 def shared_data(name):
@@ -198,34 +195,27 @@ def without_times(metrics):
     return [{k: v for k, v in line.items() if k not in TIMES} for line in metrics]
 
 
+def near(value, **tolerance):
+    """A metric up to rounding; one without a value is None."""
+    return value if value is None else pytest.approx(value, **tolerance)
+
+
 def same_metrics(metrics, others):
     """Compare two runs, but for times and rounding."""
     for line, other in zip(without_times(metrics), without_times(others), strict=True):
         assert line.keys() == other.keys()
         for name, value in other.items():
-            if value is None:
-                assert line[name] is None
-                continue
-            rounding = (
-                1e-5 if name.startswith("sampler_gap") else 1e-7
-            )  # all that the gap is in float32
-            relative = (
-                1e-5 if name == "grad_norm" else 2e-6
-            )  # of fp32; test_update: 1e-6 in float64
-            assert line[name] == pytest.approx(value, rel=relative, abs=rounding), name
+            # A gap in float32 is all rounding. test_update allows a gradient 1e-6, in float64.
+            rounding = 1e-5 if name.startswith("sampler_gap") else 1e-7
+            relative = 1e-5 if name == "grad_norm" else 2e-6
+            assert line[name] == near(value, rel=relative, abs=rounding), name
 
 
 def in_two_processes(config, folder, *options, status=0):
-    """Launch a training in two processes; the tests' modules are found in `folder`. Returns what it
-    prints."""
+    """Launch a training that finds the test's modules in `folder`; what it prints."""
     launch = ["--multi_gpu", "-m", "stapo_lite.train", config, *options]
-    shown = accelerate_launch(
-        2,
-        *launch,
-        status=status,
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{folder}:{ROOT}"},
-    )
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{folder}:{ROOT}"}
+    shown = accelerate_launch(2, *launch, status=status, cwd=folder, env=env)
     assert "on 2 process(es)" in shown
     return shown
 
@@ -235,20 +225,10 @@ def objective(algorithm="stapo", s2t=None, **changes):
     return Config(**MINIMAL, algorithm=algorithm, objective=tree).objective
 
 
-def run_update(
-    policy,
-    completions,
-    objective,
-    *,
-    old=None,
-    max_tokens=10_000,
-    max_grad_norm=1e9,
-    longest=LONGEST,
-):
-    """(gradient of the loss, metrics, result): with SGD at rate 1 the parameters move by minus the
-    gradient."""
+def run_update(policy, completions, objective, *, old=None, max_tokens=10_000, **options):
+    """(gradient, metrics, result): SGD at rate 1 moves the parameters by minus the gradient."""
     before = torch.cat([p.detach().flatten() for p in policy.parameters.values()])
-    learner = make_learner(policy, objective, max_tokens, max_grad_norm, longest)
+    learner = make_learner(policy, objective, max_tokens, **options)
     batch = packed(policy, completions, old)
     result = update(learner, batch)
     after = torch.cat([p.detach().flatten() for p in policy.parameters.values()])
@@ -260,26 +240,21 @@ def run_update(
 
 
 def make_learner(policy, objective, max_tokens, max_grad_norm=1e9, longest=LONGEST):
-    tree = MINIMAL | {"rollout": {"max_completion_length": longest}}
-    tree["data"] = {"source": "p.jsonl", "max_prompt_length": 1}
-    tree["train"] = {
-        "max_grad_norm": max_grad_norm,
-        "learning_rate": 1.0,
-    }
-    config = Config(**tree).model_copy(update={"objective": objective})
+    keys = {"max_prompt_length": 1, "max_completion_length": longest}
+    keys |= {"max_grad_norm": max_grad_norm, "learning_rate": 1.0}
+    config = load_config(MINIMAL, keys).model_copy(update={"objective": objective})
     optimizer = torch.optim.SGD(policy.parameters.values(), lr=1.0)
     progress = Progress(tau_p=objective.s2t.tau_p)
     budget = make_budget(max_tokens)
     return Learner(config, policy, optimizer, budget, Accelerator(cpu=True), progress)
 
 
-def make_budget(tokens, save_memory=lambda checkpointing, offload: None):
+def make_budget(tokens):
     """Micro-batches of at most so many tokens; or a budget as it is."""
     if isinstance(tokens, MemoryBudget):
         return tokens
-    return MemoryBudget(
-        MemorySetting(offload=False, checkpointing=False, tokens=tokens), save_memory
-    )
+    setting = MemorySetting(offload=False, checkpointing=False, tokens=tokens)
+    return MemoryBudget(setting, lambda checkpointing, offload: None)
 
 
 def masks_of(policy, completions, objective):
@@ -289,26 +264,21 @@ def masks_of(policy, completions, objective):
     return find_masks(statistics, batch, objective, gather=lambda values: values)
 
 
-def measured(policy, completions, max_tokens=10_000):
+def measured(policy, completions):
     """Statistics of the policy now for each completion."""
-    budget = make_budget(max_tokens)
-    batch = pack(completions, policy.device)
+    batch, budget = pack(completions, policy.device), make_budget(10_000)
     lengths = [len(c.token_ids) for c in completions]
-    parts = (
-        value.split(lengths) for value in measure(policy, batch, range(len(completions)), budget)
-    )
-    return dict(
-        zip(completions, itertools.starmap(TokenStatistics, zip(*parts, strict=True)), strict=True)
-    )
+    whole = measure(policy, batch, range(len(completions)), budget)
+    parts = zip(*(values.split(lengths) for values in whole), strict=True)
+    return dict(zip(completions, itertools.starmap(TokenStatistics, parts), strict=True))
 
 
 def packed(policy, completions, old=None):
     """A mini-batch; `old` has statistics of each completion."""
     batch = pack(completions, policy.device)
     if old is not None:
-        batch.old = TokenStatistics(
-            *map(torch.cat, zip(*(old[c] for c in completions), strict=True))
-        )
+        values = zip(*(old[c] for c in completions), strict=True)
+        batch.old = TokenStatistics(*map(torch.cat, values))
     return batch
 
 
@@ -317,20 +287,16 @@ def relative(actual, expected):
 
 
 def sampled_by_an_engine(policy, completions, noise=0.5):
-    """Give the completions the log-probabilities of an engine that differs from the trainer a good
-    deal."""
+    """Give the completions log-probabilities of an engine that differs a good deal."""
     exact = oracle.statistics(oracle.double(policy.model), completions, SAMPLING.temperature)
-    generator = torch.Generator().manual_seed(0)
+    draw = partial(torch.randn, (), generator=torch.Generator().manual_seed(0))
     for c in completions:
-        c.rollout_logprobs = [
-            x + noise * torch.randn((), generator=generator).item() for x in exact[c][0]
-        ]
+        c.rollout_logprobs = [x + noise * draw().item() for x in exact[c][0]]
     return completions
 
 
 def later_update(policy):
-    """(completions, statistics of the policy before) of an update after which the policy has moved:
-    ratios, clipping and capped weights."""
+    """(completions, statistics of the policy that sampled them), from which it has moved on."""
     completions = sampled_by_an_engine(policy, fake_completions(3, ADVANTAGES, LONGEST))
     old = measured(policy, completions)
     randomise_adapter(policy, seed=2, scale=0.13)
@@ -338,20 +304,27 @@ def later_update(policy):
 
 
 def assert_same(actual, expected, rel=1e-6):
-    """Gradient, every metric and the result of two runs of `run_update`. The loss is a
-    difference of terms around 1, so it is allowed that much of 1; the gap of single tokens, a tenth
-    of it."""
-    (gradient, metrics, result), (expected_gradient, expected_metrics, expected_result) = (
-        actual,
-        expected,
-    )
-    assert relative(gradient, expected_gradient) < rel
-    for name, value in expected_metrics.items():
-        scale = 1.0 if name == "loss" else 0.1
-        assert metrics[name] == (
-            value if value is None else pytest.approx(value, rel=rel, abs=scale * rel)
-        ), name
-    assert result.grad_norm == pytest.approx(expected_result.grad_norm, rel=rel)
+    """Compare all that two runs of `run_update` gave."""
+    gradient, metrics, result = actual
+    exact, numbers, other = expected
+    assert relative(gradient, exact) < rel
+    for name, value in numbers.items():
+        scale = 1.0 if name == "loss" else 0.1  # the loss is a difference of terms around 1
+        assert metrics[name] == near(value, rel=rel, abs=scale * rel), name
+    assert result.grad_norm == pytest.approx(other.grad_norm, rel=rel)
+
+
+def with_template(folder, name):
+    """A byte-level tokenizer with one of TRL's chat templates, whose special tokens it gets."""
+    import trl
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    path = Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja"
+    tokenizer.chat_template = path.read_text(encoding="utf-8")
+    kinds = r"<\|\w+\|>|<\w+_of_turn>|</?tool_(?:call|response)>"
+    special = sorted({*re.findall(kinds, tokenizer.chat_template), "<|python_tag|>"})
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    return tokenizer
 
 
 class Letters:
@@ -362,22 +335,19 @@ class Letters:
 
 
 def make_vllm(model, dtype, quantization=None, cache_bytes=1 << 27, share_base=False, **lora):
-    """An engine; on a GPU the KV cache takes what is left of its share where `cache_bytes` is
-    None."""
+    """An engine; without `cache_bytes` its KV cache takes what is left of its share of a GPU."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
     from stapo_lite.rollout.vllm_engine import VLLMEngine
 
     cache = {"kv_cache_memory_bytes": cache_bytes} if cache_bytes else {}
-    options = Engine(
-        max_num_seqs=16, gpu_memory_utilization=0.3, quantization=quantization, vllm=cache
-    )
+    sizes = {"max_num_seqs": 16, "gpu_memory_utilization": 0.3}
+    options = Engine(**sizes, quantization=quantization, vllm=cache)
     return VLLMEngine(str(model), dtype, SAMPLING, options, Lora(r=8, **lora), share_base)
 
 
 def generate(engine, prompts, seed=0):
-    return engine.generate(
-        prompts, [seed + SAMPLING.num_generations * i for i in range(len(prompts))]
-    )
+    seeds = [seed + SAMPLING.num_generations * i for i in range(len(prompts))]
+    return engine.generate(prompts, seeds)
 
 
 def gap(policy, groups):
@@ -405,16 +375,11 @@ def dense(hidden, weight, bias, targets, temperature):
 
 
 def learn(policy, completions, optim, learning_rate):
-    """Take ten steps up the likelihood of completions, which is returned; what is frozen stays as
-    it was."""
-    base = {
-        name: p.detach().clone()
-        for name, p in policy.model.named_parameters()
-        if not p.requires_grad
-    }
-    optimizer = make_optimizer(
-        policy, Train(optim=optim, learning_rate=learning_rate, weight_decay=0.0)
-    )
+    """The likelihoods of completions in ten steps up; what is frozen stays as it was."""
+    named = policy.model.named_parameters
+    base = {name: p.detach().clone() for name, p in named() if not p.requires_grad}
+    train = Train(optim=optim, learning_rate=learning_rate, weight_decay=0.0)
+    optimizer = make_optimizer(policy, train)
     likelihoods = []
     for _ in range(10):
         likelihood = policy.statistics(completions).logprobs.sum()
@@ -422,7 +387,7 @@ def learn(policy, completions, optim, learning_rate):
         (-likelihood).backward()
         optimizer.step()
         optimizer.zero_grad()
-    after = dict(policy.model.named_parameters())
+    after = dict(named())
     assert all(torch.equal(after[name], values) for name, values in base.items())
     return likelihoods
 
@@ -437,9 +402,7 @@ def accelerate_launch(processes, *arguments, status=0, timeout=1200, **options):
     sizes = ["--num_processes", str(processes), "--num_machines", "1", "--main_process_port", "0"]
     sizes += ["--mixed_precision", "no"]
     command = [executable, "launch", *sizes, *map(str, arguments)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout, check=False, **options
-    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, **options)
     assert done.returncode == status, done.stderr[-3000:]
     assert status or "Traceback" not in done.stderr
     return done.stdout

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -51,10 +52,7 @@ class Hub:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def answer(self, method, path, body, role):
-        """Status and document."""
-        name = (
-            path.removeprefix("/api/models/").partition("/auth-check/")[0].partition("/commit/")[0]
-        )
+        name = re.sub("/(auth-check|commit)/.*", "", path.removeprefix("/api/models/"))
         if method == "PUT":
             oid = hashlib.sha256(body).hexdigest()
             self.objects[oid] = body
@@ -63,13 +61,7 @@ class Hub:
             return 200 if name.startswith("me/") else 403, {}
         if method == "GET" and name in self.files:
             private = self.created.get(name, {}).get("visibility") == "private"
-            return 200, {
-                "id": name,
-                "modelId": name,
-                "private": private,
-                "siblings": [],
-                "tags": [],
-            }
+            return 200, {"id": name, "private": private}
         if method == "POST" and role != "write":
             return 403, {"error": "Forbidden"}
         if path == "/api/repos/create":
@@ -84,20 +76,16 @@ class Hub:
         if path == "/api/validate-yaml":
             return 200, {"errors": [], "warnings": []}
         if "/preupload/" in path:
-            known = {"shouldIgnore": False, "oid": None}
-            paths = [file["path"] for file in json.loads(body)["files"]]
-            modes = {path: "lfs" if path.endswith(".safetensors") else "regular" for path in paths}
-            return 200, {
-                "files": [
-                    known | {"path": path, "uploadMode": mode} for path, mode in modes.items()
-                ]
-            }
+            files = json.loads(body)["files"]
+            for file in files:
+                large = file["path"].endswith(".safetensors")
+                file |= {"uploadMode": "lfs" if large else "regular", "shouldIgnore": False}
+            return 200, {"files": files}
         if path.endswith(".git/info/lfs/objects/batch"):
             objects = json.loads(body)["objects"]
             for entry in objects:
-                entry["actions"] = {
-                    "upload": {"href": f"{self.url}/lfs/{entry['oid']}", "header": {}}
-                }
+                upload = {"href": f"{self.url}/lfs/{entry['oid']}", "header": {}}
+                entry["actions"] = {"upload": upload}
             return 200, {"transfer": "basic", "objects": objects}
         if path.endswith("/commit/main"):
             for line in map(json.loads, body.splitlines()):

@@ -1,8 +1,4 @@
-"""A training that a signal hits at an exact moment; run in child processes by test_resume.py.
-
-A moment is the n-th Python or C call within the m-th run of a phase, so that a seed makes it
-reproducible.
-"""
+"""A training in a child process, which a signal hits at an exact call within a run of a phase."""
 
 import importlib
 import itertools
@@ -65,8 +61,7 @@ def train(arguments: list[str], phase: str, moment: tuple[int, int], by: signal.
 
 
 def count(arguments: list[str], out: Path) -> None:
-    """The command, uninterrupted; writes the numbers of calls in the first and the second run of
-    each phase."""
+    """The command; writes how many calls the first and the second run of each phase made."""
     calls: dict[str, list[int]] = {phase: [0, 0] for phase in PHASES}
 
     def on_call(phase: str, run: int, call: int) -> None:
@@ -81,8 +76,7 @@ def count(arguments: list[str], out: Path) -> None:
 
 
 def train_on_a_full_disk(arguments: list[str], steps: set[int]) -> None:
-    """A run whose files cannot grow in some steps: the kernel refuses, as it does on a full
-    disk."""
+    """A run whose files the kernel does not let grow in some steps, as on a full disk."""
     for descriptor in (1, 2):  # they may be files, too
         os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
     config = load_config(arguments[0], arguments[1:])

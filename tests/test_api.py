@@ -8,8 +8,6 @@ from helpers import ROOT
 
 import stapo_lite
 
-NAMES = ["audit", "evaluate", "export", "load_config", "load_eval_config"]
-CLASSES = ["Callback", "Config", "EvalConfig", "InputError", "RunError", "Trainer"]
 COMMAND = """import sys; sys.argv = ['stapo', *{}]
 from stapo_lite.cli import main
 try: main()
@@ -29,9 +27,7 @@ def test_what_is_slow_is_imported_when_it_is_needed(script):
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
 
 
-def test_public_names_by_hand():
-    assert sorted(stapo_lite.__all__) == CLASSES + NAMES
-    assert all(isinstance(getattr(stapo_lite, name), type) for name in CLASSES)
-    assert stapo_lite.audit is sys.modules["stapo_lite.extras.audit.page"].audit
+def test_every_public_name_is_a_class_or_a_function():
+    assert all(callable(getattr(stapo_lite, name)) for name in stapo_lite.__all__)
     with pytest.raises(AttributeError, match="module 'stapo_lite' has no attribute 'trian'"):
         _ = stapo_lite.trian

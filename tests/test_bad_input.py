@@ -1,11 +1,11 @@
-"""Malformed configs, data, models and checkpoints: one line, status 2, nothing overwritten."""
+"""Malformed configs, data and models: one line, status 2, nothing overwritten."""
 
 import json
 import shutil
 from functools import cache
 
 import pytest
-from helpers import MINIMAL, command, run
+from helpers import MINIMAL, command, contents
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -15,11 +15,6 @@ from stapo_lite.config import Config, Data, flatten, load_config, load_eval_conf
 from stapo_lite.data.prompts import make_prompts
 from stapo_lite.errors import InputError
 from stapo_lite.files import read_jsonl
-
-
-def contents(folder):
-    files = [p for p in folder.rglob("*") if p.is_file() and p.name != ".lock"]
-    return {path: path.read_bytes() for path in files if path.parent.name != "__pycache__"}
 
 
 @pytest.fixture
@@ -91,21 +86,6 @@ def test_malformed_input(refused, write_config, tiny_model, tmp_path, change, me
         change(tmp_path)
     overrides = [] if callable(change) else [change]
     assert message in refused(config, f"model={model}", *overrides)
-
-
-CHECKPOINTS = {
-    "state.json: not JSON": write("checkpoint-1/state.json", "{"),
-    "checkpoint-1: does not fit this run": write("checkpoint-1/optimizer.pt", "?"),
-    "line 1: must be a JSON object": write("metrics.jsonl", "[1]\n"),
-}
-
-
-def test_malformed_checkpoints(refused, write_config, tmp_path):
-    run(write_config(train__max_steps=1))
-    for number, (message, change) in enumerate(CHECKPOINTS.items()):
-        folder = shutil.copytree(tmp_path / "run", tmp_path / str(number))
-        change(folder)
-        assert message in refused(write_config(output_dir=str(folder)), "--resume")
 
 
 # Fuzzing: a config or an InputError of one line, whatever is given.

@@ -33,9 +33,8 @@ SMOKE = {
         "--pairs 1 --zero 0 0.5"
     ),
 }
-SCRIPTS = [
-    path.stem for path in (ROOT / "benchmarks").glob("*.py") if '"--out"' in path.read_text("utf-8")
-]
+FILES = (ROOT / "benchmarks").glob("*.py")
+SCRIPTS = [path.stem for path in FILES if '"--out"' in path.read_text("utf-8")]
 # What the result must hold.
 CHECKS = {
     "gpu_suite": lambda r: r["lm_head"] == r["run:qwen8b_lora"] == {"failed with status": 1},

@@ -7,7 +7,6 @@ import countdown_report
 import pytest
 import study_csv
 from countdown_model import FOLDER
-from transformers import AutoConfig, AutoTokenizer
 
 RIGHT = "try 4 * 9 = 36 then - 6 = 30 yes"
 
@@ -46,16 +45,8 @@ def test_traces_are_right_but_for_the_noise():
     assert right[0.0] == 300 > right[0.05] > 100
 
 
-def test_the_model_is_small_and_knows_the_words():
-    assert sum(path.stat().st_size for path in FOLDER.iterdir()) < 1.1 * 2**20
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
-    assert len(tokenizer) == AutoConfig.from_pretrained(FOLDER).vocab_size
-    assert tokenizer.convert_ids_to_tokens(tokenizer(RIGHT)["input_ids"]) == RIGHT.split()
-
-
 def test_the_report_by_hand(tmp_path, capsys, monkeypatch):
-    """20 steps: rewards of 0.5 that are lost from step 11 on, or not. Over five steps 2/5 of the
-    reward is left at step 13, below a half."""
+    """Rewards stay, or are lost after ten steps: at step 13 two of the last five are left."""
     stays = [(0.5, 0.6)] * 20
     breaks = [(0.5, 0.6)] * 10 + [(0.0, 1.1)] * 10
     rows = []

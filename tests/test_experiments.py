@@ -73,8 +73,7 @@ def cells(line):
 
 
 def test_report_of_runs_by_hand(tmp_path):
-    """Two methods, two seeds: rewards rise to 1 or stay at 0.2, entropies fall to 0 or 1 or stay at
-    3."""
+    """Rewards rise to 1 or stay at 0.2; entropies fall to 0 and 1, or stay at 3."""
     rises, falls = lambda step: min(1.0, step / 8), lambda seed, step: seed + max(0, 8 - step)
     write_study(tmp_path / "one.csv", "stapo", rises, falls, lambda seed: 0.9)
     fixed = lambda step: 0.2, lambda seed, step: 3.0, lambda seed: 0.2 + seed / 10

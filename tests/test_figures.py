@@ -1,5 +1,4 @@
-"""README and docs quote the figures of benchmarks/results as they are. Run a benchmark again, and
-this file says which sentences are to be changed."""
+"""README and docs quote benchmarks/results as they are: which sentences a new run changes."""
 
 import json
 import re

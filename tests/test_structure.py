@@ -7,10 +7,7 @@ from helpers import ROOT
 
 PACKAGE = ROOT / "stapo_lite"
 LONGEST, LONGEST_OF_THE_METHOD, MOST_ARGUMENTS = 80, 60, 8
-METHOD = [
-    PACKAGE / "training" / "loop.py",
-    PACKAGE / "training" / "update.py",
-]  # what one reads first
+METHOD = [PACKAGE / "training" / name for name in ("loop.py", "update.py")]  # read first
 
 
 @pytest.mark.parametrize("path", sorted({*PACKAGE.rglob("*.py"), *METHOD}), ids=str)
@@ -19,9 +16,5 @@ def test_a_function_is_one_screen(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = node.end_lineno - node.lineno + 1
             assert lines <= (LONGEST_OF_THE_METHOD if path in METHOD else LONGEST), node.name
-            given = [
-                argument.arg for argument in ast.walk(node.args) if isinstance(argument, ast.arg)
-            ]
-            assert len([name for name in given if name not in ("self", "cls")]) <= MOST_ARGUMENTS, (
-                node.name
-            )
+            given = {each.arg for each in ast.walk(node.args) if isinstance(each, ast.arg)}
+            assert len(given - {"self", "cls"}) <= MOST_ARGUMENTS, node.name

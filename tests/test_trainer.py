@@ -81,9 +81,7 @@ VLLM = {"quantization": "bitsandbytes", "vllm": {"block_size": 32}}
         (VLLM | {"engine": "vllm"}, {"engine": "transformers"}, ("transformers", None, {})),
     ],
 )
-def test_an_evaluation_is_prompted_and_sampled_as_the_training(
-    tree, tmp_path, monkeypatch, rollout, evaluated, engine
-):
+def test_an_evaluation_is_as_the_training(tree, tmp_path, monkeypatch, rollout, evaluated, engine):
     monkeypatch.setattr("stapo_lite.trainer.evaluate", lambda config: config)
     prompting = {"system_prompt": "Be brief.", "chat_template_kwargs": {"a": 1}}
     rollout = rollout | {"max_completion_length": 9}
@@ -212,7 +210,6 @@ def of_trl(prompts, trainer):
         ({"train_dataset": []}, "data.source=train_dataset: must be a list of rows"),
         ({"train_dataset": iter(ROWS)}, "must be a list of rows or a datasets.Dataset"),
         ({"reward_funcs": [len, len]}, "one is listed twice"),
-        ({"reward_funcs": ["nowhere:f"]}, "reward.functions=nowhere:f: raised ModuleNotFoundError"),
         ({"rollout_func": spell, "tools": [len]}, "tools: a rollout_func gives them to"),
         ({"rollout_func": of_trl}, "rollout_func: must take one argument, the episode"),
         ({"rollout_func": lambda episode: None}, "rollout_func: must be a coroutine function"),

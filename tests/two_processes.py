@@ -1,5 +1,4 @@
-"""Run by test_parallel.py in two processes: updates of one mini-batch by the cases of the command
-line, split between them in two ways."""
+"""Run by test_parallel.py in two processes, which split one mini-batch of each case two ways."""
 
 import os
 import sys
@@ -28,8 +27,7 @@ for case in sys.argv[3:]:
         mine = completions[rank::2]
         if split == "one has nothing to train":
             mine = [c for c in completions if (c.advantage == 0) == (rank == 1)]
-        gradient, metrics, result = run_update(
-            policy, mine, objective(**INVARIANT[case]), old=old, max_tokens=40
-        )
+        kind = objective(**INVARIANT[case])
+        gradient, metrics, result = run_update(policy, mine, kind, old=old, max_tokens=40)
         results[case, split] = gradient, metrics, result.grad_norm
 torch.save(results, out / f"{rank}.pt")

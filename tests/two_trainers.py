@@ -1,5 +1,4 @@
-"""Run by test_parallel.py in two processes, each with vLLM: two runs and their exports, and an
-evaluation."""
+"""Run by test_parallel.py in two processes, each with vLLM: two runs, exports, an evaluation."""
 
 import os
 import sys
@@ -27,27 +26,12 @@ class OneStep(Callback):
 
 model, questions, out = map(Path, sys.argv[1:])
 rows = [{"prompt": f"say {word}"} for word in ("five", "six", "seven", "nine")]
-tree = {
-    "model": str(model),
-    "dtype": "float32",
-    "data": {"max_prompt_length": 300},
-    "rollout": {"engine": "vllm", "num_generations": 4, "max_completion_length": 8},
-    "train": {
-        "max_steps": 2,
-        "batch_size": 4,
-        "mini_batch_size": 4,
-        "max_tokens_per_microbatch": 1024,
-    },
-}
-tree["rollout"]["vllm"] = {"kv_cache_memory_bytes": 10 << 20}
+keys = {"dtype": "float32", "max_prompt_length": 300, "max_completion_length": 8}
+keys |= {"engine": "vllm", "num_generations": 4, "vllm": {"kv_cache_memory_bytes": 10 << 20}}
+keys |= {"max_steps": 2, "batch_size": 4, "mini_batch_size": 4, "max_tokens_per_microbatch": 1024}
 for name in ("one", "another"):
-    trainer = Trainer(
-        config=tree,
-        output_dir=str(out / name),
-        reward_funcs=letters,
-        train_dataset=rows,
-        callbacks=[OneStep()],
-    )
+    own = {"output_dir": out / name, "train_dataset": rows, "callbacks": [OneStep()]}
+    trainer = Trainer(model, letters, **own, **keys)
     assert len(trainer.train()) == 1
     exported = trainer.export(out / f"{name}-export")
     assert (exported / "adapter_model.safetensors").exists()

@@ -183,16 +183,13 @@ BAD = {
     "data.system_prompt=None": "key 'data.system_prompt': for no value write null, got 'None'",
     "stop_on=ratio": "key 'stop_on': input should be a valid list, got 'ratio'",
     "log.report_to=mlflow": "'tensorboard', 'wandb' or 'trackio', got 'mlflow'",
-    "train.learning_rate=fast": "key 'train.learning_rate': input should be a valid number",
     "train.learning_rate=0": "key 'train.learning_rate'",
-    "rollout.engine=sglang": "key 'rollout.engine'",
     "rollout.share_base=1": "input should be 'auto', 'on' or 'off', got 1",
     "lora.r=513": "key 'lora.r'",
     "lora.target_modules=all": "key 'lora.target_modules'",
     "train=3": "key 'train'",
     "train.batch_size=10": "train.batch_size=10 is not divisible by train.mini_batch_size=16",
     "reward.weights=[1,2]": "reward.weights=[1.0, 2.0] for reward.functions=['math']: give one",
-    "evaluation.best=reward": "evaluation.source and evaluation.best need evaluation.steps",
     f"{MEAN} reward.incorrect=-1": "scale_rewards=mean divides by the mean reward: set reward.inc",
     f"{MEAN} reward.overlong_penalty=1": "leave reward.overlong_penalty out",
     "rollout.share_base=on rollout.engine=transformers": "set rollout.engine=vllm and rollout.quan",
@@ -215,18 +212,12 @@ def test_bad_values_name_the_key_and_the_fix_in_one_line(overrides):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("missing.yaml", r"missing\.yaml: cannot be read as YAML \(No such file"),
-        ("a" * 300, r"cannot be read as YAML \(File name too long\)"),
-        ({"model": "m"}, "config: key 'output_dir' is required: add it"),
-    ],
-    ids=["missing", "a name that no file can have", "a key is missing"],
-)
-def test_configs_that_cannot_be_read(source, message):
-    with pytest.raises(InputError, match=message):
-        load_config(source)
+def test_configs_that_cannot_be_read():
+    for name, cause in {"missing": "No such file", "a" * 300: "File name too long"}.items():
+        with pytest.raises(InputError, match=rf"{name}: cannot be read as YAML \({cause}"):
+            load_config(name)
+    with pytest.raises(InputError, match="config: key 'output_dir' is required: add it"):
+        load_config({"model": "m"})
 
 
 def test_the_reference_is_generated_and_complete():

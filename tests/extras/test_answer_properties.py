@@ -1,18 +1,17 @@
 """Properties of grading: answers of several values, hostile text, and the golds of benchmarks."""
 
 import itertools
-import json
 import random
 import re
 import time
-from pathlib import Path
 
 import pytest
+from helpers import shared_data
 
 from stapo_lite.extras.math.answers import final_answer, grade
 from stapo_lite.extras.math.grading import MathGrader, Question
+from stapo_lite.files import read_lines
 
-SHARED = Path(__file__).parents[2].parent / "shared/data"
 BENCHMARKS = ("aime24", "aime25", "amc23", "math500", "minerva", "olympiadbench_674")
 VALUES = ["0", "1", "7", "107", "1/2", r"\frac{1}{3}", r"\sqrt{2}", "x", "1e-8", "4.5e33", "C", "A"]
 SEPARATORS = r""", | or |; | and | = |<|\approx |\lor |\cup |\to |\in |\le |\quad |\pm |\cdot |:
@@ -44,12 +43,10 @@ def perturbed(gold):
         yield gold[: digit.start()] + str((int(digit[0]) + 1) % 10) + gold[digit.end() :]
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="no shared/ beside the repository")
 @pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_a_gold_equals_its_rewrites_and_neither_perturbed_values_nor_other_golds(name, every):
-    rows = (SHARED / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
-    golds = [str(json.loads(row)["answer"]) for row in rows][::every]
+    golds = [str(row["answer"]) for row in read_lines(shared_data(name))][::every]
     pairs = [(gold, text, True) for gold in golds for text in rewrites(gold)]
     pairs += [(gold, text, False) for gold in golds for text in perturbed(gold)]
     distinct = {re.sub(r"[\s$]|\\[dt]?frac", "", gold): gold for gold in golds}.values()

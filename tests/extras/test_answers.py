@@ -1,22 +1,17 @@
-"""Answers of math problems: which one of a response counts, and which ones are equal. The tables
-are checked by hand; `shared/`, beside the repository, has more cases."""
+"""Answers of math problems, by hand: which one of a response counts, which ones are equal."""
 
-import json
-from pathlib import Path
+from contextlib import closing
 
 import pytest
+from helpers import ROOT, shared_data
 from math_verify import parse, verify
 
 from stapo_lite.extras.math.answers import equivalent, final_answer, grade
 from stapo_lite.extras.math.grading import MathGrader, Question
+from stapo_lite.files import read_lines
 from stapo_lite.rewards.sandbox import Pool
 
-SHARED = Path(__file__).parents[2].parent / "shared"
-with_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="no shared/ beside the repository")
-
-
-def lines(path):
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+SHARED_CASES = sorted((ROOT.parent / "shared/cases").glob("grading_*.jsonl"))
 
 
 def right(gold, response):
@@ -45,9 +40,8 @@ FINAL = {
 
 @pytest.mark.parametrize("answer", FINAL)
 def test_the_final_answer_of_a_response(answer):
-    assert {response: final_answer(response) for response in FINAL[answer]} == dict.fromkeys(
-        FINAL[answer], answer
-    )
+    found = {response: final_answer(response) for response in FINAL[answer]}
+    assert found == dict.fromkeys(FINAL[answer], answer)
 
 
 def test_of_a_response_that_was_cut_off_only_a_box_or_an_answer_in_tags_counts():
@@ -210,9 +204,8 @@ def test_golds_that_cannot_be_read_are_found(caplog):
 
 def judge(cases):
     """Verdicts on pairs of a gold and a response, in a process of its own."""
-    grader = MathGrader(timeout=20.0, num_workers=1)
-    verdicts = grader.grade([Question(gold, response) for gold, response in cases])
-    grader.close()
+    with closing(MathGrader(timeout=20.0, num_workers=1)) as grader:
+        verdicts = grader.grade([Question(gold, response) for gold, response in cases])
     return [right for right, _ in verdicts]
 
 
@@ -221,18 +214,16 @@ def judge_by_math_verify(gold, response):
     return verify(*sides, timeout_seconds=None)
 
 
-@with_shared
-@pytest.mark.parametrize("path", sorted(SHARED.glob("cases/grading_*.jsonl")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", SHARED_CASES, ids=lambda path: path.stem)
 def test_shared_cases(path):
-    cases = lines(path)
+    cases = read_lines(path)
     verdicts = judge([(case["gold"], case["pred"]) for case in cases])
     assert [c for c, verdict in zip(cases, verdicts, strict=True) if verdict != c["expected"]] == []
 
 
-@with_shared
 def test_more_agreement_and_fewer_false_positives_than_math_verify_alone():
     """On the test suites of ten other projects."""
-    rows = lines(SHARED / "data/verify_cases.jsonl")
+    rows = read_lines(shared_data("verify_cases"))
     wrap = {"answer": r"\boxed{%s}"}
     cases = [(row["gold"], wrap.get(row["form"], "%s").replace("%s", row["pred"])) for row in rows]
     pool = Pool(1)

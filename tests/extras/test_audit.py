@@ -109,9 +109,7 @@ def test_the_page_fits_screens_and_escapes_its_tokens(make_run, tmp_path, open_p
 
 
 @pytest.mark.parametrize(("tokens", "figures"), [(TOKENS[-1:], 6), ([], 4)])
-def test_a_page_without_candidates_or_without_a_token_log(
-    make_run, open_page, capsys, tokens, figures
-):
+def test_a_page_without_candidates_or_token_log(make_run, open_page, capsys, tokens, figures):
     assert command("audit", make_run(tokens, algorithm="justrl")) == 0
     page = open_page(Path(capsys.readouterr().out.strip().removeprefix("page: ")))
     assert "S2T was off" in page.locator("h1 + p").inner_text()

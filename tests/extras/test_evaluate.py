@@ -10,7 +10,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from helpers import changed, command, write_yaml
+from helpers import VLLM, changed, command, write_yaml
 from hub import Hub
 
 from stapo_lite.config import load_eval_config
@@ -221,8 +221,7 @@ def test_a_verifier_judges_the_answers_that_the_rules_reject(run, tmp_path):
 @pytest.mark.slow
 def test_vllm_with_an_adapter_continues_an_evaluation(config, make_policy, tmp_path):
     pytest.importorskip("vllm", reason="vLLM is not installed")
-    rollout = {"engine": "vllm", "num_samples": 40, "max_completion_length": 8, "max_num_seqs": 4}
-    rollout["vllm"] = {"kv_cache_memory_bytes": 1 << 27}
+    rollout = VLLM | {"num_samples": 40, "max_completion_length": 8, "max_num_seqs": 4}
     make_policy(scale=0.5).save_adapter(tmp_path / "adapter")
     path = config(adapter=str(tmp_path / "adapter"), rollout=rollout, limit=1)
     arguments = [sys.executable, "-m", "stapo_lite", "evaluate", str(path)]

@@ -62,12 +62,9 @@ def saved(folder):
     return {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
 
 
-@pytest.mark.parametrize(
-    ("tied", "dtype"), [(True, "float32"), (True, "bfloat16"), (False, "bfloat16")]
-)
-def test_a_merged_model_is_the_sum_rounded_once(
-    make_run, tied_model, tiny_model, tmp_path, tied, dtype
-):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_merge_is_the_sum_rounded_once(make_run, tied_model, tiny_model, tmp_path, tied, dtype):
     """Into the base in full precision, also if it was trained on 4 bits."""
     base = tied_model if tied else tiny_model
     run = make_run(base, quantization="nf4" if tied else None)
@@ -83,9 +80,7 @@ def test_a_merged_model_is_the_sum_rounded_once(
             assert (weight != expected[name]).float().mean() <= (1e-3 if "_proj" in name else 0)
 
 
-def test_a_merged_model_has_tokenizer_and_generation_config(
-    make_run, tmp_path, tied_model, monkeypatch
-):
+def test_a_merged_model_can_be_served(make_run, tmp_path, tied_model, monkeypatch):
     monkeypatch.setattr(f"{MODULE}.SHARD_SIZE", "50KB")
     # Such a limit, which Qwen's bases have, would hold for whoever serves the model; such a mixture
     # cannot be saved.
@@ -218,9 +213,7 @@ def test_pushing_a_merged_model_with_its_card(hub, make_run, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["me/x as hf_reader", "them/x", "them/theirs", "not a name!"])
-def test_missing_permission_is_reported_before_weights_load(
-    hub, make_run, tmp_path, monkeypatch, capsys, name
-):
+def test_permission_is_checked_first(hub, make_run, tmp_path, monkeypatch, capsys, name):
     hub.files["them/theirs"] = {}  # one may read it
     name, _, token = name.partition(" as ")
     monkeypatch.setenv("HF_TOKEN", token or "hf_writer")

@@ -1,7 +1,7 @@
 """Evaluation during training, and the best adapter."""
 
 import re
-from types import SimpleNamespace
+from unittest.mock import Mock, call
 
 import pytest
 from helpers import adapter_bytes, held_out_rows, run, without_times
@@ -15,9 +15,7 @@ from stapo_lite.rewards.functions import RewardModel
 from stapo_lite.training.folder import read_metrics
 
 
-def test_the_best_adapter_by_held_out_rows_is_kept_over_a_resumption(
-    write_config, tmp_path, monkeypatch
-):
+def test_the_best_adapter_is_kept_over_a_resumption(write_config, tmp_path, monkeypatch):
     folder, judged = tmp_path / "run", []
     score = RewardModel.score
 
@@ -69,10 +67,8 @@ def test_a_reward_that_no_function_gave_is_null(write_config, user_reward, tmp_p
     assert not (tmp_path / "run" / "best").exists()
 
 
-def test_benchmarks_during_training_are_those_of_the_command(
-    write_config, tiny_model, tmp_path, monkeypatch, capsys
-):
-    """Before, during and after; they change nothing in the training; a resumption repeats none."""
+def test_benchmarks_while_a_run_trains(write_config, tiny_model, tmp_path, monkeypatch, capsys):
+    """They are those of the command, and change nothing in a run; a resumption repeats none."""
     benchmark, folder = tmp_path / "mine.jsonl", tmp_path / "run"
     rows = [{"problem": f"say {word}", "answer": n} for n, word in enumerate(("five", "six"))]
     write_lines(benchmark, rows)
@@ -120,10 +116,9 @@ def test_benchmarks_during_training_are_those_of_the_command(
 def test_an_adapter_is_kept_if_its_score_beats_the_best(tmp_path, results, kept):
     (tmp_path / "best").mkdir()
     (tmp_path / "best" / "score.json").write_text('{"score": 0.5}', encoding="utf-8")
-    saved, metric = [], "reward" if "reward" in results else "average"
-    policy, progress = SimpleNamespace(save_adapter=saved.append), SimpleNamespace(step=3)
-    run = SimpleNamespace(folder=tmp_path, policy=policy, progress=progress)
+    run, metric = Mock(folder=tmp_path), "reward" if "reward" in results else "average"
+    run.progress.step = 3
     periodic.keep_best(run, metric, results)
-    assert saved == [tmp_path / "best"] * kept
+    assert run.policy.mock_calls == [call.save_adapter(tmp_path / "best")] * kept
     after = {"metric": metric, "score": 0.6, "step": 3} if kept else {"score": 0.5}
     assert read_object(tmp_path / "best" / "score.json") == after

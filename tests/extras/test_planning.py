@@ -41,10 +41,8 @@ def test_activations_are_those_of_an_update(tmp_path, dtype, checkpointing):
     policy = adapted_policy(model, dtype, checkpointing=checkpointing)
     prompt = Prompt("", [5] * 100, None)
     completion = Completion(prompt, [7] * 412, [-1.0] * 412, True, 0, advantage=1.0)
-    learner, batch = (
-        make_learner(policy, objective("justrl"), 2048),
-        packed(policy, [completion] * 4),
-    )
+    learner = make_learner(policy, objective("justrl"), 2048)
+    batch = packed(policy, [completion] * 4)
     update(learner, batch)
     keys = {"model": str(model), "dtype": dtype, "lm_head_memory_gb": 2**-10}
     estimate = count_activations(load_config(MINIMAL, keys), 4 * 512, checkpointing)

@@ -1,5 +1,4 @@
-"""The quickstart as a user has it. A file of its own: the longest test begins first (`make
-test-all`)."""
+"""The quickstart as a user has it; a file of its own, as `make test-all` begins with it."""
 
 import json
 import math

@@ -68,9 +68,8 @@ def test_an_engine_that_computes_the_same_passes_and_the_adapter_is_as_before(le
 def test_engines_that_compute_something_else(learner, fault):
     moment = "after sleep and wake" if "sleep" in fault else "with a new adapter"
     found = IGNORES if fault in ("drops the adapter", "loses it in sleep") else WRONG
-    with pytest.raises(
-        RunError, match=f"rollout.self_check: {moment}, .* from the base's: {found}"
-    ):
+    message = f"rollout.self_check: {moment}, .* from the base's: {found}"
+    with pytest.raises(RunError, match=message):
         check_engine(Faulty(fault), learner, PROMPTS)
 
 

@@ -15,16 +15,7 @@ import torch
 from accelerate import Accelerator
 from engine_cases import *  # noqa: F403  # the tests of every engine, for servers
 from engine_cases import drawn_ids
-from helpers import (
-    PROMPTS,
-    SAMPLING,
-    gap,
-    generate,
-    in_two_processes,
-    run,
-    same_metrics,
-    steps,
-)
+from helpers import PROMPTS, SAMPLING, gap, generate, in_two_processes, run, same_metrics, steps
 
 from stapo_lite.algorithm.microbatches import pack
 from stapo_lite.config import Rollout, load_config

@@ -16,8 +16,7 @@ from stapo_lite.training.update import update
 
 @pytest.fixture
 def batch(make_policy, monkeypatch):
-    """Random tokens, and tokens of medium and highest probability between them; the model did not
-    write all of them."""
+    """Random and probable tokens in turn; the model did not write all of them."""
     monkeypatch.setattr(token_log, "CONTEXT", 3)  # fewer than there are
     policy, completions = make_policy(), helpers.fake_completions(3, ADVANTAGES)
     for c in completions:
@@ -54,8 +53,7 @@ def place_of(line):
 
 
 def expected(completions, before, now, algorithm):
-    """The same lines by plain loops; `before` is the model that the step began with, by which
-    tokens are masked, and `now` the one that updates."""
+    """The lines by plain loops: masked by the model `before` the step; `now` is updated."""
     numbers = oracle.statistics(before, completions, SAMPLING.temperature)
     _, silenced, tau_h = oracle.masks(completions, numbers, oracle.Settings(tau_p=TAU_P))
     lines = []
@@ -86,9 +84,7 @@ def expected(completions, before, now, algorithm):
     [("stapo", False, 9999), ("stapo", False, 40), ("justrl", False, 40), ("stapo", True, 9999)],
 )
 def test_lines_are_those_of_plain_loops(batch, tmp_path, algorithm, later, max_tokens):
-    """A later mini-batch is masked by the policy before the first update: probability and entropy
-    are those that the mask was made from, and so are the alternatives; the norm is of the
-    update."""
+    """Of a later mini-batch, all but the norm is what the policy before the step said."""
     policy, completions = batch
     run, old = begin_step(policy, tmp_path, algorithm, max_tokens), None
     before = oracle.double(policy.model)

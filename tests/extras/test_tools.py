@@ -10,9 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import trl
-from helpers import MINIMAL, ROOT, SAMPLING
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from helpers import MINIMAL, ROOT, SAMPLING, with_template
+from transformers import AutoModelForCausalLM
 
 from stapo_lite.config import Prompting, load_config
 from stapo_lite.errors import InputError, RunError
@@ -44,7 +43,7 @@ async def search(word):
     return {"found": word.upper()}
 
 
-TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+CALLING = ["qwen2_5", "qwen3", "qwen3_instruct_2507", "llama3_1", "lfm2_v2"]
 EMPTY = "<think>\n\n</think>\n\n"
 SCHEMAS = schemas_of([multiply, search])
 ROW = Prompt("What is 3 * 4?", [1], None, {"answer": 12})
@@ -53,12 +52,7 @@ SETTINGS = replace(SAMPLING, num_generations=1, max_completion_length=2000, max_
 
 
 def make_chat(folder, template="qwen2_5", **prompting) -> Chat:
-    """A chat with one of TRL's templates; its special tokens join a byte-level tokenizer."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
-    special = re.findall(r"<\|\w+\|>|</?tool_(?:call|response)>", tokenizer.chat_template)
-    tokenizer.add_special_tokens({"additional_special_tokens": [*set(special), "<|python_tag|>"]})
-    return Chat(tokenizer, Prompting(**prompting))
+    return Chat(with_template(folder, template), Prompting(**prompting))
 
 
 def talk(chat: Chat, function, *script: str) -> tuple[Completion, list[str]]:
@@ -87,9 +81,7 @@ def call(name: str, **arguments) -> str:
     return f"<tool_call>\n{written}\n</tool_call><|im_end|>"
 
 
-@pytest.mark.parametrize(
-    "template", ["qwen2_5", "qwen3", "qwen3_instruct_2507", "llama3_1", "lfm2_v2"]
-)
+@pytest.mark.parametrize("template", CALLING)
 def test_an_episode_is_the_conversation_as_the_template_writes_it(tiny_model, template):
     chat = make_chat(tiny_model, template, system_prompt="Be brief.", prompt_suffix=" Think.")
     messages = [{"role": "system", "content": "Be brief."}]

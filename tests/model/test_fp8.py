@@ -30,9 +30,7 @@ def quantise(weight, per_channel):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("per_channel", [False, True])
 @pytest.mark.parametrize(("autocast", "tolerance"), [(False, 1e-6), (True, 0.01)])
-def test_the_layer_is_a_linear_one_of_the_dequantised_weight(
-    per_channel, bias, autocast, tolerance
-):
+def test_the_layer_is_that_of_the_dequantised_weight(per_channel, bias, autocast, tolerance):
     """In autocast it computes in bfloat16, and its gradient is in float32 all the same."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if autocast else torch.float32

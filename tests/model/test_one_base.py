@@ -1,7 +1,4 @@
-"""The trainer on vLLM's weights, against a trainer with a copy of its own: real vLLM on the CPU.
-
-It packs 16- and 32-bit weights away there, which `unpacked` prevents; 4-bit ones are as on a card.
-"""
+"""The trainer on vLLM's weights, against a trainer with a copy of its own: real vLLM on the CPU."""
 
 import gc
 import re
@@ -56,7 +53,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def unpacked(monkeypatch):
-    """vLLM's CPU build without its packed weights."""
+    """vLLM's CPU build with 16- and 32-bit weights that are not packed away, as on a card."""
 
     def plain(layer, remove_weight):
         layer.cpu_linear = torch.nn.functional.linear
@@ -77,11 +74,8 @@ def storages(model):
 @pytest.mark.slow
 @pytest.mark.parametrize("quantization", [None, "nf4"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_policy_on_vllms_weights_is_that_of_its_own_copy(
-    family, quantization, unpacked, tmp_path
-):
-    """In log-probabilities, gradients and ten steps of training, after which vLLM samples as
-    before."""
+def test_a_policy_on_vllms_weights_is_that_of_a_copy(family, quantization, unpacked, tmp_path):
+    """In log-probabilities, gradients and ten steps, after which vLLM samples as before."""
     model, dtype = str(tmp_path / "model"), DTYPES[quantization]
     random_checkpoint(tmp_path / "model", FAMILIES[family])
     keys = {"model": model, "dtype": dtype, "quantization": quantization}
@@ -152,17 +146,6 @@ def test_the_trainer_loads_a_copy_if_the_engine_has_nothing_to_share(checkpoint,
     assert share(checkpoint, weights, "rollout.share_base=off") is None
 
 
-@pytest.mark.parametrize("fault", ["another's", "one value", "not a number"])
-def test_the_comparison_with_the_checkpoint_notices_a_wrong_weight(checkpoint, weights, fault):
-    check_weights(share(checkpoint, weights), checkpoint)
-    if fault == "another's":
-        weights[VALUES] = weights[VALUES.replace("v_proj", "k_proj")]
-    else:
-        weights[VALUES][-1, -1] += {"one value": 1e-3, "not a number": torch.nan}[fault]
-    with pytest.raises(AssertionError, match=f"{VALUES} differs"):
-        check_weights(share(checkpoint, weights), checkpoint)
-
-
 def test_a_layout_that_is_not_known_is_missed_by_its_name():
     layer = nn.Linear(4, 6, bias=False)
     model = nn.Module()
@@ -181,8 +164,7 @@ def test_a_layout_that_is_not_known_is_missed_by_its_name():
 
 @pytest.mark.slow
 def test_vllm_gives_its_cache_back_after_it_has_sampled(checkpoint, monkeypatch):
-    """On a CPU all of it is real but for the memory itself. vLLM refuses while its scheduler has
-    not forgotten the requests that have ended."""
+    """vLLM refuses while its scheduler knows requests that have ended. No memory moves here."""
     with closing(start(checkpoint, "nf4")) as engine:
         core = engine._llm.llm_engine.engine_core.engine_core
         discarded = []
@@ -210,23 +192,16 @@ async def in_two_turns(episode):
 
 @pytest.fixture
 def in_4_bits(write_config, checkpoint, tmp_path):
-    """A config of a run in 4 bits, whose checkpoint is in bfloat16: from float32 the two would
-    round to 4 bits in different ways."""
+    """A run in 4 bits; from float32 trainer and engine would round to them in different ways."""
     reward = (tmp_path / "parity.py").read_text()
     (tmp_path / "parity.py").write_text(reward + IN_TWO_TURNS)
 
     def write(name="run", **rollout):
         rollout |= {"engine": "vllm", "quantization": "bitsandbytes", "max_completion_length": 8}
-        return write_config(
-            output_dir=str(tmp_path / name),
-            model=str(checkpoint),
-            dtype="bfloat16",
-            quantization="nf4",
-            rollout=rollout | {"num_generations": 4},
-            train__gradient_checkpointing=True,
-            evaluation=held_out_rows(tmp_path),
-            log__save_steps=1,
-        )
+        keys = {"model": str(checkpoint), "dtype": "bfloat16", "quantization": "nf4"}
+        keys |= {"rollout": rollout | {"num_generations": 4}, "log__save_steps": 1}
+        keys |= {"train__gradient_checkpointing": True, "evaluation": held_out_rows(tmp_path)}
+        return write_config(output_dir=str(tmp_path / name), **keys)
 
     return write
 
@@ -263,9 +238,12 @@ def test_nothing_holds_the_weights_when_the_engine_is_closed(in_4_bits, monkeypa
         weakref.finalize(base, events.append, "freed")
         return base
 
+    def note_close(engine):
+        gc.collect()
+        events.append("closed")
+        close(engine)
+
     monkeypatch.setattr(assemble, "base_on", noted)
-    monkeypatch.setattr(
-        VLLMEngine, "close", lambda engine: (gc.collect(), events.append("closed"), close(engine))
-    )
+    monkeypatch.setattr(VLLMEngine, "close", note_close)
     run(in_4_bits())
     assert events == ["freed", "closed"]

@@ -1,3 +1,5 @@
+from functools import partial
+
 import bitsandbytes
 import oracle
 import pytest
@@ -5,13 +7,7 @@ import torch
 from families import FAMILIES
 from helpers import SAMPLING, adapted_policy, fake_completions, learn, with_gradient
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma3Config,
-    OPTConfig,
-    PhiConfig,
-    PhimoeConfig,
-)
+from transformers import AutoModelForCausalLM, Gemma3Config, OPTConfig, PhiConfig, PhimoeConfig
 
 from stapo_lite.algorithm.microbatches import sequence_length
 from stapo_lite.config import PROJECTIONS, Lora
@@ -120,9 +116,7 @@ def made_by_peft(tiny_model, tmp_path):
     ],
     ids=str,
 )
-def test_an_adapter_that_peft_made_is_applied_as_peft_applies_it(
-    made_by_peft, make_policy, tiny_model, keys
-):
+def test_an_adapter_is_applied_as_peft_applies_it(made_by_peft, make_policy, tiny_model, keys):
     folder = made_by_peft(**keys)
     policy = make_policy(lora__adapter=str(folder), scale=0.0)
     load_adapter(policy.model, folder)
@@ -167,9 +161,7 @@ def test_adapters_that_are_more_than_plain_lora_are_refused(made_by_peft, keys):
         ({"target_modules": TWO}, {"target_modules": "all-linear"}, "is on one side only"),
     ],
 )
-def test_a_start_that_does_not_fit_config_and_model_is_refused(
-    made_by_peft, make_policy, keys, config, message
-):
+def test_a_start_that_does_not_fit_is_refused(made_by_peft, make_policy, keys, config, message):
     config = {"adapter": str(made_by_peft(**keys))} | config
     with pytest.raises(InputError, match=message):
         make_policy(**{f"lora__{name}": value for name, value in config.items()})
@@ -177,10 +169,8 @@ def test_a_start_that_does_not_fit_config_and_model_is_refused(
 
 def test_repeated_keys_attend_as_grouped_queries_do(tiny_model):
     """As on a card before Ampere: without a mask, with padding, and one token after a cache."""
-    plain, repeated = (
-        AutoModelForCausalLM.from_pretrained(tiny_model, attn_implementation=name)
-        for name in ("sdpa", use_repeated_keys())
-    )
+    load = partial(AutoModelForCausalLM.from_pretrained, tiny_model)
+    plain, repeated = (load(attn_implementation=name) for name in ("sdpa", use_repeated_keys()))
     assert repeated.config.num_key_value_heads < repeated.config.num_attention_heads
     ids = torch.randint(10, 260, (2, 9), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
@@ -188,10 +178,8 @@ def test_repeated_keys_attend_as_grouped_queries_do(tiny_model):
     for inputs in ({"input_ids": ids}, {"input_ids": ids, "attention_mask": mask}):
         expected, actual = (model(**inputs).logits for model in (plain, repeated))
         torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()])
-    texts = [
-        model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=5)
-        for model in (plain, repeated)
-    ]
+    options = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 5}
+    texts = [model.generate(ids, **options) for model in (plain, repeated)]
     assert torch.equal(*texts)
 
 
@@ -250,8 +238,7 @@ def test_a_model_that_reads_images_gets_no_adapter_in_its_vision_tower():
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_4_bit_base_computes_with_its_dequantised_weights(make_policy, checkpointing):
-    """Against a plain model whose weights are those that NF4 with double quantisation gives
-    back."""
+    """Those that NF4 with double quantisation gives back, in a plain model."""
     policy = make_policy(quantization="nf4", checkpointing=checkpointing)
     plain = make_policy(seed=0)
     quantised = 0
@@ -277,8 +264,7 @@ def test_qlora_learns_on_an_unchanged_base(make_policy, optim):
 
 
 def test_offloaded_activations_change_nothing(make_policy, monkeypatch):
-    """To the host go the input of each checkpointed layer and the little that follows them: no
-    weights."""
+    """The host gets the inputs of checkpointed layers and little else: no weights."""
     offloaded = []
 
     class Noted(torch.autograd.graph.save_on_cpu):
@@ -302,9 +288,8 @@ def test_offloaded_activations_change_nothing(make_policy, monkeypatch):
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_compiled_layers_change_little(make_policy, checkpointing):
     expected = with_gradient(make_policy(), COMPLETIONS)
-    actual = with_gradient(
-        make_policy(train__compile=True, checkpointing=checkpointing), COMPLETIONS
-    )
+    policy = make_policy(train__compile=True, checkpointing=checkpointing)
+    actual = with_gradient(policy, COMPLETIONS)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     assert_close(actual, expected, statistics=1)
 

@@ -18,9 +18,7 @@ from stapo_lite.model import processes
         ("WORLD_SIZE", "4", "4 processes were launched, but accelerate runs 1"),
     ],
 )
-def test_a_launch_that_would_split_the_base_or_the_run_is_refused(
-    monkeypatch, name, value, problem
-):
+def test_a_launch_that_would_split_base_or_run_is_refused(monkeypatch, name, value, problem):
     monkeypatch.setenv(name, value)
     with pytest.raises(InputError, match=problem):
         processes.check_launch(SimpleNamespace(num_processes=1, is_main_process=True))

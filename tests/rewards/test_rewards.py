@@ -58,10 +58,9 @@ def test_questions_are_graded_in_order_with_the_answer_in_one_spelling(grader):
         (Question("4", "the answer is 4", finished=False), (False, None)),
         (Question("4", "larger than a pipe " * 30_000 + r"\boxed{4}"), (True, "4")),
     ]
-    cases += [
-        (Question(str(i), f"\\boxed{{{i - i % 3}}}"), (i % 3 == 0, str(i - i % 3)))
-        for i in range(60)
-    ]
+    for i in range(60):
+        third = i - i % 3
+        cases.append((Question(str(i), f"\\boxed{{{third}}}"), (i == third, str(third))))
     assert grader.grade([question for question, _ in cases]) == [verdict for _, verdict in cases]
 
 

@@ -18,8 +18,6 @@ from stapo_lite.types import Completion, Prompt
 
 GENEROUS = 20.0  # seconds: a loaded machine must not fail an honest answer
 SHORT = 2.0
-
-
 PROMPT = Prompt("2+2?", [5], None)
 GOOD, BAD = (
     [Completion(PROMPT, [6, 7], [0.0, 0.0], False, 0, text=text) for text in (first, "a")]
@@ -112,9 +110,8 @@ def test_a_script_without_a_main_guard_trains_once(write_config, user_reward, tm
     script = f"print('begun')\nfrom stapo_lite import Trainer\nTrainer(config={str(config)!r})"
     (tmp_path / "script.py").write_text(f"{script}.train()\nprint('ended')\n", encoding="utf-8")
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    printed = subprocess.check_output(
-        [sys.executable, "script.py"], cwd=tmp_path, env=environment, text=True, timeout=300
-    )
+    command, options = [sys.executable, "script.py"], {"cwd": tmp_path, "env": environment}
+    printed = subprocess.check_output(command, text=True, timeout=300, **options)
     counts = [printed.splitlines().count(word) for word in ("begun", "scored", "ended")]
     assert counts == [1, 1, 1]
 

@@ -85,10 +85,8 @@ def test_an_adapter_from_its_folder(vllm_engine, make_policy, tiny_model, tmp_pa
 def test_an_adapter_of_layers_that_vllm_does_not_serve(vllm_engine, make_policy, tmp_path):
     policy = make_policy()
     policy.save_adapter(tmp_path)
-    values = {
-        name.replace("up_proj", "router"): value
-        for name, value in policy.adapter_tensors("float32").items()
-    }
+    tensors = policy.adapter_tensors("float32").items()
+    values = {name.replace("up_proj", "router"): value for name, value in tensors}
     save_file(values, tmp_path / "adapter_model.safetensors")
     refused = "lora.target_modules: vLLM cannot serve the adapter .*router"
     with pytest.raises(InputError, match=refused):
@@ -97,17 +95,12 @@ def test_an_adapter_of_layers_that_vllm_does_not_serve(vllm_engine, make_policy,
     assert gap(policy, generate(vllm_engine, PROMPTS)).max() < 1e-4
 
 
-@pytest.mark.parametrize(
-    ("projection", "kind"),
-    [
-        *((projection, {}) for projection in PROJECTIONS),
-        ("", {"lora__r": 5}),
-        ("", {"lora__use_rslora": True}),
-    ],
-)
+OTHER_KINDS = [("", {"lora__r": 5}), ("", {"lora__use_rslora": True})]
+
+
+@pytest.mark.parametrize(("projection", "kind"), [*((p, {}) for p in PROJECTIONS), *OTHER_KINDS])
 def test_every_target_module_reaches_vllm(vllm_engine, make_policy, projection, kind):
-    """An adapter in one projection alone has the same effect in vLLM as in the trainer, and has
-    one; in all of them, of a rank between those that vLLM allows, and rank-stabilised, too."""
+    """Each alone; and all, of a rank between those that vLLM allows, and rank-stabilised."""
     policy = make_policy(**kind)
     randomise_adapter(policy, seed=3, scale=0.5, only=projection)
     vllm_engine.publish(policy, next(VERSIONS))

@@ -44,8 +44,7 @@ def test_bfloat16_agrees_loosely(tiny_model, make_policy):
 
 @pytest.mark.slow
 def test_the_same_4_bit_weights_on_both_sides(smollm2):
-    """vLLM's bitsandbytes weights are those of an nf4 trainer: they agree as bfloat16 does with
-    bfloat16."""
+    """vLLM with bitsandbytes and an nf4 trainer agree as bfloat16 does with bfloat16."""
     pytest.importorskip("vllm_bnb_plugin", reason="the plugin is not installed")
     policy = adapted_policy(smollm2, "bfloat16", quantization="nf4", scale=0.05)
     with closing(make_vllm(smollm2, "bfloat16", "bitsandbytes")) as engine:
@@ -71,9 +70,7 @@ OPTIONS = "stapo_lite.rollout.vllm_options"
         ("vLLM", "0.32.0", False, "transformers"),
     ],
 )
-def test_auto_is_vllm_if_it_is_installed_and_has_a_device(
-    monkeypatch, found, version, card, engine
-):
+def test_auto_is_vllm_where_it_can_run(monkeypatch, found, version, card, engine):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: found)
     monkeypatch.setattr(f"{OPTIONS}.version", Mock(side_effect=[version]))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: card)
@@ -131,8 +128,7 @@ WAKE = call.wake_up(tags=["kv_cache", "scheduling"])
 
 
 def test_a_shared_base_stays_while_vllm_sleeps(start, tiny_model):
-    """If the card is full when vLLM wakes, the run ends in one line; and a sleeping engine wakes
-    before it ends, or the next one would not get its memory."""
+    """An engine that sleeps wakes before it ends, or the next one would not get its memory."""
     llm, full = start.return_value, RuntimeError("CUDA Error: out of memory at csrc/cumem:62")
     llm.wake_up.side_effect = [None, full, full]
     engine = make_vllm(tiny_model, "bfloat16", share_base=True)

@@ -1,5 +1,5 @@
-"""What this package relies on in vLLM's CUDA Python, which the CPU build carries, too: read, not
-run. If one of these fails with a new vLLM, find out what took its place before a card does."""
+"""What this package relies on in vLLM's CUDA Python, which the CPU build has, too: read, not run.
+If one fails with a new vLLM, find out what took its place before a card does."""
 
 import ast
 import dataclasses
@@ -28,9 +28,8 @@ def test_arguments_on_a_card_are_engine_arguments(tiny_model):
     from vllm.config import CompilationConfig
     from vllm.engine.arg_utils import EngineArgs
 
-    given = engine_arguments(
-        str(tiny_model), "bfloat16", 64, Engine(), Lora(r=8), max_loras=1, on_cpu=False
-    )
+    settings = str(tiny_model), "bfloat16", 64, Engine(), Lora(r=8)
+    given = engine_arguments(*settings, max_loras=1, on_cpu=False)
     assert given.keys() <= {field.name for field in dataclasses.fields(EngineArgs)}
     known = {field.name for field in dataclasses.fields(CompilationConfig)}
     assert given["compilation_config"].keys() <= known
@@ -40,6 +39,7 @@ WORKER, CORE = "v1/worker/gpu_worker.py", "v1/engine/core.py"
 HEAD = "model_executor/layers/logits_processor.py"
 FP8 = "model_executor/layers/quantization/online/fp8.py"
 COMPILE = "compilation/decorators.py"
+UTILITIES = "model_executor/models/transformers/utils.py"
 
 
 @pytest.mark.parametrize(
@@ -69,11 +69,7 @@ COMPILE = "compilation/decorators.py"
         # transformers' modules that vLLM serves ask for its config; `beside_vllm` gives them one.
         (COMPILE, None, "vllm_config = get_current_vllm_config()"),
         (COMPILE, None, "self.compilation_config.mode"),
-        (
-            "model_executor/models/transformers/utils.py",
-            "can_enable_torch_compile",
-            "vllm_config.model_config.hf_config",
-        ),
+        (UTILITIES, "can_enable_torch_compile", "vllm_config.model_config.hf_config"),
     ],
 )
 def test_the_source_of_vllm_says_so(path, function, text):

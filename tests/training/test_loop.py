@@ -5,6 +5,7 @@ import itertools
 import math
 from types import SimpleNamespace
 from typing import get_args
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,14 +20,9 @@ from stapo_lite.training.run import Run, learning_rate, prompt_order
 from stapo_lite.types import derived_seed
 
 loop = importlib.import_module("stapo_lite.training.loop")
-ALGORITHMS = [  # test_teacher.py trains `distill`
-    name for name in get_args(Config.model_fields["algorithm"].annotation) if name != "distill"
-]
-
-
-FIRST_EVEN = (
-    "def even(completion_ids, **_): return [float(ids[0] % 2 == 0) for ids in completion_ids]"
-)
+KNOWN = get_args(Config.model_fields["algorithm"].annotation)
+ALGORITHMS = [name for name in KNOWN if name != "distill"]  # which test_teacher.py trains
+FIRST_EVEN = "def even(completion_ids, **_): return [ids[0] % 2 == 0 for ids in completion_ids]"
 
 
 def test_engine_and_trainer_take_turns(write_config, monkeypatch):
@@ -49,9 +45,7 @@ def test_engine_and_trainer_take_turns(write_config, monkeypatch):
     assert events == ["sleep", *2 * ["wake", "publish", "generate", "sleep", "update", "update"]]
 
 
-def test_random_rewards_follow_the_seed_and_differ_from_step_to_step(
-    write_config, user_reward, trained, tmp_path
-):
+def test_random_rewards_follow_the_seed(write_config, user_reward, trained, tmp_path):
     user_reward("import random\ndef even(prompts, **_): return [random.random() for _ in prompts]")
     rewards = []
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
@@ -63,17 +57,13 @@ def test_random_rewards_follow_the_seed_and_differ_from_step_to_step(
 
 
 def test_servers_are_told_of_no_prompt_past_the_end(write_config, monkeypatch):
-    """Three steps' prompts of four while there are as many steps, counted from the one that
-    begins."""
-    told = []
-    monkeypatch.setattr(
-        TransformersEngine, "prefetch", lambda self, prompts, seeds: told.append(len(prompts))
-    )
+    """The four prompts of each of three steps, while there are as many from the one that begins."""
+    monkeypatch.setattr(TransformersEngine, "prefetch", prefetch := Mock())
     config = load_config(write_config())
     rollout = config.rollout.model_copy(update={"max_lag": 2})
     with assemble.open_run(config.model_copy(update={"rollout": rollout})) as opened:
         list(loop.train(opened))
-    assert told == [12, 12, 8, 4]
+    assert [len(call.args[0]) for call in prefetch.call_args_list] == [12, 12, 8, 4]
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -91,30 +81,21 @@ def test_every_algorithm_trains(write_config, user_reward, trained, algorithm):
         assert m["sampler_capped_share"] == 0
     for group in in_groups(trained):
         rewards = np.array([c.reward for c in group])
-        deviation = np.std(rewards, ddof=1) + 1e-6
-        if algorithm in ("dr-grpo", "dppo"):
-            deviation = 1.0
-        elif algorithm == "maxrl":
-            deviation = np.mean(rewards) + 1e-6
-        expected = (rewards - np.mean(rewards)) / deviation
+        others = {"dr-grpo": 1.0, "dppo": 1.0, "maxrl": np.mean(rewards) + 1e-6}
+        scale = others.get(algorithm, np.std(rewards, ddof=1) + 1e-6)
+        expected = (rewards - np.mean(rewards)) / scale
         assert [c.advantage for c in group] == pytest.approx(expected)
 
 
-def test_truncated_completions_leave_loss_and_denominator(
-    write_config, user_reward, trained, tmp_path
-):
+def test_truncated_completions_leave_the_loss(write_config, user_reward, trained, tmp_path):
     """Their rewards count in their groups. The records of what was sampled stay as they are."""
     user_reward(FIRST_EVEN)
     sampled, metrics = [], []
     for mask in (False, True):
         trained.clear()
-        changes = {
-            "train__max_steps": 1,
-            "output_dir": str(tmp_path / str(mask)),
-            "objective": {"mask_truncated_completions": mask},
-            "rollout__max_completion_length": 60,
-        }
-        metrics += run(write_config(**changes))
+        changes = {"train__max_steps": 1, "rollout__max_completion_length": 60}
+        changes |= {"objective": {"mask_truncated_completions": mask}}
+        metrics += run(write_config(**changes, output_dir=str(tmp_path / str(mask))))
         sampled.append(trained.copy())
     assert 0 < sum(c.truncated for c in sampled[0]) < len(sampled[0]), "the case tests nothing"
     for before, after in zip(*sampled, strict=True):
@@ -140,9 +121,7 @@ def test_dynamic_sampling_fills_the_batch_with_groups_that_vary(write_config, us
     [("float('two' in str(p))", 0), ("float(i % 2 == 0 and 'two' in str(p))", 3)],
     ids=["equal within groups", "one group in each round"],
 )
-def test_dynamic_sampling_is_bounded_and_goes_on_with_what_it_has(
-    write_config, user_reward, reward, groups
-):
+def test_dynamic_sampling_is_bounded(write_config, user_reward, reward, groups):
     user_reward(f"def even(prompts, **_): return [{reward} for i, p in enumerate(prompts)]")
     bounded = {"train__max_steps": 1, "rollout__max_sampling_rounds": 3}
     (metrics,) = run(write_config(algorithm="dapo", **bounded))

@@ -45,8 +45,7 @@ def setting(tokens, checkpointing=False, offload=False):
 
 @contextmanager
 def memory_for(policy, tokens, error=None, phase="forward", spare=0):
-    """Let no micro-batch of more tokens pass the decoder, after the first `spare` such ones; the
-    default error is the allocator's own. Gives the shapes of all."""
+    """Only `spare` micro-batches of more tokens pass the decoder. Gives the shapes of all."""
     most = tokens if callable(tokens) else lambda: tokens
     shapes, passes = [], itertools.count()
 
@@ -92,9 +91,8 @@ def test_settings_go_down_the_list_to_its_end():
         ("paper", RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when"), "backward", 60, 0),
     ],
 )
-def test_an_update_that_does_not_fit_is_that_of_a_smaller_budget(
-    make_policy, caplog, preset, error, phase, tokens, spare
-):
+def test_updates_that_do_not_fit(make_policy, caplog, preset, error, phase, tokens, spare):
+    """They are those of a smaller budget."""
     found, completions = [], fake_completions(3, ADVANTAGES)
     kind = objective(s2t={"preset": preset})
     for least, begin in ((20, setting(tokens)), (10**9, setting(30, True))):
@@ -153,9 +151,7 @@ def test_one_long_sequence_does_not_make_the_others_single():
         (setting(4), [(1, 10)], setting(4)),  # a longer sequence gets a pass of its own
     ],
 )
-def test_the_rehearsal_runs_the_largest_micro_batch_and_changes_nothing(
-    make_policy, begin, shapes, found
-):
+def test_the_rehearsal_runs_the_largest_micro_batch(make_policy, begin, shapes, found):
     policy = make_policy()
     before = [parameter.clone() for parameter in policy.parameters.values()]
     budget = MemoryBudget(begin, policy.save_memory)
@@ -185,8 +181,7 @@ def test_all_processes_take_the_setting_that_saves_most(make_policy, monkeypatch
 
 @pytest.fixture
 def card(monkeypatch):
-    """Sets free bytes of a card of 100,000 bytes and another process's, where a token takes 10
-    bytes, or 1 with checkpointed layers."""
+    """Sets the free bytes of two processes' cards, where a token takes 10, or 1 if checkpointed."""
 
     def cost(config, tokens, checkpointing):
         return tokens if checkpointing else 10 * tokens
@@ -247,9 +242,7 @@ def test_vllm_gets_what_the_trainer_leaves(card, free, given, share):
     assert found == (share and pytest.approx(share))
 
 
-def test_a_setting_is_logged_and_kept_by_a_resumed_run_unless_its_keys_change(
-    write_config, tmp_path, monkeypatch
-):
+def test_a_resumed_run_keeps_its_setting_unless_keys_change(write_config, tmp_path, monkeypatch):
     policies, make_policy = [], assemble.make_policy
 
     def note(*arguments):

@@ -29,16 +29,12 @@ from stapo_lite.training.folder import read_metrics
 from stapo_lite.types import Update
 
 FAST = ["stapo", "grpo"]
+OTHERS = [case for case in INVARIANT if case not in FAST]
 
 
-@pytest.mark.parametrize(
-    "cases",
-    [FAST, pytest.param([case for case in INVARIANT if case not in FAST], marks=pytest.mark.slow)],
-    ids=str,
-)
+@pytest.mark.parametrize("cases", [FAST, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=str)
 def test_two_processes_make_the_same_update_as_one(tiny_model, tmp_path, cases):
-    """Same gradient, masks and metrics for every objective, also where one process has nothing to
-    train."""
+    """In gradient, masks and metrics, also where one process has nothing to train."""
     script = ROOT / "tests" / "two_processes.py"
     accelerate_launch(2, "--multi_gpu", script, tiny_model, tmp_path, *cases)
     for case in cases:
@@ -62,8 +58,7 @@ def test_two_processes_make_the_same_update_as_one(tiny_model, tmp_path, cases):
 
 @pytest.fixture
 def one(write_config, user_reward, tmp_path):
-    """The metrics of a run in one process, in the folder `one`, and a function that writes the
-    config for a run in another folder, which goes on from the first checkpoint of a third."""
+    """A run's metrics, and a function that writes configs: `after` a checkpoint of that run."""
     user_reward(RARELY_RIGHT)
     # At a higher rate Adam would blow the rounding of tiny gradients up.
     changes = {"train__max_steps": 3, "train__learning_rate": 1e-4}
@@ -114,8 +109,7 @@ def test_two_processes_go_on_from_the_checkpoint_of_one(one, tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_with_vllm_export_evaluate_and_train_again(tiny_model, tmp_path):
-    """vLLM ends a process group that is not its own; exports and evaluations wait for all
-    processes."""
+    """vLLM ends a process group that is not its own; exports and evaluations wait for all."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
     sums = [{"problem": "1+1?", "answer": "2"}, {"problem": "1+2?", "answer": "3"}]
     write_lines(tmp_path / "sums.jsonl", sums)

@@ -50,11 +50,8 @@ def outcome(folder: Path):
         pytest.param(signal.SIGTERM, 14, 3, marks=pytest.mark.slow),
     ],
 )
-def test_interrupted_at_any_moment_a_run_ends_in_the_same_bytes(
-    children, arguments, tmp_path, by, number, in_a_row
-):
-    """At random moments, the phases in turn. After every few interruptions it is left to its end
-    (143 by SIGTERM)."""
+def test_a_killed_run_ends_in_the_same_bytes(children, arguments, tmp_path, by, number, in_a_row):
+    """At random moments, the phases in turn; after every few kills it is left to its end."""
     assert children(interrupted.count, arguments("whole"), tmp_path / "calls.json") == 0
     calls = json.loads((tmp_path / "calls.json").read_text(encoding="utf-8"))
     assert all(map(all, calls.values()))
@@ -129,9 +126,7 @@ def test_early_stop_then_resume_is_bitwise_equal(write_config, user_reward, tmp_
         assert ours.read_bytes() == theirs.read_bytes()
 
 
-def test_a_resumed_run_keeps_its_start_as_the_reference_and_reads_it_for_nothing_else(
-    write_config, tmp_path
-):
+def test_a_resumed_run_reads_its_start_as_the_reference_only(write_config, tmp_path):
     start = tmp_path / "start"
     run(write_config(output_dir=str(start), train__max_steps=1, train__learning_rate=0.5))
     changes = {"lora__adapter": str(start / "adapter"), "objective__beta": 0.1}
@@ -208,6 +203,3 @@ def test_with_vllm_a_resumed_step_draws_the_same(write_config, tmp_path, monkeyp
     run(config, resume=True)
     assert [call[2] for call in calls] == [1, 2, 3, 3]
     assert calls[3] == calls[2] != calls[1]
-    state = read_state(tmp_path / "run" / "checkpoint-3")
-    assert state["progress"]["prompts_drawn"] == 12
-    assert state["environment"]["engine"].startswith("vllm 0.")

@@ -87,8 +87,7 @@ def test_stapo_show_needs_a_run_and_no_completions(write_config, tmp_path, capsy
     run(write_config(train__max_steps=1, log__completions=0))
     capsys.readouterr()
     assert command("show", folder) == 0
-    seconds = read_metrics(folder)[0]["seconds_step"]
-    assert capsys.readouterr().out.endswith(f"\n1 steps in {seconds:.0f} s\n")
+    assert "\n1 steps in " in capsys.readouterr().out
     assert command("show", tmp_path / "none") == 2
     assert "is it a run folder?" in capsys.readouterr().err
 
@@ -160,9 +159,7 @@ def test_dry_run_prints_the_config_and_stops(write_config, tmp_path, capsys):
         ("evaluation.best=rewards", "evaluation.source and evaluation.best need evaluation.steps"),
     ],
 )
-def test_bad_input_is_found_before_the_model_loads(
-    write_config, monkeypatch, capsys, override, message
-):
+def test_bad_input_is_found_first(write_config, monkeypatch, capsys, override, message):
     monkeypatch.setattr(assemble, "load_weights", lambda *_: pytest.fail("the model was loaded"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert command("train", write_config(), override) == 2

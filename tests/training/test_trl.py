@@ -1,5 +1,4 @@
-"""The same tensors through TRL's trainer: where it has the same objective, loss and gradient
-agree."""
+"""The same tensors through TRL's trainer: loss and gradient of each objective that both have."""
 
 import inspect
 import re

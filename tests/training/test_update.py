@@ -19,6 +19,7 @@ from helpers import (
     make_learner,
     masks_of,
     measured,
+    near,
     objective,
     packed,
     randomise_adapter,
@@ -89,11 +90,8 @@ def test_the_scale_of_float16_grows_after_64_good_updates(make_policy):
     assert scales[0] == scales[1] == scales[2] / 2
 
 
-def compare(
-    policy, model, completions, case, *, later, rel=1e-5, gradient_rel=None, s2t=None, **options
-):
-    """Make an update in float32 and by the oracle, whose metrics are returned; None where nothing
-    trains."""
+def compare(policy, model, completions, case, *, later, rel=1e-5, exact=None, s2t=None, **options):
+    """Make an update in float32 and by the oracle; its metrics, or None where nothing trains."""
     ours, formulas = CASES[case]
     s2t = {"statistics": "old"} | (s2t or {})
     ours = ours | {"s2t": ours.get("s2t", {}) | s2t}
@@ -131,13 +129,14 @@ def compare(
         mask_from=exact_old if later and of_old else None,
         reference=reference,
     )
-    assert relative(moved, gradient.to(moved.dtype)) < (gradient_rel or rel)
+    assert relative(moved, gradient.to(moved.dtype)) < (exact or rel)
     assert result.grad_norm == pytest.approx(gradient.norm().item(), rel=rel)
     unmeasured = later and constants.old_is_rollout
     for name, value in expected.items():
-        if not (unmeasured and name.startswith("sampler_gap")):
-            rounded = value if value is None else pytest.approx(value, rel=rel, abs=rel / 10)
-            assert metrics.get(name) == rounded, name
+        if unmeasured and name.startswith("sampler_gap"):
+            assert name not in metrics
+        else:
+            assert metrics.get(name) == near(value, rel=rel, abs=rel / 10), name
     return expected
 
 
@@ -155,11 +154,8 @@ TOOLS += ["gspo", "dppo", "stare, both"]
         *((case, False, "old", True) for case in TOOLS[:2]),
     ],
 )
-def test_every_objective_matches_the_oracle(
-    make_policy, tiny_model, case, later, statistics, tools
-):
-    """Also with tokens that the model did not write: they are read, and neither trained, nor
-    counted, nor asked for thresholds and metrics."""
+def test_objectives_match_the_oracle(make_policy, tiny_model, case, later, statistics, tools):
+    """Tokens that the model did not write are read, but nothing is trained on or counts them."""
     policy = make_policy()
     completions = sampled(policy)
     for c in completions if tools else []:
@@ -181,7 +177,7 @@ def test_every_objective_matches_the_oracle(
 def test_every_gradient_is_exact_to_a_millionth(make_policy, tiny_model, case):
     policy = double(make_policy())
     exact = tolerance(case) if case != "gspo" else 1e-6
-    options = {"later": True, "gradient_rel": exact, "max_tokens": 40}
+    options = {"later": True, "exact": exact, "max_tokens": 40}
     compare(policy, tiny_model, sampled(policy), case, **options)
 
 
@@ -203,8 +199,7 @@ def test_every_gradient_is_exact_to_a_millionth(make_policy, tiny_model, case):
     ).filter(lambda s2t: s2t["population"] == "candidates" or 0 < s2t["quantile"] < 1),
 )
 def test_any_mini_batch(tiny_model, advantages, longest, seed, later, max_tokens, case, s2t):
-    """In any shape, with none, one or only equal candidates, with everything masked, with no
-    advantage at all."""
+    """With none, one or only equal candidates, with everything masked, without any advantage."""
     policy = double(adapted_policy(tiny_model))
     completions = sampled(policy, seed, advantages, longest)
     # Of one or two tokens nothing averages out, and a KL gradient can be next to nothing: rounding
@@ -224,8 +219,7 @@ VARIATIONS = [
 
 @pytest.mark.parametrize("case", INVARIANT)
 def test_update_is_invariant_to_cuts_order_and_checkpointing(make_policy, case):
-    """The decoder's own matrix products in fp32 would differ by up to 3e-6 in the gradient from one
-    shape to another."""
+    """In fp32 the decoder's products of other shapes would change gradients by up to 3e-6."""
 
     def vary(*, reverse=False, max_tokens=10_000, **changes):
         policy, preset = double(make_policy(**changes)), objective(**INVARIANT[case])
@@ -280,14 +274,6 @@ def test_a_silenced_tokens_ratio_may_be_infinite(make_policy):
     assert torch.equal(*found)
 
 
-def test_kl_alone_pulls_the_policy_back(make_policy):
-    """Without any advantage GRPO still updates, and the update lowers the divergence."""
-    policy, completions = make_policy(), fake_completions(5, [0.0, 0.0, 0.0])
-    before = run_update(policy, completions, objective("grpo", beta=1e-3))[1]
-    after = run_update(policy, completions, objective("grpo", beta=1e-3))[1]
-    assert before["kl"] > after["kl"] > 0
-
-
 def test_gradient_is_clipped_once_by_its_global_norm(make_policy):
     completions, bound = fake_completions(3, ADVANTAGES), {"max_tokens": 25, "max_grad_norm": 1e-3}
     whole, _, result = run_update(make_policy(), completions, objective())
@@ -315,8 +301,7 @@ def test_the_window_takes_the_candidates_of_the_mini_batches_before(make_policy)
 
 
 def test_later_updates_need_old_statistics_of_all_that_the_masks_read():
-    """Rows without advantage count for a threshold over all tokens; with entropy 0 they would lower
-    it."""
+    """Rows without advantage count for thresholds over all tokens, which zeros would lower."""
     pair = fake_completions(0, [1.0, 0.0])
     for kind in (objective(s2t={"preset": "paper-v1"}), objective("20-entropy")):
         assert old_inputs(pair, kind) == [0, 1]
@@ -331,14 +316,6 @@ def test_a_completion_that_is_left_out_is_not_in_the_mini_batch(make_policy):
     for some in (left_out, rest):
         found.append(run_update(make_policy(), some, objective(), max_tokens=1))
     assert_same(*found)
-
-
-def test_a_later_update_measures_no_gap_that_it_has_no_statistics_for(make_policy):
-    policy, kind = make_policy(), objective(old_logprobs="rollout")
-    completions = sampled(policy)
-    metrics = run_update(policy, completions, kind, old=measured(policy, completions))[1]
-    assert metrics["entropy"] > 0
-    assert "sampler_gap_mean" not in metrics
 
 
 def test_the_random_ablation_draws_anew_for_each_adapter(make_policy):

@@ -14,17 +14,13 @@ from stapo_lite.training.update import update
 PACKAGE = str(ROOT / "stapo_lite")
 PLACES = {"weigh_tokens", "linear_quantiles", "silence", "find_masks", "clip_gradient"}
 """Functions that may wait: for counts, for thresholds, and for the gradient's norm."""
-ASKING = {
-    getattr(torch.Tensor, name)
-    for name in ("item", "tolist", "cpu", "numpy", "nonzero", "masked_select")
-}
-ASKING |= {getattr(torch.Tensor, f"__{kind}__") for kind in ("bool", "int", "float", "index")}
-ASKING |= {torch.nonzero, torch.masked_select}
+NAMES = ["item", "tolist", "cpu", "numpy", "nonzero", "masked_select"]
+NAMES += ["__bool__", "__int__", "__float__", "__index__"]
+ASKING = {getattr(torch.Tensor, name) for name in NAMES} | {torch.nonzero, torch.masked_select}
 
 
 class Waits(TorchFunctionMode):
-    """Counts calls that wait for a GPU by the function of the package that makes them; on a CPU
-    they can be counted."""
+    """Counts calls that would wait for a GPU, by the function of the package that makes them."""
 
     def __init__(self):
         super().__init__()
