@@ -184,8 +184,8 @@ def beside_vllm(config: Any) -> Iterator[None]:
         yield
         return
     uncompiled: Any = SimpleNamespace(
-        compilation_config=SimpleNamespace(mode=vllm.CompilationMode.NONE),
-        model_config=SimpleNamespace(hf_config=config),
+        compilation_config=SimpleNamespace(mode=0),  # CompilationMode.NONE
+        model_config=SimpleNamespace(hf_config=config, max_model_len=0),
     )
     with vllm.set_current_vllm_config(uncompiled):
         yield

@@ -272,8 +272,8 @@ def kept_process_group(keep: bool) -> Iterator[None]:
 @contextmanager
 def kept_pools() -> Iterator[None]:
     """Keep the memory pools of vLLM's sleep mode until its tensors are gone. At its shutdown vLLM
-    0.32 drops the pools first, and what is in them then stays on the card (18 GiB of an 8B model on
-    an H100), where no other engine of the process starts."""
+    drops the pools first, and what is in them then stays on the card (18 GiB of an 8B model on an
+    H100, with 0.32), where no other engine of the process starts."""
     module = sys.modules.get("vllm.device_allocator.cumem")
     allocator: Any = module and module.CuMemAllocator.instance
     if allocator is None:

@@ -165,7 +165,7 @@ def check_vllm(options: Engine, dtype: str) -> None:
     """
     installed = vllm_version()
     if installed < OLDEST:
-        logger.warning("vLLM %s is not supported: pip install 'vllm>=%s,<0.33'", installed, OLDEST)
+        logger.warning("vLLM %s is not supported: pip install 'vllm>=%s,<0.34'", installed, OLDEST)
     elif options.quantization == "bitsandbytes" and not find_spec("vllm_bnb_plugin"):
         raise InputError(
             "rollout.quantization=bitsandbytes: vLLM needs a plugin for it: "

@@ -2,7 +2,7 @@
 
 Nothing is copied: each is a view of vLLM's own tensor. vLLM fuses layers that read the same input:
 the rows of `qkv_proj` are those of `q_proj`, `k_proj` and `v_proj`, one after the other. Layouts as
-in vLLM 0.31 and 0.32 (vllm/model_executor/layers/linear.py) and in its bitsandbytes plugin.
+in vLLM 0.31 to 0.33 (vllm/model_executor/layers/linear.py) and in its bitsandbytes plugin.
 """
 
 from collections.abc import Sequence

@@ -97,7 +97,7 @@ def test_what_vllm_cannot_serve_is_refused_before_it_starts(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: card)
     with pytest.raises(InputError, match=problem) if problem else nullcontext():
         check_vllm(Engine(quantization=quantization), dtype)
-    old = "vLLM 0.30.2 is not supported: pip install 'vllm>=0.31,<0.33'"
+    old = "vLLM 0.30.2 is not supported: pip install 'vllm>=0.31,<0.34'"
     assert (old in caplog.text) == (vllm == "0.30.2")
 
 

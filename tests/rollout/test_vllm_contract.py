@@ -9,8 +9,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from random_model import qwen3
 
 from stapo_lite.config import Engine, Lora
+from stapo_lite.model.loading import beside_vllm
 from stapo_lite.rollout.vllm_options import engine_arguments
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -74,6 +76,17 @@ UTILITIES = "model_executor/models/transformers/utils.py"
 )
 def test_the_source_of_vllm_says_so(path, function, text):
     assert text in source(path, function)
+
+
+def test_a_decoder_with_dynamic_rope_can_be_built_beside_vllm():
+    """vLLM's patched decoders ask more of its config for those; 0.33 also for a length."""
+    from vllm.config import CompilationMode, get_current_vllm_config
+    from vllm.model_executor.models.transformers.utils import can_enable_torch_compile
+
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    with beside_vllm(qwen3("0.6B", rope_parameters=rope)):
+        can_enable_torch_compile(config := get_current_vllm_config())
+    assert config.compilation_config.mode == CompilationMode.NONE
 
 
 def test_the_bitsandbytes_plugin_keeps_shards_and_states_at_its_parameters():
