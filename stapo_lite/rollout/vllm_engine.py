@@ -13,9 +13,11 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from itertools import chain
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -70,7 +72,11 @@ class VLLMEngine(RolloutEngine):
     ):
         prepare_vllm()
         self._joined = torch.distributed.is_initialized()
-        from vllm import LLM, SamplingParams
+        # A module of vLLM keeps the error of an optional import, whose traceback holds the callers'
+        # variables, the base among them, for the life of the process. A thread has no callers.
+        with ThreadPoolExecutor(1) as thread:
+            llm = thread.submit(resolve_name, "vllm:LLM").result()
+        from vllm import SamplingParams
         from vllm.platforms import current_platform
         from vllm.sampling_params import RequestOutputKind
 
@@ -92,7 +98,7 @@ class VLLMEngine(RolloutEngine):
             arguments |= engine_arguments(
                 model, dtype, sampling.max_model_len, options, lora, max_loras=1, on_cpu=on_cpu
             )
-            self._llm: Any = LLM(**arguments)
+            self._llm: Any = llm(**arguments)
         self._sampling = sampling
         self._parameters = functools.partial(
             SamplingParams,
