@@ -136,7 +136,7 @@ def experiment(tiny_model, tmp_path):
     """A function that runs one of the scripts at toy size and returns what it prints."""
 
     def run(script, *arguments, model=tiny_model, prompt=440, completion=8):
-        toy = ["dtype=float32", "rollout.engine=transformers", "train.max_steps=2"]
+        toy = ["train.max_steps=2", "dtype=float32", "rollout.engine=transformers"]
         toy += [f"model={model}", f"data.max_prompt_length={prompt}"]
         toy += [f"rollout.max_completion_length={completion}", "log.log_completions_steps=0"]
         folders = ["--results", str(tmp_path / "out"), "--work", str(tmp_path / "work")]

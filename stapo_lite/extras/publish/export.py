@@ -22,6 +22,7 @@ from stapo_lite.extras.publish.card import FinishedRun, model_card, read_run
 from stapo_lite.extras.publish.hub import prepare_repository, push_folder
 from stapo_lite.model.loading import load_model_config, load_tokenizer, load_weights
 
+SHARD_SIZE = "5GB"
 HELD_OUT = (
     "What is 17 times 23? Let us think step by step: 17 times 20 is 340, and 17 times 3 is 51, so",
     "def fibonacci(n: int) -> int:\n    if n < 2:\n        return n\n    return",
@@ -143,7 +144,7 @@ def save_merged(merged: Any, folder: Path, stops: tuple[int, ...], temperature: 
         top_k=0,
         top_p=1.0,
     )
-    merged.save_pretrained(folder)
+    merged.save_pretrained(folder, max_shard_size=SHARD_SIZE)
 
 
 def load_adapted(base: str, adapter: Path, dtype: str) -> Any:
