@@ -121,11 +121,13 @@ def with_intervals(
 
 def bounds(tokens: DataFrame, vocabulary: int) -> DataFrame:
     """How tight the paper's bounds on the gradient norm are, by probability and entropy: medians of
-    norm / lower bound and upper bound / norm."""
+    norm / lower bound and upper bound / norm; and the share of tokens whose lower bound is 0."""
     c = (vocabulary - 1) / (vocabulary * np.log(vocabulary) ** 2)
     lower = np.sqrt(np.maximum(1 - 2 * tokens["p"] + np.exp(-tokens["entropy"]), 0))
     upper = np.sqrt(np.maximum(2 - 2 * tokens["p"] - c * tokens["entropy"] ** 2, 0))
     known = tokens.assign(lower=tokens["norm"] / lower, upper=upper / tokens["norm"])
+    known["empty"] = lower == 0
+    known.loc[known["empty"], "lower"] = np.nan
     by = [
         pd.cut(known["p"], [0, 0.002, 0.01, 0.1, 0.5, 0.9, 1]),
         pd.cut(known["entropy"], [0, 0.1, 0.5, 1, 2, 4]),
@@ -136,6 +138,7 @@ def bounds(tokens: DataFrame, vocabulary: int) -> DataFrame:
         norm=("norm", "median"),
         norm_by_lower=("lower", "median"),
         upper_by_norm=("upper", "median"),
+        lower_is_0=("empty", "mean"),
     ).reset_index()
 
 

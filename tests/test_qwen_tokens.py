@@ -74,7 +74,8 @@ def test_the_papers_bounds_hold():
     )
     found = report.bounds(tokens, 50)
     assert found["tokens"].sum() == 500
-    assert (found[["norm_by_lower", "upper_by_norm"]] >= 1 - 1e-5).all(axis=None)
+    assert (found[["norm_by_lower", "upper_by_norm"]].fillna(1) >= 1 - 1e-5).all(axis=None)
+    assert (found.loc[found["p"].map(lambda bin: bin.right) <= 0.5, "lower_is_0"] == 0).all()
 
 
 def test_intervals_are_over_problems():
