@@ -77,7 +77,7 @@ def make_config(given: argparse.Namespace) -> Config:
             "rollout": {
                 "num_generations": GROUP,
                 "max_completion_length": given.longest,
-                "max_num_seqs": 64,
+                "max_num_seqs": 128,
                 "vllm": {"kv_cache_memory_bytes": given.cache << 20},
             },
         }
@@ -239,7 +239,7 @@ def main() -> None:
     parser.add_argument("--places", type=int, default=48, help="of each kind, to continue from")
     parser.add_argument("--longest", type=int, default=768, help="tokens of the longest completion")
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
-    parser.add_argument("--cache", type=int, default=2048, help="MiB for vLLM's keys and values")
+    parser.add_argument("--cache", type=int, default=4096, help="MiB for vLLM's keys and values")
     parser.add_argument("--folder", type=Path, default=Path("runs/qwen_tokens"))
     parser.add_argument("--results", type=Path, help="folder for the tables")
     given = parser.parse_args()

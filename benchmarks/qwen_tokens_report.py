@@ -144,11 +144,13 @@ def bounds(tokens: DataFrame, vocabulary: int) -> DataFrame:
 
 def spurious_and_others(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, int]]]:
     """(completion, position) of the rare tokens of right answers: `spurious`, with an entropy below
-    tau_h, and `open`, above it. Groups without advantage count, too."""
+    tau_h, and `open`, above it. Groups without advantage count, too; a token that ends its
+    completion does not."""
     tokens = token_table(lines)
     tau_p, _, _ = VERSIONS["paper"]
     _, _, tau_h = find_spurious(tokens, *VERSIONS["paper"])
-    rare = tokens[tokens["right"] & (tokens["p"] < tau_p)]
+    last = tokens.groupby("completion")["position"].transform("max")
+    rare = tokens[tokens["right"] & (tokens["p"] < tau_p) & (tokens["position"] < last)]
     sure = rare["entropy"] < tau_h
     return {
         name: list(zip(part["completion"], part["position"], strict=True))

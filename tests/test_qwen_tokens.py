@@ -56,7 +56,10 @@ def test_shares_by_hand():
 
 
 def test_rare_tokens_of_right_answers_are_found_in_every_group():
-    assert report.spurious_and_others(LINES) == {
+    """But not those that end their completion."""
+    last = (0.001, 0.01, 0.99)
+    longer = [line(1, True, (0.001, entropy, 0.5), last) for entropy in (0.01, 3.0)]
+    assert report.spurious_and_others(LINES[:2] + longer) == {
         "spurious": [(0, 0), (2, 0)],
         "open": [(0, 1), (3, 0)],
     }

@@ -47,8 +47,8 @@ def check_launch(state: Any) -> None:
 
 def resolve_dtype(dtype: str, quantization: str | None) -> str:
     """The dtype that `auto` stands for on this machine: bfloat16 if the card, or else the CPU, has
-    hardware for it; otherwise float16 on a card, and float32 on a CPU, several times faster there
-    than bfloat16 (docs/results.md).
+    matrix units for it; otherwise float16 on a card, and float32 on a CPU, twice as fast there as
+    bfloat16 or more, even where the CPU has vector instructions for it (docs/results.md).
 
     Args:
         quantization: vLLM's. The layers of `bitsandbytes` cannot compute in float32, so they get
@@ -61,7 +61,7 @@ def resolve_dtype(dtype: str, quantization: str | None) -> str:
     if torch.cuda.is_available():
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
     features = torch.cpu.get_capabilities()
-    for name in ("avx512_bf16", "amx_bf16", "bf16"):
+    for name in ("amx_bf16", "bf16"):
         if features.get(name):
             return "bfloat16"
     return "bfloat16" if quantization == "bitsandbytes" else "float32"

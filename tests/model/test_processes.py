@@ -30,9 +30,9 @@ def test_a_launch_that_would_split_base_or_run_is_refused(monkeypatch, name, val
         # Ampere; a T4 in a newer host
         (True, {}, "bfloat16"),
         (False, {"avx512_bf16": True}, "float16"),
-        (None, {"avx512_bf16": True, "amx_bf16": False}, "bfloat16"),
+        (None, {"avx512_bf16": True, "amx_bf16": True}, "bfloat16"),
         (None, {"neon": True, "bf16": True}, "bfloat16"),
-        (None, {"avx2": True, "avx512_f": True, "avx512_bf16": False}, "float32"),
+        (None, {"avx2": True, "avx512_f": True, "avx512_bf16": True}, "float32"),
     ],
 )
 def test_auto_is_what_card_or_cpu_computes_in(monkeypatch, card, features, dtype):
