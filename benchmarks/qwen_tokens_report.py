@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from matplotlib.figure import Figure
 from pandas import DataFrame
 
 from stapo_lite.algorithm.advantages import group_advantages
@@ -119,12 +120,17 @@ def with_intervals(
     return found
 
 
+def limits(p: Any, entropy: Any, vocabulary: int) -> tuple[Any, Any]:
+    """The paper's lower and upper bound on the gradient norm at an advantage of 1 (theorem 3)."""
+    c = (vocabulary - 1) / (vocabulary * np.log(vocabulary) ** 2)
+    lower = np.sqrt(np.maximum(1 - 2 * p + np.exp(-entropy), 0))
+    return lower, np.sqrt(np.maximum(2 - 2 * p - c * entropy**2, 0))
+
+
 def bounds(tokens: DataFrame, vocabulary: int) -> DataFrame:
     """How tight the paper's bounds on the gradient norm are, by probability and entropy: medians of
     norm / lower bound and upper bound / norm; and the share of tokens whose lower bound is 0."""
-    c = (vocabulary - 1) / (vocabulary * np.log(vocabulary) ** 2)
-    lower = np.sqrt(np.maximum(1 - 2 * tokens["p"] + np.exp(-tokens["entropy"]), 0))
-    upper = np.sqrt(np.maximum(2 - 2 * tokens["p"] - c * tokens["entropy"] ** 2, 0))
+    lower, upper = limits(tokens["p"], tokens["entropy"], vocabulary)
     known = tokens.assign(lower=tokens["norm"] / lower, upper=upper / tokens["norm"])
     known["empty"] = lower == 0
     known.loc[known["empty"], "lower"] = np.nan
@@ -211,8 +217,68 @@ def effects_table(effects: DataFrame) -> DataFrame:
     return DataFrame(rows)
 
 
+def draw_tokens(rare: DataFrame, path: Path) -> None:
+    """Four silenced tokens, from where the model was most sure, and four candidates that are kept,
+    from where it was least sure; one of a problem. Tokens that matplotlib's font may lack are left
+    out.
+
+    Args:
+        rare: of `describe_rare`, or its file.
+    """
+    silenced = rare[rare["spurious"]].sort_values("entropy")
+    tau_p, _, _ = VERSIONS["paper"]
+    candidates = rare[(rare["probability"] < tau_p) & (rare["advantage"] > 0)]
+    kept = candidates[~candidates["spurious"]].sort_values("entropy", ascending=False)
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    axes = figure.subplots(4, 2, sharex=True)
+    for column, part, colour in ((0, silenced, "#d55e00"), (1, kept, "#0072b2")):
+        shown = part[part["token"].str.isascii()].drop_duplicates("problem").head(4).to_dict("records")
+        for ax, token in zip(axes[:, column], shown, strict=False):
+            words = [one.rsplit("|", 1) for one in token["alternatives"].split("\t")]
+            words.append([token["token"], token["probability"]])
+            texts, probabilities = [repr(word) for word, _ in words], [float(p) for _, p in words]
+            places = range(len(words))
+            ax.barh(places, probabilities, color=["#bbbbbb"] * len(words[1:]) + [colour])
+            ax.set_yticks(places, texts, fontsize=9, parse_math=False)
+            ax.get_yticklabels()[-1].set(color=colour, fontweight="bold")
+            ax.text(0.02, places[-1], f"{probabilities[-1]:.1e}", va="center", color=colour)
+            ax.set_xlim(0, 1)
+            before = " ".join(token["before"].split())[-40:]
+            title = f"... {before} ?   H = {token['entropy']:.2f}"
+            ax.set_title(title, fontsize=9, loc="left", parse_math=False)
+            ax.invert_yaxis()
+    for ax in axes[-1]:
+        ax.set_xlabel("probability of the next token")
+    axes[0, 0].annotate("silenced: the model was sure", (0, 1.25), xycoords="axes fraction")
+    axes[0, 1].annotate("kept: several ways to go on", (0, 1.25), xycoords="axes fraction")
+    figure.savefig(path, dpi=100)
+
+
+def draw_bounds(tokens: DataFrame, vocabulary: int, path: Path) -> None:
+    """The gradient norm of each token in the plane of probability and entropy, and that of rare
+    tokens between the paper's bounds."""
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    tau_p, _, _ = VERSIONS["paper"]
+    is_rare = tokens["p"] < 0.01
+    common = tokens[~is_rare]
+    points = pd.concat([common.sample(min(4000, len(common)), random_state=0), tokens[is_rare]])
+    drawn = left.scatter(points["p"], points["entropy"], c=points["norm"], s=4, linewidths=0)
+    figure.colorbar(drawn, ax=left, label="gradient norm at an advantage of 1")
+    left.set(xscale="log", xlabel="probability of the token", ylabel="entropy [nats]")
+    rare = tokens[tokens["p"] < tau_p]
+    entropy = np.linspace(0, max(1.0, rare["entropy"].max()), 100)
+    lower, upper = limits(np.full(100, tau_p / 2), entropy, vocabulary)
+    right.scatter(rare["entropy"], rare["norm"], s=5, color="#0072b2", linewidths=0)
+    right.plot(entropy, lower, color="#999999", label=f"the paper's bounds, p = {tau_p / 2}")
+    right.plot(entropy, upper, color="#999999")
+    right.set(xlabel="entropy [nats]", ylabel=f"gradient norm, p < {tau_p}")
+    right.legend(fontsize=8)
+    figure.savefig(path, dpi=100)
+
+
 def report(folder: Path, out: Path, tokenizer: Any) -> None:
-    """Write the tables, and print those that are short."""
+    """Write tables and figures, and print the tables."""
     out.mkdir(parents=True, exist_ok=True)
     lines = load(folder)
     tokens = token_table(lines)
@@ -244,7 +310,10 @@ def report(folder: Path, out: Path, tokenizer: Any) -> None:
     for name, table in tables.items():
         table.to_csv(out / f"{name}.csv", index=False, float_format="%.5g")
         print(f"\n{name}\n{table.T.to_string() if len(table) < 5 else table.to_string()}")
-    describe_rare(tokens, lines, tokenizer).to_csv(out / "rare.csv", index=False)
+    rare = describe_rare(tokens, lines, tokenizer)
+    rare.to_csv(out / "rare.csv", index=False)
+    draw_tokens(rare, out / "tokens.png")
+    draw_bounds(tokens, len(tokenizer), out / "bounds.png")
 
 
 def main() -> None:
