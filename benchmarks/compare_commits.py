@@ -55,7 +55,6 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "s2t article": {"objective.s2t.preset": "article", "objective.s2t.tau_p": 0.05},
     "s2t current": {"objective.s2t.statistics": "current"},
-    "s2t adaptive": {"objective.s2t.target_share": 1e-4, "objective.s2t.tau_p": 0.002},
     "large steps": {"train.learning_rate": 0.02},
     "sequence-mask": {"objective.sampler_correction": "sequence-mask"},
     "old_logprobs rollout": {"objective.old_logprobs": "rollout"},

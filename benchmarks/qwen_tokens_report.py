@@ -232,7 +232,9 @@ def draw_tokens(rare: DataFrame, path: Path) -> None:
     figure = Figure(figsize=(9, 7), layout="constrained")
     axes = figure.subplots(4, 2, sharex=True)
     for column, part, colour in ((0, silenced, "#d55e00"), (1, kept, "#0072b2")):
-        shown = part[part["token"].str.isascii()].drop_duplicates("problem").head(4).to_dict("records")
+        shown = (
+            part[part["token"].str.isascii()].drop_duplicates("problem").head(4).to_dict("records")
+        )
         for ax, token in zip(axes[:, column], shown, strict=False):
             words = [one.rsplit("|", 1) for one in token["alternatives"].split("\t")]
             words.append([token["token"], token["probability"]])

@@ -78,9 +78,7 @@ class Ours:
         optimizer = make_optimizer(policy, config.train)
         optimizer.register_step_pre_hook(self._keep_gradient)
         budget = make_budget(config, policy)
-        self.learner = Learner(
-            config, policy, optimizer, budget, accelerator, Progress(config.objective.s2t.tau_p)
-        )
+        self.learner = Learner(config, policy, optimizer, budget, accelerator, Progress())
 
     def _keep_gradient(self, *step: Any) -> None:
         self.gradient = [p.grad for p in self.learner.policy.parameters.values()]

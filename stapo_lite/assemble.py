@@ -349,7 +349,7 @@ def open_learner(
     if shared:
         closing.callback(policy.drop_base)
     optimizer = make_optimizer(policy, config.train)
-    progress = Progress(tau_p=config.objective.s2t.tau_p)
+    progress = Progress()
     if newest is not None:
         progress = checkpoint.load_checkpoint(newest, policy, optimizer, config)
     count = sum(parameter.numel() for parameter in policy.parameters.values())

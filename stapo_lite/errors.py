@@ -17,6 +17,10 @@ class RunError(Exception):
     one line; the command-line programs print it and exit with status 1."""
 
 
+class Terminated(SystemExit):
+    """SIGTERM, where other reasons to exit must not end the run."""
+
+
 @contextmanager
 def explained(
     what: str,

@@ -65,6 +65,8 @@ class Completion:
     loss_mask: list[bool] | None = None
     """Which tokens the model wrote; None for all. The others, such as a tool's results, are context
     and never trained on; their `rollout_logprobs` are 0."""
+    messages: list[dict[str, Any]] | None = None
+    """The turns of a chat: the model's, with `tool_calls`, and tools' results; None without one."""
 
     @property
     def written(self) -> int:

@@ -244,7 +244,7 @@ def make_learner(policy, objective, max_tokens, max_grad_norm=1e9, longest=LONGE
     keys |= {"max_grad_norm": max_grad_norm, "learning_rate": 1.0}
     config = load_config(MINIMAL, keys).model_copy(update={"objective": objective})
     optimizer = torch.optim.SGD(policy.parameters.values(), lr=1.0)
-    progress = Progress(tau_p=objective.s2t.tau_p)
+    progress = Progress()
     budget = make_budget(max_tokens)
     return Learner(config, policy, optimizer, budget, Accelerator(cpu=True), progress)
 

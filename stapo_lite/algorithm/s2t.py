@@ -95,20 +95,3 @@ def random_scores(token_ids: Sequence[int], salt: int) -> Tensor:
     seed = zlib.crc32(array.array("q", [salt, *token_ids]).tobytes())
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(len(token_ids), generator=generator)
-
-
-def next_tau_p(tau_p: float, silenced_share: float, target: float, given: float) -> float:
-    """Adaptive tau_p (experimental; the paper names adaptive thresholds as future work).
-
-    Integral control of log tau_p: a step that silences nothing raises tau_p by about a tenth, a
-    step at the target leaves it alone, and one above the target lowers it, at most by a factor of
-    e. The change is linear in the share, so that the mean share reaches the target even if each
-    step silences either nothing or too much.
-
-    Args:
-        silenced_share: silenced share of the step's completion tokens.
-        target: the share to stay near.
-        given: tau_p of the config. The result stays within a factor of ten of it, and is at most 1.
-    """
-    change = 0.1 * max(-10.0, 1 - silenced_share / target)
-    return min(1.0, 10 * given, max(given / 10, tau_p * math.exp(change)))

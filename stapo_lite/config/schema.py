@@ -268,9 +268,6 @@ class S2T(Section):
     statistics: Literal["current", "old"] = "old"
     """Policy that supplies probability and entropy: the one before the step, or the current one
     (the paper's Algorithm 1), which costs a pass."""
-    target_share: float | None = Field(None, gt=0, lt=1)
-    """Experimental: move `tau_p` to keep the share of silenced tokens near this
-    (docs/deviations.md)."""
 
 
 class Stare(Section):
@@ -522,11 +519,6 @@ class Config(Preset):
     def _objective_conflicts(self) -> Conflicts:
         objective, s2t = self.objective, self.objective.s2t
         return [
-            (
-                s2t.target_share is not None and not s2t.enabled,
-                "objective.s2t.target_share needs objective.s2t.enabled=true: set that, or leave "
-                "target_share out",
-            ),
             (
                 s2t.window and (s2t.population, s2t.silence) != ("candidates", "low-entropy"),
                 f"objective.s2t.window={s2t.window} remembers entropies of candidates: set "

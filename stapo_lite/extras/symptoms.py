@@ -91,6 +91,11 @@ RULES: dict[str, Rule] = {
         "engine (rollout.quantization, dtype), lower rollout.max_lag, or keep "
         "objective.sampler_correction on",
     ),
+    "tools_fail": Rule(
+        lambda history: any(m.get("tools/failure_frequency") == 1 for m in history[-1:]),
+        "every call of a tool fails, and only the model is told: the errors are in "
+        "completions.jsonl (log.completions)",
+    ),
     "ratio": Rule(
         _is("clip_low_share", "clip_high_share", when=lambda _, last: last > 0.2),
         "more than a fifth of the tokens are clipped: the policy moves too far within a step; "

@@ -1,7 +1,7 @@
 """Rollouts with transformers' `generate`, from the trainer's own model: slow, but needs no vLLM."""
 
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from collections.abc import Sequence
+from itertools import islice, starmap
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ class TransformersEngine(RolloutEngine):
     def __init__(self, sampling: RolloutSettings, max_num_seqs: int):
         self._sampling = sampling
         self._max_num_seqs = max_num_seqs
+        self._asked: dict[int, tuple[Prompt, int, Decoding]] = {}
 
     def publish(self, policy: Publisher, version: int) -> None:
         self._model, self._version = policy.model, version
@@ -41,27 +42,34 @@ class TransformersEngine(RolloutEngine):
         completions = [completion for _, completion in bar]
         return in_groups(completions, size)
 
-    def stream(
-        self, prompts: Sequence[Prompt], seeds: Sequence[int], decodings: Sequence[Decoding]
-    ) -> Iterator[tuple[int, Completion]]:
-        """Like the protocol's, but all decodings must have the same temperature and top-p.
+    def add(self, index: int, prompt: Prompt, seed: int, decoding: Decoding) -> None:
+        """Like the protocol's, but all decodings in progress must have the same temperature and
+        top-p.
 
         Raises:
-            InputError: a decoding has options of vLLM's.
+            InputError: the decoding has options of vLLM's.
         """
-        for option in chain(*(decoding.options for decoding in decodings)):
+        for option in decoding.options:
             raise InputError(
                 f"rollout.engine=transformers knows no {option}: set rollout.engine=vllm"
             )
-        for start in range(0, len(prompts), self._max_num_seqs):
-            batch = slice(start, start + self._max_num_seqs)
-            limits = [decoding.max_completion_length for decoding in decodings[batch]]
-            draws = _SeededDraws(seeds[batch], decodings[start])
-            output = self._generate(prompts[batch], draws, max(limits))
-            logprobs = torch.cat(draws.logprobs, dim=1)
-            drawn = zip(limits, output.tolist(), logprobs.tolist(), strict=True)
-            for index, each in enumerate(drawn, start):
-                yield index, self._completion(prompts[index], *each)
+        self._asked[index] = prompt, seed, decoding
+
+    def step(self) -> list[tuple[int, Completion]]:
+        """Finish as many completions as fit into a batch."""
+        batch = dict(islice(self._asked.items(), self._max_num_seqs))
+        prompts, seeds, decodings = zip(*batch.values(), strict=True)
+        limits = [decoding.max_completion_length for decoding in decodings]
+        draws = _SeededDraws(seeds, decodings[0])
+        output = self._generate(prompts, draws, max(limits))
+        logprobs = torch.cat(draws.logprobs, dim=1)
+        drawn = zip(prompts, limits, output.tolist(), logprobs.tolist(), strict=True)
+        for index in batch:
+            del self._asked[index]
+        return list(zip(batch, starmap(self._completion, drawn), strict=True))
+
+    def abort(self) -> None:
+        self._asked.clear()
 
     @torch.no_grad()
     def _generate(

@@ -116,10 +116,10 @@ def reward_arguments(
     """
     prompts = [c.prompt for c in completions]
     names = {name for p in prompts for name in p.columns}
-    answers: list[str | list[dict[str, str]]] = []
+    answers: list[str | list[dict[str, Any]]] = []
     for c in completions:
-        as_message = [{"role": "assistant", "content": c.text}]
-        answers.append(c.text if isinstance(c.prompt.prompt, str) else as_message)
+        turns = copied(c.messages) or [{"role": "assistant", "content": c.text}]
+        answers.append(c.text if isinstance(c.prompt.prompt, str) else turns)
     columns = {name: [copied(p.columns.get(name)) for p in prompts] for name in names}
     return columns | {  # these win over columns of the same name
         "prompts": [copied(p.prompt) for p in prompts],

@@ -113,13 +113,37 @@ class RolloutEngine(Protocol):
         instead seeds the whole call with the first prompt's seed."""
         ...
 
+    def add(self, index: int, prompt: Prompt, seed: int, decoding: Decoding) -> None:
+        """Begin one completion, beside those that are in progress. Each draw follows from its own
+        seed. Log-probabilities are guaranteed only if the decoding asks for them.
+
+        Args:
+            index: its name in `step`.
+        """
+        ...
+
+    def step(self) -> list[tuple[int, Completion]]:
+        """Sample for a moment; return index and completion of what has finished."""
+        ...
+
+    def abort(self) -> None:
+        """Drop what was added and has not finished."""
+        ...
+
     def stream(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], decodings: Sequence[Decoding]
     ) -> Iterator[tuple[int, Completion]]:
-        """Yield each prompt's index and its one completion, as they finish. Each draw follows from
-        the prompt's own seed. Log-probabilities are guaranteed only if its decoding asks for
-        them."""
-        ...
+        """Yield each prompt's index and its one completion, as they finish."""
+        try:
+            for index, request in enumerate(zip(prompts, seeds, decodings, strict=True)):
+                self.add(index, *request)
+            missing = len(prompts)
+            while missing:
+                finished = self.step()
+                missing -= len(finished)
+                yield from finished
+        finally:
+            self.abort()
 
     def prefetch(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> None:
         """Announce what later calls of `generate` will ask for. An engine in the trainer's process

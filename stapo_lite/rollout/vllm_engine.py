@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from itertools import chain
@@ -107,6 +107,7 @@ class VLLMEngine(RolloutEngine):
         )
         self._folder = tempfile.TemporaryDirectory(prefix="stapo_lite-adapters-")
         self._request: Any = None
+        self._prompts: dict[int, Prompt] = {}
 
     def publish(self, policy: Publisher, version: int) -> None:
         """Hot-load the adapter as `version`, which must be new."""
@@ -143,64 +144,51 @@ class VLLMEngine(RolloutEngine):
             logprobs=0,  # of the sampled token only
             detokenize=False,
         )
+        for index, prompt in enumerate(prompts):
+            self._add(index, prompt, parameters)
         groups: dict[int, list[Completion]] = {}
         with progress_bar("rollout", "completion", s.num_generations * len(prompts)) as bar:
-
-            def count() -> None:
+            while len(groups) < len(prompts):
+                for index, output in self._step():
+                    groups[index] = completions(prompts[index], output)
+                    show_speed(bar, chain(*groups.values()))
                 bar.update(bar.total - self._engine.get_num_unfinished_requests() - bar.n)
-
-            for index, output in self._outputs(prompts, [parameters] * len(prompts), count):
-                groups[index] = completions(prompts[index], output)
-                show_speed(bar, chain(*groups.values()))
         return [groups[index] for index in range(len(prompts))]
 
-    def stream(
-        self, prompts: Sequence[Prompt], seeds: Sequence[int], decodings: Sequence[Decoding]
-    ) -> Iterator[tuple[int, Completion]]:
-        parameters = []
+    def add(self, index: int, prompt: Prompt, seed: int, decoding: Decoding) -> None:
+        options = {"detokenize": bool(decoding.options)}  # text is needed for stop strings
         with explained(REFUSED, kind=RunError):
-            for seed, decoding in zip(seeds, decodings, strict=True):
-                options = {"detokenize": bool(decoding.options)}  # text is needed for stop strings
-                parameters.append(self._parameters(**options | decoding.parameters(seed)))
-        for index, output in self._outputs(prompts, parameters):
-            yield index, completions(prompts[index], output)[0]
+            parameters = self._parameters(**options | decoding.parameters(seed))
+            self._add(index, prompt, parameters)
+        self._prompts[index] = prompt
 
-    def _outputs(
-        self,
-        prompts: Sequence[Prompt],
-        parameters: Sequence[Any],
-        on_step: Callable[[], None] = lambda: None,
-    ) -> Iterator[tuple[int, Any]]:
-        """Yield each prompt's index and vLLM's output for it, as they finish.
+    def step(self) -> list[tuple[int, Completion]]:
+        finished = self._step()
+        return [(index, completions(self._prompts.pop(index), o)[0]) for index, o in finished]
 
-        Args:
-            on_step: called after each step of the engine.
+    def abort(self) -> None:
+        self._engine.abort_request(list(map(str, self._prompts)))
+        self._prompts.clear()
+
+    def _add(self, index: int, prompt: Prompt, parameters: Any) -> None:
+        tokens = {"prompt_token_ids": prompt.token_ids}
+        self._engine.add_request(str(index), tokens, parameters, lora_request=self._request)
+
+    def _step(self) -> list[tuple[int, Any]]:
+        """Index and vLLM's output of the requests that a step of the engine finishes.
 
         Raises:
-            RunError: vLLM failed, or refuses a request.
+            RunError: vLLM failed.
         """
-        missing = dict.fromkeys(map(str, range(len(prompts))))
         try:
-            with explained(REFUSED, kind=RunError):
-                for name, prompt, each in zip(missing, prompts, parameters, strict=True):
-                    tokens = {"prompt_token_ids": prompt.token_ids}
-                    self._engine.add_request(name, tokens, each, lora_request=self._request)
-            while self._engine.has_unfinished_requests():
-                with self._uncompiled():
-                    outputs = self._engine.step()
-                on_step()
-                for output in outputs:
-                    if output.finished:
-                        del missing[output.request_id]
-                        yield int(output.request_id), output
-        except (GeneratorExit, RunError):  # the caller has seen enough, or must change a request
-            self._engine.abort_request(list(missing))
-            raise
+            with self._uncompiled():
+                outputs = self._engine.step()
         except Exception as error:  # whatever ends vLLM
             reason = f"vLLM failed while it sampled ({type(error).__name__}: {one_line(error)})"
             raise RunError(
                 f"{reason}: go on with the same command (stapo train: with --resume)"
             ) from error
+        return [(int(output.request_id), output) for output in outputs if output.finished]
 
     @property
     def _engine(self) -> Any:

@@ -61,8 +61,6 @@ FIXED = ("lora.r", "lora.lora_alpha", "lora.use_rslora", "lora.target_modules", 
 class Progress:
     """How far a run has come after a step."""
 
-    tau_p: float
-    """S2T's probability threshold, which `target_share` moves."""
     step: NonNegativeInt = 0
     """Steps done. This is also the number of lines in the metrics file and the adapter's last
     version in the engine, and gives the learning rate."""
@@ -143,8 +141,7 @@ def load_checkpoint(
     """Restore adapter and optimiser; returns how far the run had come.
 
     Args:
-        config: its tau_p replaces the checkpoint's if the key has changed, or if tau_p no longer
-            moves; if a key of MEMORY has changed, no memory setting is left.
+        config: if a key of MEMORY has changed, no memory setting is left.
 
     Raises:
         InputError: they do not fit the model or the optimiser.
@@ -158,12 +155,9 @@ def load_checkpoint(
         optimizer.load_state_dict(moments)
         progress = Progress(**state["progress"])
     changed = differences(flatten(state["config"]), flatten(config.model_dump(mode="json")))
-    s2t = config.objective.s2t
-    if s2t.target_share is None or "objective.s2t.tau_p" in changed:
-        progress.tau_p = s2t.tau_p
     if changed.keys() & MEMORY:
         progress.memory = None
-    progress.recent = progress.recent[: s2t.window]
+    progress.recent = progress.recent[: config.objective.s2t.window]
     return progress
 
 

@@ -11,7 +11,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from stapo_lite.algorithm.masks import Collective
-from stapo_lite.config import Config, Objective
+from stapo_lite.config import Config
 from stapo_lite.errors import RunError
 from stapo_lite.model.loading import default_stream
 from stapo_lite.model.policy import Policy
@@ -44,12 +44,6 @@ class Learner:
     def __post_init__(self) -> None:
         self.gather: Collective = partial(gather_values, accelerator=self.accelerator)
         self.reduce: Collective = partial(self.accelerator.reduce, reduction="sum")
-
-    @property
-    def objective(self) -> Objective:
-        """The config's objective, with this step's tau_p."""
-        s2t = self.config.objective.s2t.model_copy(update={"tau_p": self.progress.tau_p})
-        return self.config.objective.model_copy(update={"s2t": s2t})
 
     def agree(self) -> MemorySetting:
         """Give all processes the memory setting of the one that has to save most; returns it.

@@ -19,7 +19,7 @@ from accelerate.utils import InitProcessGroupKwargs
 from safetensors import SafetensorError
 
 from stapo_lite.config import Log
-from stapo_lite.errors import InputError, RunError, explained
+from stapo_lite.errors import InputError, RunError, Terminated, explained
 from stapo_lite.model.processes import check_launch
 from stapo_lite.rollout.vllm_options import vllm_version
 
@@ -77,7 +77,7 @@ def end_on_sigterm() -> None:
 
     def end(*_: Any) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough
-        sys.exit(128 + signal.SIGTERM)
+        raise Terminated(128 + signal.SIGTERM)
 
     signal.signal(signal.SIGTERM, end)
     if "ACCELERATE_MIXED_PRECISION" in os.environ and sys.platform == "linux":

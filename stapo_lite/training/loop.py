@@ -158,10 +158,10 @@ def leave_out(completion: Completion) -> Completion:
 def make_mini_batches(groups: Sequence[Sequence[Completion]], learner: Learner) -> list[MiniBatch]:
     """Cut a step's groups into mini-batches; return this process's share of each. All processes get
     about the same work."""
-    objective, accelerator, batches = learner.objective, learner.accelerator, list[MiniBatch]()
-    for part in cut_evenly(groups, learner.config.train.mini_batch_size):
+    config, accelerator, batches = learner.config, learner.accelerator, list[MiniBatch]()
+    for part in cut_evenly(groups, config.train.mini_batch_size):
         completions = list(chain(*part))
-        work = count_work(completions, objective, later=bool(batches))
+        work = count_work(completions, config.objective, later=bool(batches))
         ours = deal(work, accelerator.num_processes)[accelerator.process_index]
         batches.append(pack([completions[row] for row in ours], learner.policy.device))
     return batches
@@ -186,7 +186,7 @@ def count_work(completions: Sequence[Completion], objective: Objective, later: b
 def measure_old(batches: Sequence[MiniBatch], learner: Learner) -> None:
     """Store the statistics of the policy before the step's first update, for later updates."""
     for batch in batches:
-        rows = old_inputs(batch.completions, learner.objective)
+        rows = old_inputs(batch.completions, learner.config.objective)
         batch.old = measure(learner.policy, batch, rows, learner.budget)
 
 

@@ -39,7 +39,7 @@ def rehearse(learner: Learner) -> None:
             population=ones[:0],
         )
         longest = len(batch.completions[0].token_ids)
-        weights = weigh_tokens(masks, batch, learner.objective, longest, learner.reduce)
+        weights = weigh_tokens(masks, batch, learner.config.objective, longest, learner.reduce)
         assert weights is not None
         accumulate_gradient(learner, batch, masks, weights)
         learner.optimizer.zero_grad()

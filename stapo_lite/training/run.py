@@ -14,7 +14,6 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from safetensors import SafetensorError
 
-from stapo_lite.algorithm.s2t import next_tau_p
 from stapo_lite.config import Config, Train
 from stapo_lite.errors import RunError, explained, one_line
 from stapo_lite.model.policy import Policy
@@ -184,10 +183,6 @@ class Run:
         metrics = dict.fromkeys(names) | self._measure(step, rollouts, updates)
         self.history.append(metrics)
         self.call("on_step_end", metrics, rollouts)
-        given, target = self.config.objective.s2t.tau_p, self.config.objective.s2t.target_share
-        share = metrics.get("silenced_share")
-        if target is not None and share is not None:
-            progress.tau_p = next_tau_p(progress.tau_p, share, target, given)
         if self.accelerator.is_main_process:
             self.snapshot = checkpoint.take_snapshot(progress, self.policy, learner.optimizer)
         save_steps = self.config.log.save_steps
@@ -208,7 +203,6 @@ class Run:
             "batch_groups": len(rollouts.batch),
             "peak_memory_gb": max(self.memory, key=lambda gib: gib or 0.0),
             "microbatch_tokens": self.learner.budget.setting.tokens,
-            "tau_p": self.progress.tau_p,
             "learning_rate": self.learner.optimizer.param_groups[0]["lr"],
             "updates": sum(update.changed for update in updates),
             "skipped_updates": sum(update.skipped for update in updates),

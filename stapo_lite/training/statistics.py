@@ -16,9 +16,9 @@ from stapo_lite.types import Completion, TokenStatistics
 def mask_statistics(learner: Learner, batch: MiniBatch) -> TokenStatistics:
     """Statistics that the masks are computed from, [N]: those from before the step's first update,
     or the current policy's, which take a forward pass over the completions in `mask_inputs`."""
-    if batch.old is not None and learner.objective.s2t.statistics == "old":
+    if batch.old is not None and learner.config.objective.s2t.statistics == "old":
         return batch.old
-    rows = mask_inputs(batch.completions, learner.objective)
+    rows = mask_inputs(batch.completions, learner.config.objective)
     return measure(learner.policy, batch, rows, learner.budget)
 
 

@@ -55,7 +55,7 @@ def update(learner: Learner, batch: MiniBatch) -> Update:
 
     Collective: every rank must call it, even with an empty share.
     """
-    objective, config = learner.objective, learner.config
+    config, objective = learner.config, learner.config.objective
     statistics, recent = mask_statistics(learner, batch), learner.progress.recent
     masks = find_masks(statistics, batch, objective, learner.gather, recent)
     longest = config.rollout.max_completion_length
@@ -104,7 +104,7 @@ def accumulate_gradient(
 ) -> Gradient:
     """Add up the gradient of the mini-batch's loss, micro-batch by micro-batch, in the parameters'
     `grad`."""
-    objective, scale = learner.objective, gradient_scale(learner, weights.totals)
+    objective, scale = learner.config.objective, gradient_scale(learner, weights.totals)
 
     def run(micro_batches: Iterable[list[int]]) -> Gradient:
         learner.optimizer.zero_grad()  # left by a try with too large micro-batches
@@ -127,7 +127,7 @@ def gradient_scale(learner: Learner, totals: Totals) -> float:
     if learner.policy.dtype != torch.float16:
         return 1.0
     longest = learner.config.rollout.max_completion_length
-    scale = loss_scale(totals, learner.objective.aggregation, longest)
+    scale = loss_scale(totals, learner.config.objective.aggregation, longest)
     return scale / 2.0 ** math.ceil(learner.progress.backoff)
 
 

@@ -1,13 +1,11 @@
 import math
 
-import numpy as np
 import pytest
 import torch
 
 from stapo_lite.algorithm.s2t import (
     candidate_mask,
     linear_quantile,
-    next_tau_p,
     random_scores,
     spurious_mask,
     top_entropy_mask,
@@ -65,31 +63,3 @@ def test_random_scores_follow_from_tokens_and_salt():
     assert not torch.equal(scores, random_scores([5, 6, 7], salt=2))
     assert not torch.equal(scores, random_scores([5, 6, 8], salt=1))
     assert ((scores >= 0) & (scores < 1)).all()
-
-
-@pytest.mark.parametrize(
-    ("tau_p", "share", "given", "expected"),
-    [
-        (0.002, 1e-4, 0.002, 0.002),
-        (0.002, 0.0, 0.002, 0.002 * math.exp(0.1)),
-        (0.002, 5e-4, 0.002, 0.002 * math.exp(-0.4)),
-        (0.002, 1.0, 0.002, 0.002 * math.exp(-1)),
-        (0.02, 0.0, 0.002, 0.02),  # ten times the config's
-        (2e-4, 1.0, 0.002, 2e-4),  # a tenth
-        (0.99, 0.0, 0.5, 1.0),  # a probability
-    ],
-)
-def test_next_tau_p_by_hand(tau_p, share, given, expected):
-    assert next_tau_p(tau_p, share, target=1e-4, given=given) == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize("tokens", [10_000, 2_000_000])
-def test_next_tau_p_brings_the_silenced_share_to_the_target(tokens):
-    """On a stream whose silenced share grows with tau_p, also where most steps silence nothing."""
-    generator = np.random.default_rng(0)
-    tau_p, shares = 0.002, []
-    for _ in range(2000):
-        silenced = generator.binomial(tokens, 0.3 * tau_p)  # at 0.002 six times the target
-        shares.append(silenced / tokens)
-        tau_p = next_tau_p(tau_p, shares[-1], target=1e-4, given=0.002)
-    assert np.mean(shares[200:]) == pytest.approx(1e-4, rel=0.1)

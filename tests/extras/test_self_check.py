@@ -36,15 +36,17 @@ class Faulty(TransformersEngine):
         self.policy = policy
         self.calls.append("publish")
 
-    def stream(self, prompts, seeds, decodings):
+    def add(self, index, prompt, seed, decoding):
+        temperature = decoding.temperature * TEMPERATURES.get(self.fault, 1.0)
+        super().add(index, prompt, seed, dataclasses.replace(decoding, temperature=temperature))
+
+    def step(self):
         slept = self.calls[-2:] == ["sleep", "wake"]
         self.calls.append("stream")
         factor = FACTORS.get(self.fault, 1 - (slept and self.fault == "loses it in sleep"))
-        scale = TEMPERATURES.get(self.fault, 1.0)
-        decodings = [dataclasses.replace(d, temperature=d.temperature * scale) for d in decodings]
         parameters = self.policy.parameters.items()
         with self.policy.holding({n: p * factor if "lora_B" in n else p for n, p in parameters}):
-            yield from list(super().stream(prompts, seeds, decodings))
+            return super().step()
 
 
 @pytest.fixture

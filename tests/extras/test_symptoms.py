@@ -44,6 +44,7 @@ RUNS = {
         {"silenced_share": lambda step: 0.05 if 30 <= step < 40 or step > 70 else 0.0},
         {"silenced_share": [33, 74]},
     ),
+    "tools": ({"tools/failure_frequency": after(7, 0.9, 1.0)}, {"tools_fail": [8]}),
     "each at its limit": (
         {"entropy": after(30, 0.8, 1.6), "sampler_gap_mean": after(30, 0.015, 0.03)}
         | {"zero_variance_groups": 0.95, "silenced_share": 0.01}

@@ -74,12 +74,10 @@ def pretrain(folder) -> None:
 @pytest.mark.slow
 def test_a_model_that_sometimes_calls_a_tool_learns_to_call_it(tmp_path):
     pretrain(tmp_path / "model")
-    texts = []
 
     def right(completions, product, **_):
         found = [completion[-1]["content"] for completion in completions]
-        texts.extend(found)
-        return [float(text.endswith(f"a{p}")) for text, p in zip(found, product, strict=True)]
+        return [float(text == str(p)) for text, p in zip(found, product, strict=True)]
 
     rows = [
         {"prompt": [{"role": "user", "content": f"{a}*{b}"}], "product": a * b}
@@ -90,7 +88,7 @@ def test_a_model_that_sometimes_calls_a_tool_learns_to_call_it(tmp_path):
     keys |= {"batch_size": 8, "mini_batch_size": 4, "learning_rate": 1e-3, "warmup_steps": 2}
     keys |= {"gradient_checkpointing": False}
     trainer = Trainer(tmp_path / "model", right, train_dataset=rows, tools=[times], **keys)
-    rewards = [metrics["reward"] for metrics in trainer.train()]
-    assert fmean(rewards[-3:]) > fmean(rewards[:2]) + 0.25
-    calls = [sum("tool_call" in t for t in part) / 64 for part in (texts[:64], texts[-64:])]
-    assert calls[1] > calls[0] + 0.25
+    history = trainer.train()
+    for name in "reward", "tools/call_frequency":
+        values = [metrics[name] for metrics in history]
+        assert fmean(values[-3:]) > fmean(values[:2]) + 0.25

@@ -1,11 +1,13 @@
 """Chats with tools: a scripted engine plays the model, in the chat templates of real ones."""
 
+import asyncio
 import functools
 import inspect
 import json
 import logging
+import os
 import re
-import threading
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,13 +16,15 @@ from helpers import MINIMAL, ROOT, SAMPLING, with_template
 from transformers import AutoModelForCausalLM
 
 from stapo_lite.config import Prompting, load_config
-from stapo_lite.errors import InputError, RunError
+from stapo_lite.errors import InputError, RunError, Terminated
 from stapo_lite.extras.evaluation.samples import benchmark_tasks
 from stapo_lite.extras.transformers_engine import TransformersEngine
 from stapo_lite.extras.turns.episodes import chat_with, run_episodes
-from stapo_lite.extras.turns.tools import Chat, schemas_of
+from stapo_lite.extras.turns.tools import CALL_ID, Chat, schemas_of
 from stapo_lite.files import write_lines
-from stapo_lite.types import Completion, Prompt
+from stapo_lite.training.lifecycle import end_on_sigterm
+from stapo_lite.training.metrics import rollout_means
+from stapo_lite.types import Completion, Prompt, Rollouts
 
 pytest.importorskip("vllm", reason="vLLM is not installed, whose parsers read the calls")
 
@@ -60,10 +64,14 @@ def talk(chat: Chat, function, *script: str) -> tuple[Completion, list[str]]:
     turns, read = iter(script), []
 
     class Scripted(TransformersEngine):
-        def stream(self, prompts, seeds, decodings):
-            read.extend(map(chat.tokenizer.decode, (p.token_ids for p in prompts)))
+        def add(self, *request):
+            self.request = request
+
+        def step(self):
+            index, prompt, _, _ = self.request
+            read.append(chat.tokenizer.decode(prompt.token_ids))
             ids = chat.tokenizer(next(turns), add_special_tokens=False).input_ids
-            yield 0, Completion(prompts[0], ids, [-0.5] * len(ids), False, 1)
+            return [(index, Completion(prompt, ids, [-0.5] * len(ids), False, 1))]
 
     engine = Scripted(SETTINGS, 1)
     ((completion,),) = run_episodes(engine, SETTINGS, chat, function, [ROW], [7])
@@ -105,6 +113,28 @@ def test_an_episode_is_the_conversation_as_the_template_writes_it(tiny_model, te
     assert chat.tokenizer.decode(token_ids) == read[-1] + script[-1]
     assert chat.tokenizer.decode(tokens_of_the_model(completion)) == "".join(script)
     assert (completion.prompt.columns, completion.truncated) == (ROW.columns, False)
+    for turn in messages[2:]:
+        for one in turn.get("tool_calls", []):
+            one["id"] = CALL_ID
+    said = [{k: v for k, v in turn.items() if k != "tool_call_id"} for turn in completion.messages]
+    said[-1]["content"] = said[-1]["content"].replace(EMPTY, "")
+    assert said == messages[2:]  # what rewards get, as from TRL
+
+
+def test_frequencies_of_calls_and_failures_are_trls():
+    """Calls per completion, and failures per call."""
+
+    def chat(*results):
+        answers = [{"role": "tool", "name": "t", "content": result} for result in results]
+        turns = [{"role": "assistant", "content": ""}, *answers]
+        return Completion(ROW, [1], [0.0], False, 1, messages=turns)
+
+    group = [chat("1", "error: LookupError: no"), chat("2"), chat(), chat()]
+    means = rollout_means(Rollouts(sampled=[group]), 1)
+    assert means["tools/call_frequency"] == (3, 4)
+    assert means["tools/failure_frequency"] == (1, 3)
+    plain = Completion(ROW, [1], [0.0], False, 1)
+    assert not [name for name in rollout_means(Rollouts(sampled=[[plain]]), 1) if "tools" in name]
 
 
 def test_benchmarks_are_asked_without_tools(tiny_model, tmp_path):
@@ -124,6 +154,8 @@ def test_nothing_that_a_model_or_a_tool_writes_ends_the_run(tiny_model, caplog, 
     def echo(word):
         if word == "exit":
             raise SystemExit(3)
+        if word == "close":
+            raise GeneratorExit
         if word == "next":
             return next(iter(()))
         others = {"path": Path("a/b"), "table": {(word, 1): 2}, "city": ["Zürich"]}
@@ -140,7 +172,8 @@ def test_nothing_that_a_model_or_a_tool_writes_ends_the_run(tiny_model, caplog, 
         call("search", word="x"): '{"found": "X"}',
         call("echo", word="\ud83d"): "nothing found for ?",
         call("echo", word="exit"): "error: SystemExit: 3",
-        call("echo", word="next"): "error: RuntimeError: StopIteration",
+        call("echo", word="close"): "error: GeneratorExit: ",
+        call("echo", word="next"): "error: StopIteration: ",
         call("echo", word="path"): '"a/b"',
         call("echo", word="city"): '["Zürich"]',
         call("echo", word="table"): "error: TypeError: keys must be str",
@@ -154,17 +187,56 @@ def test_nothing_that_a_model_or_a_tool_writes_ends_the_run(tiny_model, caplog, 
     assert not caplog.records  # vLLM logs a call that it cannot read with a traceback
 
 
-def test_several_calls_in_one_turn_run_side_by_side_up_to_a_limit_of_turns(tiny_model):
-    chat, meeting = make_chat(tiny_model), threading.Barrier(2)
+def test_coroutines_of_one_turn_run_side_by_side_plain_tools_in_the_main_thread(tiny_model):
+    """A plain tool may use signals, or a connection that belongs to its thread."""
+    chat, meeting = make_chat(tiny_model), asyncio.Barrier(2)
 
     @tool
-    def wait(word):
-        return meeting.wait(30)
+    async def wait(word):
+        return await meeting.wait()
 
-    both = call("wait", word="a").removesuffix("<|im_end|>") + call("wait", word="b")
-    completion, read = talk(chat, lambda e: e.chat(e.messages, [wait], max_turns=2), both, both)
-    assert sorted(RESULT.findall(read[-1])) == ["0", "1"]
-    assert chat.tokenizer.decode(tokens_of_the_model(completion)) == both + both
+    @tool
+    def alarm(word):
+        signal.alarm(0)
+        return signal.signal(signal.SIGALRM, signal.SIG_DFL).name
+
+    script = "".join(call(name, word="a") for name in ("wait", "wait", "alarm"))
+    script = script.replace("<|im_end|>", "") + "<|im_end|>"
+    tools = [wait, alarm]
+    completion, read = talk(chat, lambda e: e.chat(e.messages, tools, max_turns=2), script, script)
+    *numbers, name = RESULT.findall(read[-1])
+    assert (sorted(numbers), name) == (["0", "1"], "SIG_DFL")
+    assert chat.tokenizer.decode(tokens_of_the_model(completion)) == script + script
+
+
+@pytest.mark.parametrize(
+    ("blocks", "number", "error"),
+    [
+        ("tool", signal.SIGINT, KeyboardInterrupt),
+        ("tool", signal.SIGTERM, Terminated),
+        ("coroutine", signal.SIGINT, KeyboardInterrupt),
+        ("coroutine", signal.SIGTERM, Terminated),
+    ],
+)
+def test_a_tool_that_hangs_can_be_interrupted(tiny_model, blocks, number, error):
+    before = signal.getsignal(signal.SIGTERM)
+    end_on_sigterm()
+
+    @tool
+    def hang(word):
+        signal.raise_signal(number)
+
+    @tool
+    async def wait(word):
+        os.kill(os.getpid(), number)
+        await asyncio.Event().wait()
+
+    chosen = hang if blocks == "tool" else wait
+    try:
+        with pytest.raises(error):
+            talk(make_chat(tiny_model), chat_with([chosen]), call(chosen.__name__, word="a"))
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def says(role, content, **options):
@@ -209,8 +281,9 @@ def test_the_page_about_tools(tiny_model, tmp_path, monkeypatch, trained):
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "model")
 
-    def answer(self, prompts, seeds, decodings):
-        for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+    def answer(self):
+        finished = []
+        for index, (prompt, seed, _) in self._asked.items():
             question, *found = tokenizer.decode(prompt.token_ids).split("<tool_response>\n")
             n, river = re.findall(r"are (\d) times the (\w+)", question)[0]
             if not found:
@@ -221,9 +294,11 @@ def test_the_page_about_tools(tiny_model, tmp_path, monkeypatch, trained):
             else:
                 text = f"{found[1].split()[0]} km, {'right' if seed % 2 else '1'}<|im_end|>"
             ids = tokenizer(text, add_special_tokens=False).input_ids
-            yield index, Completion(prompt, ids, [-5.0] * len(ids), False, 1)
+            finished.append((index, Completion(prompt, ids, [-5.0] * len(ids), False, 1)))
+        self._asked.clear()
+        return finished
 
-    monkeypatch.setattr(TransformersEngine, "stream", answer)
+    monkeypatch.setattr(TransformersEngine, "step", answer)
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs" / "turns.md").read_text(encoding="utf-8")
     lines = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-from contextlib import suppress
 
 import pytest
 from helpers import PROMPTS, SAMPLING
@@ -32,9 +31,8 @@ def run(make_policy, tiny_model):
 
 
 @pytest.mark.parametrize("limit", [asyncio.Lock(), asyncio.Semaphore(5), asyncio.Barrier(ALL)])
-def test_coroutines_may_wait_for_each_other(run, limit, monkeypatch):
+def test_coroutines_may_wait_for_each_other(run, limit):
     """With a lock around a turn, those behind it never ask, and those before it must not wait."""
-    monkeypatch.setattr("stapo_lite.extras.turns.episodes.QUIET", 0.05)
 
     async def with_limit(episode):
         async with limit:
@@ -66,12 +64,6 @@ def after_a_turn(raises):
     return function
 
 
-async def forgetful(episode):
-    asking = asyncio.ensure_future(episode.generate(1))
-    await asyncio.sleep(0)  # it has asked
-    assert not asking.done()
-
-
 @pytest.mark.parametrize(
     ("function", "error", "message"),
     [
@@ -79,7 +71,6 @@ async def forgetful(episode):
         (after_a_turn(SystemExit(3)), RunError, r"rollout.function: raised SystemExit\(3\)"),
         (lambda e: asyncio.sleep(0), RunError, "an episode ended without a turn of the model's"),
         (lambda e: asyncio.gather(e.generate(1), e.generate(1)), RunError, "two turns at once"),
-        (forgetful, RunError, "ended before it had its turn"),
         (lambda e: e.generate(stop=["a"]), InputError, "rollout.engine=transformers knows no stop"),
     ],
 )
@@ -88,62 +79,46 @@ def test_what_one_coroutine_raises_ends_all(run, function, error, message):
         run(function)
 
 
-def test_a_task_that_asks_after_its_coroutine_has_ended_gets_an_error(run):
-    forgotten: list[asyncio.Task] = []
-
-    async def function(episode):
-        await episode.generate(1)
-        if episode.prompt is PROMPTS[0]:
-            forgotten.append(asyncio.ensure_future(episode.generate(1)))
-        else:
-            await episode.generate(1)
-
-    assert {len(c.token_ids) for c in run(function)[: SAMPLING.num_generations]} == {1}
-    assert {type(task.exception()) for task in forgotten} == {RunError}
-
-
-def test_a_turn_may_be_withdrawn_as_its_round_would_begin(run, monkeypatch):
-    """Its timeout ends with the pause after which a round begins; the episodes go on."""
-    monkeypatch.setattr("stapo_lite.extras.turns.episodes.QUIET", 0.2)
-
-    async def impatient(episode):
-        if not first:
-            first.append(episode)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(0.2):
-                    await episode.generate(1)
-        else:
-            await asyncio.sleep(0.4)
-        await episode.generate(1)
-        await episode.generate(1)
-
-    for _ in range(4):
-        first: list = []
-        assert all(len(c.token_ids) >= 2 for c in run(impatient))
-
-
-def test_a_turn_may_be_withdrawn_while_it_is_sampled(run, monkeypatch):
-    monkeypatch.setattr("stapo_lite.extras.turns.episodes.QUIET", 60.0)
+def test_a_turn_may_be_withdrawn_while_it_is_sampled(run):
     asking: list[asyncio.Task] = []
 
     class Interrupted(TransformersEngine):
-        def stream(self, *batch):
-            for task in list(asking):  # the first to be cancelled clears it, in the other thread
+        def step(self):
+            for task in asking:
                 task.get_loop().call_soon_threadsafe(task.cancel)
-            yield from super().stream(*batch)
+            return super().step()
 
-    async def ask_in_vain(episode):
+    async def impatient(episode):
         asking.append(task := asyncio.ensure_future(episode.generate()))
         with pytest.raises(asyncio.CancelledError):
             await task
-
-    async def impatient(episode):
-        await ask_in_vain(episode)
-        asking.clear()
         await episode.generate(max_tokens=2)
-        await ask_in_vain(episode)  # all end while this round is sampled
 
     assert all(c.token_ids for c in run(impatient, Interrupted))
+
+
+def test_a_turn_joins_those_in_progress_and_its_episode_goes_on_at_once(run):
+    """An engine that finishes the newest turn first: the first episode to ask has its two turns
+    before another one, that waited for something else, has its first."""
+    order = []
+
+    class NewestFirst(TransformersEngine):
+        def step(self):
+            index = max(self._asked)
+            self._asked = {index: self._asked.pop(index)} | self._asked
+            self._max_num_seqs = 1
+            return super().step()
+
+    async def two_turns(episode):
+        me = len(order)
+        order.append(None)
+        for turn in range(2):
+            await episode.generate(1)
+            order.append((me, turn))
+
+    run(two_turns, NewestFirst)
+    turns = [pair for pair in order if pair]
+    assert turns == [(me, turn) for me in reversed(range(ALL)) for turn in range(2)]
 
 
 def test_a_turn_ends_with_its_stop_string():
@@ -157,9 +132,9 @@ def test_each_turn_of_each_completion_has_draws_of_its_own(run):
     asked = []
 
     class Noted(TransformersEngine):
-        def stream(self, prompts, seeds, decodings):
-            asked.extend(seeds)
-            yield from super().stream(prompts, seeds, decodings)
+        def add(self, index, prompt, seed, decoding):
+            asked.append(seed)
+            super().add(index, prompt, seed, decoding)
 
     async def two_turns(episode):
         await episode.generate(1)

@@ -2,7 +2,6 @@
 
 import importlib
 import itertools
-import math
 from types import SimpleNamespace
 from typing import get_args
 from unittest.mock import Mock
@@ -10,7 +9,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from helpers import MINIMAL, RARELY_RIGHT, fake_completions, in_groups, run, steps
+from helpers import MINIMAL, RARELY_RIGHT, fake_completions, in_groups, run
 
 from stapo_lite import assemble
 from stapo_lite.algorithm.microbatches import cut_evenly
@@ -199,15 +198,3 @@ def test_soft_overlong_punishment_enters_the_advantage(write_config, user_reward
     assert 0 < metrics["overlong_penalty"] < 0.5
     trained.sort(key=lambda c: len(c.token_ids))
     assert trained[-1].advantage < 0 < trained[0].advantage
-
-
-def test_adaptive_tau_p_moves_and_is_logged(write_config):
-    metrics = run(write_config(objective={"s2t": {"tau_p": 0.02, "target_share": 1e-4}}))
-    assert metrics[0]["tau_p"] == 0.02
-    for before, after in itertools.pairwise(metrics):
-        factor = math.exp(0.1 * max(-10, 1 - before["silenced_share"] / 1e-4))
-        assert after["tau_p"] == pytest.approx(min(0.2, max(2e-3, before["tau_p"] * factor)))
-    assert metrics[-1]["tau_p"] < 0.02
-    fixed = write_config(objective={"s2t": {"tau_p": 0.02}}, train__max_steps=5)
-    *_, last = steps(fixed, resume=True, force=True)
-    assert last["tau_p"] == 0.02

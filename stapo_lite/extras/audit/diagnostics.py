@@ -78,7 +78,7 @@ def describe_tokens(
 
     Collective: every rank must call it.
     """
-    s2t, now = learner.objective.s2t, gradient.statistics
+    s2t, now = learner.config.objective.s2t, gradient.statistics
     norm = logit_gradient_norm(gradient.weight, now.logprobs, now.collision)
     # What the mask was computed from, or else the policy now.
     by_mask = (batch.advantages > 0) & s2t.enabled

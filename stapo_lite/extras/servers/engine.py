@@ -12,8 +12,8 @@ import asyncio
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, as_completed
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,8 @@ MAX_RETRIES = 5
 """Retries of a request by the client, with growing pauses, before the next server is tried."""
 START_TIMEOUT = 600.0
 """Seconds that servers have to come up."""
+POLL = 0.02
+"""Seconds after which requests made meanwhile begin."""
 KEY_FILE = Path("~/.cache/stapo_lite/api_key")
 
 
@@ -91,6 +93,7 @@ class ServerEngine(RolloutEngine):
             for left in folder.glob("stapo_lite-*"):  # by a run that was killed
                 shutil.rmtree(left)
         self._ahead: dict[int, Future] = {}
+        self._asked: dict[Future, int] = {}
         options: Any = {"api_key": api_key(), "timeout": None, "max_retries": MAX_RETRIES}
         self._servers = [AsyncOpenAI(base_url=f"{url}/v1", **options) for url in rollout.servers]
         at_once = max(1, rollout.max_num_seqs // accelerator.num_processes)
@@ -170,17 +173,17 @@ class ServerEngine(RolloutEngine):
                 bar.update()
         return in_groups(completions, size)
 
-    def stream(
-        self, prompts: Sequence[Prompt], seeds: Sequence[int], decodings: Sequence[Decoding]
-    ) -> Iterator[tuple[int, Completion]]:
-        begun = list(map(self._begin, prompts, seeds, decodings))
-        indices = {future: index for index, future in enumerate(begun)}
-        try:
-            for future in as_completed(indices):
-                yield indices[future], future.result()
-        finally:  # the caller may stop early
-            for future in indices:
-                future.cancel()
+    def add(self, index: int, prompt: Prompt, seed: int, decoding: Decoding) -> None:
+        self._asked[self._begin(prompt, seed, decoding)] = index
+
+    def step(self) -> list[tuple[int, Completion]]:
+        done, _ = wait(self._asked, POLL, FIRST_COMPLETED)
+        return [(self._asked.pop(future), future.result()) for future in done]
+
+    def abort(self) -> None:
+        for future in self._asked:
+            future.cancel()
+        self._asked.clear()
 
     async def _sample(self, prompt: Prompt, parameters: dict[str, Any]) -> Completion:
         """Sample one completion on the server that its seed falls to, or on the next one if that

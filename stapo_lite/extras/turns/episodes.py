@@ -1,10 +1,9 @@
 """Completions of several turns: a coroutine lets the model write, adds a tool's output, and lets
 the model continue.
 
-The coroutines run in an event loop in their own thread, so that a tool may wait for the network.
-The turns they ask for are sampled in rounds, by the thread that owns the engine. A round begins
-when every unfinished coroutine waits for the model, so that the engine gets one large batch; or
-when nothing has changed for QUIET seconds, since some may wait for others that hold a lock.
+The coroutines run in an event loop in their own thread, so that a tool may wait for the network. A
+turn that one asks for joins the engine's running batch before its next step, and the coroutine goes
+on as soon as its turn has ended. Plain tools run between two steps, in the thread of the engine.
 """
 
 import asyncio
@@ -12,20 +11,27 @@ import inspect
 import pkgutil
 import re
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from stapo_lite.errors import InputError, RunError, explained
 from stapo_lite.extras.turns.tools import (
+    Call,
     Chat,
     Message,
     Schema,
     Tool,
     answer_of,
+    assistant,
     run_tool,
     schemas_of,
 )
+from stapo_lite.loop_thread import LoopThread
 from stapo_lite.rollout.engine import (
     Decoding,
     RolloutEngine,
@@ -35,12 +41,6 @@ from stapo_lite.rollout.engine import (
     progress_bar,
 )
 from stapo_lite.types import Completion, Prompt, derived_seed
-
-QUIET = 1.0
-"""Seconds without a change after which a round begins with the turns requested so far."""
-
-Question = tuple[Prompt, int, Decoding]
-"""A requested turn: what comes before it, its seed, and how to sample it."""
 
 
 @dataclass(eq=False)
@@ -52,19 +52,20 @@ class Episode:
         token_ids: the tokens so far.
         finished: whether the model ended its last turn with a stop token or stop string, and there
             is still room after what was added since.
-        busy: whether it cannot ask for a turn: one is in progress, or its coroutine has ended.
+        busy: whether a turn is in progress.
     """
 
     prompt: Prompt
     _seed: int
     _sampling: RolloutSettings
     _chat: Chat
-    _ask: Callable[[Question], Awaitable[Completion]]
+    _running: "Conversations"
     token_ids: list[int] = field(default_factory=list)
     finished: bool = True
     busy: bool = False
     _logprobs: list[float] = field(default_factory=list)
     _mask: list[bool] = field(default_factory=list)
+    _said: list[Message] = field(default_factory=list)
     _turns: int = 0
     _version: int = 0
 
@@ -82,12 +83,11 @@ class Episode:
                 string that ended it.
 
         Raises:
-            RunError: a turn is in progress, or the coroutine has ended.
+            RunError: a turn is in progress.
         """
         if self.busy:
             raise RunError(
-                "rollout.function: an episode asked for two turns at once, or after its end: await "
-                "generate()"
+                "rollout.function: an episode asked for two turns at once: await generate()"
             )
         limit = self.room if max_tokens is None else min(self.room, max_tokens)
         if limit <= 0:
@@ -100,7 +100,8 @@ class Episode:
         decoding = Decoding(limit, self._sampling.temperature, 1.0, logprobs=True, options=options)
         self.busy = True
         try:
-            turn = await self._ask((so_far, derived_seed(self._seed, self._turns), decoding))
+            seed = derived_seed(self._seed, self._turns)
+            turn = await self._running.ask(so_far, seed, decoding)
         finally:
             self.busy = False
         self._turns += 1
@@ -150,10 +151,14 @@ class Episode:
             written = self._chat.tokenizer.decode(self.token_ids[begin:]).removesuffix(
                 self._chat.end
             )
-            calls = self._chat.calls(written, schemas) if schemas and self.finished else []
+            before, calls = "", list[Call]()
+            if schemas and self.finished:
+                before, calls = self._chat.calls(written, schemas)
+            self._said.append(assistant(before if calls else text, calls))
             if not calls or turn == max_turns - 1:
                 break
-            results = await asyncio.gather(*(run_tool(tools, call) for call in calls))
+            run = partial(run_tool, tools, self._running.call)
+            results = await asyncio.gather(*map(run, calls))
             answers = [answer_of(*pair) for pair in zip(calls, results, strict=True)]
             self._reply(answers, schemas)
         return text
@@ -176,6 +181,7 @@ class Episode:
         end, last = self._chat.end, self.token_ids[-1]
         ended = last in self._sampling.stop_token_ids or self._chat.tokenizer.decode(last) == end
         self.add(("" if ended else end) + self._chat.reply(messages, schemas))
+        self._said += messages
 
     def add(self, text: str) -> None:
         """Add text that the model did not write, such as a tool's result, cut to `room` tokens."""
@@ -210,6 +216,7 @@ class Episode:
             not self.finished,
             self._version,
             loss_mask=mask,
+            messages=self._said or None,
         )
 
 
@@ -255,73 +262,84 @@ def check_function(function: RolloutFunction, where: str) -> None:
 
 
 class Conversations:
-    """Runs the coroutines of some episodes; its methods run in their event loop.
+    """Runs episodes: their coroutines in a loop of their own, what they ask for in this thread,
+    between the engine's steps."""
 
-    Attributes:
-        episodes: one per coroutine.
-        loop: the event loop, once it runs.
-        over: set by the engine's thread when it needs no more rounds.
-        ended: number of finished coroutines.
-    """
+    def __init__(self, engine: RolloutEngine):
+        self._engine = engine
+        self._work: SimpleQueue[Callable[[], Any]] = SimpleQueue()
+        self._turns: dict[int, Future[Completion]] = {}
+        self._numbers = count()
 
-    def __init__(self, function: RolloutFunction):
-        self.episodes: list[Episode] = []
-        self.loop: Future[asyncio.AbstractEventLoop] = Future()
-        self.over, self._changed = asyncio.Event(), asyncio.Event()
-        self.ended = 0
-        self._function = function
-        self._asked: dict[asyncio.Future, Question] = {}
+    async def ask(self, *request: Any) -> Completion:
+        """Ask for a turn and wait for it; called by the coroutines.
 
-    async def run(self) -> None:
-        """Run the coroutines until `over` is set; `asyncio.run` then cancels the others."""
-        self._all = asyncio.gather(*map(self._run_one, self.episodes))
-        self._all.add_done_callback(lambda _: self._changed.set())
-        self.loop.set_result(asyncio.get_running_loop())
-        await self.over.wait()
+        Args:
+            request: prompt, seed and decoding.
+        """
+        return await asyncio.wrap_future(await self.call(self._begin, *request))
 
-    async def _run_one(self, episode: Episode) -> None:
-        try:
-            await self._function(episode)
-        except (SystemExit, KeyboardInterrupt) as error:  # they would end the event loop
-            raise RunError(f"rollout.function: raised {error!r}") from error
-        if episode.busy:
-            raise RunError(
-                "rollout.function: an episode ended before it had its turn: await generate()"
-            )
-        episode.busy = True  # a task it left running must not ask: the others would wait
-        self.ended += 1
-        self._changed.set()
+    async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function in the engine's thread."""
+        result: Future[Any] = Future()
+        self._work.put(lambda: deliver(result, function(*arguments)))
+        return await asyncio.wrap_future(result)
 
-    async def ask(self, question: Question) -> Completion:
-        """Request a turn and wait for it; called by the coroutines."""
-        answer = asyncio.get_running_loop().create_future()
-        self._asked[answer] = question
-        self._changed.set()
-        try:
-            return await answer
-        finally:  # the coroutine may have stopped waiting (asyncio.timeout)
-            self._asked.pop(answer, None)
-            self._changed.set()
+    def _begin(self, *request: Any) -> Future[Completion]:
+        index = next(self._numbers)
+        self._engine.add(index, *request)
+        self._turns[index] = Future()
+        return self._turns[index]
 
-    async def next_round(self) -> dict[asyncio.Future, Question]:
-        """Wait until a round may begin; return its requests, empty if all coroutines are done.
+    def run(self, function: RolloutFunction, episodes: Sequence[Episode]) -> None:
+        """Run a coroutine for each episode to its end.
 
         Raises:
-            Exception: raised by a coroutine.
+            Exception: raised by one of them, or by the engine.
         """
-        while not self._all.done():
-            if self._asked and len(self._asked) + self.ended == len(self.episodes):
-                break
-            self._changed.clear()
+        with (
+            progress_bar("rollout", "episode", len(episodes)) as bar,
+            closing(LoopThread("episodes")) as loop,
+        ):
+            running = {loop.submit(run_one(function, episode)) for episode in episodes}
+            for each in running:
+                # An idle engine waits for work.
+                each.add_done_callback(lambda _: self._work.put(lambda: None))
             try:
-                await asyncio.wait_for(self._changed.wait(), QUIET if self._asked else None)
-            except TimeoutError:
-                if self._asked:  # otherwise all requests were withdrawn
-                    break
-        else:
-            self._all.result()
-        questions, self._asked = self._asked, {}
-        return questions
+                while running:
+                    # Coroutines that can go on ask before the engine's next step.
+                    loop.submit(asyncio.sleep(0)).result()
+                    self._catch_up()
+                    if self._turns:
+                        for index, completion in self._engine.step():
+                            deliver(self._turns.pop(index), completion)
+                    for ended in [each for each in running if each.done()]:
+                        ended.result()
+                        running.remove(ended)
+                        bar.update()
+            finally:
+                self._engine.abort()
+
+    def _catch_up(self) -> None:
+        """Do what the coroutines have asked for; without a turn in progress, wait until they do."""
+        with suppress(Empty):
+            self._work.get(block=not self._turns)()
+            while True:
+                self._work.get(block=False)()
+
+
+async def run_one(function: RolloutFunction, episode: Episode) -> None:
+    """Run one coroutine; what would end the event loop becomes an error."""
+    try:
+        await function(episode)
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise RunError(f"rollout.function: raised {error!r}") from error
+
+
+def deliver(future: Future[Any], result: Any) -> None:
+    """Set a future's result, unless its coroutine has stopped waiting (asyncio.timeout)."""
+    if future.set_running_or_notify_cancel():
+        future.set_result(result)
 
 
 def run_episodes(
@@ -339,36 +357,12 @@ def run_episodes(
         changes: of `sampling`, for an evaluation.
 
     Raises:
-        RunError: an episode is empty, or does not await a turn that it requested.
+        RunError: an episode is empty.
         Exception: raised by a coroutine.
     """
     sampling = replace(sampling, **changes)
-    running, size = Conversations(function), sampling.num_generations
-    for prompt, seed in each_sample(prompts, seeds, size):
-        running.episodes.append(Episode(prompt, seed, sampling, chat, running.ask))
-    with (
-        ThreadPoolExecutor(1, thread_name_prefix="episodes") as thread,
-        progress_bar("rollout", "episode", len(running.episodes)) as bar,
-    ):
-        thread.submit(asyncio.run, running.run())
-        try:
-            loop = running.loop.result()
-            while True:
-                asked = asyncio.run_coroutine_threadsafe(running.next_round(), loop)
-                questions = asked.result()
-                if not questions:
-                    break
-                bar.update(running.ended - bar.n)
-                answers = list(questions)
-                for index, completion in engine.stream(*zip(*questions.values(), strict=True)):
-                    loop.call_soon_threadsafe(deliver, answers[index], completion)
-        finally:  # also if the engine fails, or on Ctrl-C
-            running.loop.result().call_soon_threadsafe(running.over.set)
-    completions = [episode.completion() for episode in running.episodes]
-    return in_groups(completions, size)
-
-
-def deliver(answer: asyncio.Future, completion: Completion) -> None:
-    """Hand a turn to its coroutine, unless it has stopped waiting."""
-    if not answer.done():
-        answer.set_result(completion)
+    running, size = Conversations(engine), sampling.num_generations
+    samples = each_sample(prompts, seeds, size)
+    episodes = [Episode(prompt, seed, sampling, chat, running) for prompt, seed in samples]
+    running.run(function, episodes)
+    return in_groups([episode.completion() for episode in episodes], size)

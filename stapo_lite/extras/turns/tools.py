@@ -3,35 +3,31 @@
 The chat template decides how each is written; vLLM's parsers read the calls back.
 """
 
-import asyncio
 import inspect
 import json
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers.utils import get_json_schema
 
 from stapo_lite.config import Prompting
 from stapo_lite.data.prompts import apply_template, conversation
-from stapo_lite.errors import InputError, explained, one_line
+from stapo_lite.errors import InputError, Terminated, explained, one_line
 from stapo_lite.types import Prompt
 
 Message = dict[str, Any]
 Schema = dict[str, Any]
 Tool = Callable[..., Any]
+Call = dict[str, Any]
+"""`name` and `arguments` of a function that the model wants called."""
 # It takes 5 ms, and each episode asks. Bounded, since an episode may define its own tools.
 schema_of = lru_cache(maxsize=64)(get_json_schema)
+FAILURES = (Exception, SystemExit, GeneratorExit)
+"""Also what code that the model wrote may raise."""
 CALL_ID = "call00000"  # Mistral's template wants nine letters and digits
-
-
-class ToolCall(NamedTuple):
-    """A function that the model wants called."""
-
-    name: str
-    arguments: dict[str, Any]
 
 
 def schemas_of(tools: Sequence[Tool]) -> list[Schema]:
@@ -49,40 +45,54 @@ def schemas_of(tools: Sequence[Tool]) -> list[Schema]:
     return schemas
 
 
-async def run_tool(tools: Sequence[Tool], call: ToolCall) -> str:
+async def run_tool(
+    tools: Sequence[Tool], in_main_thread: Callable[..., Awaitable[Any]], call: Call
+) -> str:
     """Run a tool and return its result as text, as JSON if it is not a string. An error becomes the
-    result, so that the model can react to it. Plain functions run in a thread."""
+    result, so that the model can react to it. Plain functions run in the main thread, one at a
+    time; coroutines run side by side."""
     functions = {tool.__name__: tool for tool in tools}
     try:
-        if call.name not in functions:
-            raise LookupError(f"there is no tool {call.name!r}, only {', '.join(functions)}")
-        result = await asyncio.to_thread(_run, functions[call.name], call.arguments)
-        if inspect.isawaitable(result):  # a coroutine's, made in the thread and run here
+        if call["name"] not in functions:
+            raise LookupError(f"there is no tool {call['name']!r}, only {', '.join(functions)}")
+        result = await in_main_thread(_run, functions[call["name"]], call["arguments"])
+        if inspect.isawaitable(result):  # a coroutine's
             result = await result
+        if isinstance(result, BaseException):
+            raise result
         if isinstance(result, str):
             return result
         return json.dumps(result, default=str, ensure_ascii=False)
-    except (Exception, SystemExit) as error:  # such as from code that the model wrote
+    except FAILURES as error:
         return f"error: {type(error).__name__}: {one_line(error)}"
 
 
 def _run(function: Tool, arguments: dict[str, Any]) -> Any:
+    """The result of a function, or what it raises."""
     try:
         return function(**arguments)
-    except StopIteration as error:  # which no Future can carry
-        raise RuntimeError("StopIteration") from error
+    except Terminated:
+        raise
+    except FAILURES as error:
+        return error
 
 
-def answer_of(call: ToolCall, result: str) -> Message:
+def answer_of(call: Call, result: str) -> Message:
     """The message that gives a tool's result to the model."""
-    return {"role": "tool", "name": call.name, "tool_call_id": CALL_ID, "content": result}
+    return {"role": "tool", "name": call["name"], "tool_call_id": CALL_ID, "content": result}
+
+
+def assistant(content: str, calls: Sequence[Call]) -> Message:
+    """A turn of the model's as a message."""
+    turn: Message = {"role": "assistant", "content": content}
+    if calls:
+        turn["tool_calls"] = [{"type": "function", "id": CALL_ID, "function": c} for c in calls]
+    return turn
 
 
 def calling(word: str) -> Message:
     """An assistant message that calls `look_up`."""
-    function = {"name": "look_up", "arguments": {"word": word}}
-    call = {"type": "function", "id": CALL_ID, "function": function}
-    return {"role": "assistant", "content": "", "tool_calls": [call]}
+    return assistant("", [{"name": "look_up", "arguments": {"word": word}}])
 
 
 def look_up(word: str) -> str:
@@ -126,9 +136,8 @@ class Chat:
         Raises:
             InputError: the template ends a turn in the middle differently than the last one.
         """
-        turn = {"role": "assistant", "content": self._marker}
-        if messages[0]["role"] == "tool":
-            turn = calling(self._marker)
+        answers = messages[0]["role"] == "tool"
+        turn = calling(self._marker) if answers else assistant(self._marker, [])
         whole = self._text([turn, *messages], tools, add_generation_prompt=True)
         _, found, after = whole.rpartition(self._marker)[2].partition(self.end)
         if not found:
@@ -142,15 +151,15 @@ class Chat:
         Raises:
             InputError: the chat template has none.
         """
-        turn = {"role": "assistant", "content": self._marker}
-        after = self._text([turn], []).rpartition(self._marker)[2].lstrip()
+        after = self._text([assistant(self._marker, [])], []).rpartition(self._marker)[2].lstrip()
         ids = self.tokenizer(after, add_special_tokens=False).input_ids
         if not ids or ids[0] not in self.tokenizer.added_tokens_decoder:
             raise InputError("chat: the model's chat template ends no turn with a special token")
         return self.tokenizer.decode(ids[0])
 
-    def calls(self, text: str, tools: Sequence[Schema]) -> list[ToolCall]:
-        """Parse the tool calls in a turn, ignoring thoughts; empty if they cannot be parsed.
+    def calls(self, text: str, tools: Sequence[Schema]) -> tuple[str, list[Call]]:
+        """Parse a turn, ignoring thoughts: the text before its tool calls, and these; none if they
+        cannot be parsed.
 
         Args:
             text: the turn with its special tokens, except the one that ends it.
@@ -159,7 +168,7 @@ class Chat:
         try:
             return self._parse(parser, text, tools)
         except Exception:  # such as for arguments that are not JSON
-            return []
+            return "", []
 
     @cached_property
     def _parser(self) -> Any:
@@ -180,14 +189,14 @@ class Chat:
         for name in sorted(names, key=lambda name: name != "hermes"):  # the most common one first
             try:
                 parser = ToolParserManager.get_tool_parser(name)
-                calls = self._parse(parser, written, tools)
+                _, calls = self._parse(parser, written, tools)
             except Exception:  # such as from a parser whose tokens or packages are missing
                 continue
-            if calls == [ToolCall("look_up", {"word": "it"})]:
+            if calls == [{"name": "look_up", "arguments": {"word": "it"}}]:
                 return parser
         raise InputError("tools: vLLM cannot read the calls of the model's chat template")
 
-    def _parse(self, parser: Any, text: str, tools: Sequence[Schema]) -> list[ToolCall]:
+    def _parse(self, parser: Any, text: str, tools: Sequence[Schema]) -> tuple[str, list[Call]]:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
         key = (parser, json.dumps(tools))
@@ -197,7 +206,9 @@ class Chat:
         reader, request = self._readers[key]
         found = reader.extract_tool_calls(text.rpartition("</think>")[2], request)
         calls = [call.function for call in found.tool_calls]
-        return [ToolCall(call.name, json.loads(call.arguments)) for call in calls]
+        return (found.content or "").strip(), [
+            {"name": call.name, "arguments": json.loads(call.arguments)} for call in calls
+        ]
 
     def _text(self, turns: list[Message], tools: Sequence[Schema], **options: Any) -> str:
         """Render a conversation that begins with a user message."""
