@@ -639,9 +639,6 @@ class EvalConfig(Preset):
     """As in a run."""
     seed: int = Field(0, ge=0, lt=2**31)
     """A sample's seed follows from it, the problem and the sample's number."""
-    verifier_server: str | None = None
-    """Address of a vLLM server, such as http://127.0.0.1:8000, whose model reads the answers that
-    the rules reject (docs/evaluation.md#a-second-judge)."""
     data: EvalPrompting = EvalPrompting()
     rollout: EvalEngine = EvalEngine()
 

@@ -2,20 +2,16 @@
 
 import importlib
 import itertools
-import json
 import shutil
-import subprocess
-import sys
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from helpers import VLLM, changed, command, write_yaml
-from hub import Hub
+from helpers import changed, command, write_yaml
 
 from stapo_lite.config import load_eval_config
-from stapo_lite.errors import InputError, RunError
-from stapo_lite.extras.evaluation import samples, verifier
+from stapo_lite.errors import InputError
+from stapo_lite.extras.evaluation import samples
 from stapo_lite.extras.evaluation.samples import Task, draw, grade, sample_line
 from stapo_lite.extras.math.grading import MathGrader
 from stapo_lite.extras.transformers_engine import TransformersEngine
@@ -172,76 +168,3 @@ def test_a_sample_and_its_verdict(prompt, response, truncated, correct, answered
     assert (index, line) == (0, expected)
     (judged,) = grade([task], {7: line})
     assert (judged["correct"], judged["answer"] is not None) == (correct, answered)
-
-
-class Server(Hub):
-    """An OpenAI-compatible server whose model accepts answers of 7; broken at first."""
-
-    def __init__(self):
-        self.asked, self.broken = [], True
-        super().__init__()
-
-    def answer(self, method, path, body, role):
-        if self.broken:
-            return 400, {"error": {"message": "out of order"}}
-        if path == "/v1/models":
-            return 200, {"object": "list", "data": [{"id": "judge", "object": "model"}]}
-        assert path == "/v1/chat/completions"
-        self.asked.append(json.loads(body))
-        (message,) = self.asked[-1]["messages"]
-        letter = "A" if "it is 7\n" in message["content"] else "B"
-        message = {"role": "assistant", "content": letter}
-        return 200, {"choices": [{"index": 0, "message": message, "finish_reason": "length"}]}
-
-
-def test_a_verifier_judges_the_answers_that_the_rules_reject(run, tmp_path):
-    server, path = Server(), tmp_path / "eval" / "samples-0.jsonl"
-    url = server.url
-    with pytest.raises(RunError, match=rf"verifier_server={url} fails .*out of order.*go on with"):
-        run(verifier_server=url)
-    responses = ["it is 0", "so " * 5000 + "it is 7", "it is 8", "none", *["it is 1"] * 4]
-    lines = zip(read_lines(path), [*responses, *["none"] * 4], strict=True)
-    write_lines(path, [line | {"response": r, "truncated": False} for line, r in lines])
-    server.broken = False
-    results = run(verifier_server=url)
-    server.close()
-    scores, other = results["benchmarks"].values()
-    assert (scores["avg"], scores["verified"], scores["asked"]) == (5 / 8, 6 / 8, 2)
-    assert (other["verified"], other["asked"]) == (0, 0)
-    assert (results["verifier"], results["average"]["verified"]) == ("judge", 3 / 8)
-    verdicts = read_lines(tmp_path / "eval" / "verdicts.jsonl")
-    assert [v.get("accepted_by_verifier") for v in verdicts] == [None, True, False, *[None] * 9]
-    request = max(server.asked, key=lambda request: len(str(request)))
-    names = {"problem": "say one", "gold": "0", "response": responses[1][-verifier.RESPONSE_END :]}
-    content = verifier.INSTRUCTION.format(**names)
-    assert request["messages"] == [{"role": "user", "content": content}]
-    assert (request["model"], request["temperature"], request["max_tokens"]) == ("judge", 0, 1)
-
-
-@pytest.mark.slow
-def test_vllm_with_an_adapter_continues_an_evaluation(config, make_policy, tmp_path):
-    pytest.importorskip("vllm", reason="vLLM is not installed")
-    rollout = VLLM | {"num_samples": 40, "max_completion_length": 8, "max_num_seqs": 4}
-    make_policy(scale=0.5).save_adapter(tmp_path / "adapter")
-    path = config(adapter=str(tmp_path / "adapter"), rollout=rollout, limit=1)
-    arguments = [sys.executable, "-m", "stapo_lite", "evaluate", str(path)]
-    subprocess.run(arguments, check=True, capture_output=True)
-    whole, file = drawn(tmp_path / "eval"), tmp_path / "eval" / "samples-0.jsonl"
-    write_lines(file, read_lines(file)[:10])
-    subprocess.run(arguments, check=True, capture_output=True)
-    assert len(whole) == 80
-    assert drawn(tmp_path / "eval") == whole
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("left", [12, 1])  # also fewer than processes
-def test_two_processes_share_the_samples(run, config, finished, tmp_path, left):
-    run()
-    file = tmp_path / "eval" / "samples-0.jsonl"
-    write_lines(file, read_lines(file)[left:])
-    launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
-    launch = [sys.executable, "-m", *launcher, "stapo_lite", "evaluate", str(config())]
-    subprocess.run(launch, check=True, capture_output=True)
-    assert drawn(tmp_path / "eval") == drawn(finished / "eval")
-    counts = [len(read_lines(path)) for path in sorted((tmp_path / "eval").glob("samples-*.jsonl"))]
-    assert counts == ([6, 6] if left == 12 else [12, 0])

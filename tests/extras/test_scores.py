@@ -11,14 +11,12 @@ from stapo_lite.extras.evaluation.scores import average_scores, majority, pass_a
 
 
 def samples(pattern, problem="0", benchmark="b"):
-    """`+`: right; `-`: no answer; others are wrong, but the verifier accepts `y`, rejects `n`."""
+    """`+`: right; `-`: no answer; others are wrong."""
     made = []
     for number, mark in enumerate(pattern):
         sample = {"benchmark": benchmark, "id": problem, "tokens": 10, "truncated": mark == "-"}
         sample["correct"] = mark == "+"  # right answers are spelled in several ways
         sample["answer"] = {"+": str(number), "-": None}.get(mark, mark)
-        if mark in "yn":
-            sample["accepted_by_verifier"] = mark == "y"
         made.append(sample)
     return made
 
@@ -75,14 +73,6 @@ def test_scores_of_a_benchmark():
     assert results["average"] == {name: scores[name] for name in ("avg", "low", "high")}
 
 
-def test_answers_that_only_the_verifier_accepts_are_kept_apart():
-    results = evaluation(a=["+-yn"], b=["++", "aa"])
-    a, b = results["benchmarks"].values()
-    assert (a["avg"], a["verified"], a["asked"]) == (0.25, 0.5, 2)
-    assert (b["avg"], b["verified"], b["asked"]) == (0.5, 0.5, 0)
-    assert (results["average"]["avg"], results["average"]["verified"]) == (0.375, 0.5)
-
-
 def test_intervals_are_those_of_the_normal_approximation():
     rng = random.Random(0)
     values = [rng.random() for _ in range(400)]
@@ -113,9 +103,3 @@ def test_tables_are_in_per_cent():
         ["aime", "75.0", "100.0", ""],
         ["amc", "50.0", "50.0", "50.0"],
     ]
-
-
-def test_the_table_shows_what_the_verifier_accepted():
-    rows = cells(results_table(evaluation(a=["+yn"], b=["+"])))
-    assert rows[0][-2:] == ["with verifier", "asked"]
-    assert [row[-2:] for row in rows[1:]] == [["66.7", "2"], ["100.0", "0"], ["83.3", ""]]

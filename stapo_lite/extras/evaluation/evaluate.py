@@ -30,7 +30,6 @@ from stapo_lite.extras.evaluation.samples import (
     sample_line,
 )
 from stapo_lite.extras.evaluation.scores import summarise
-from stapo_lite.extras.evaluation.verifier import verify
 from stapo_lite.extras.transformers_engine import TransformersEngine
 from stapo_lite.files import (
     append_lines,
@@ -46,7 +45,7 @@ from stapo_lite.rollout.engine import Decoding, RolloutEngine, RolloutSettings
 from stapo_lite.rollout.make import check_options, resolve_engine
 from stapo_lite.rollout.vllm_options import vllm_version
 
-VERDICT = ("benchmark", "id", "sample", "gold", "answer", "correct", "accepted_by_verifier")
+VERDICT = ("benchmark", "id", "sample", "gold", "answer", "correct")
 """What `verdicts.jsonl` says of a sample."""
 
 
@@ -59,7 +58,7 @@ def evaluate(config: EvalConfig) -> dict[str, Any] | None:
         InputError: something in the config, the benchmarks, the model or the adapter cannot be
             used; `output_dir` holds another evaluation, or anything else; another process is
             writing to it.
-        RunError: the disk is full, or the verifier's server fails.
+        RunError: the disk is full.
     """
     # Processes may finish sampling hours apart.
     state = PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=7))
@@ -169,11 +168,7 @@ def draw_samples(
 
 
 def finish(config: EvalConfig, engine_name: str, tasks: Sequence[Task]) -> dict[str, Any]:
-    """Judge the samples in the folder, which has all of them; write and return the results.
-
-    Raises:
-        RunError: the verifier's server fails.
-    """
+    """Judge the samples in the folder, which has all of them; write and return the results."""
     folder, samples = Path(config.output_dir), grade(tasks, read_samples(config))
     packages = ("stapo-lite", "math-verify", "transformers", "torch")
     versions = {name: version(name) for name in packages}
@@ -182,10 +177,8 @@ def finish(config: EvalConfig, engine_name: str, tasks: Sequence[Task]) -> dict[
     results = config.model_dump(include={"model", "adapter", "decoding", "seed"})
     results |= config.rollout.model_dump(include={"temperature", "top_p", "max_completion_length"})
     results |= {"engine": engine_name, "versions": versions}
-    if config.verifier_server:
-        results["verifier"] = verify(samples, config.verifier_server)
     results |= summarise(samples)
-    verdicts = [{key: s[key] for key in VERDICT if key in s} for s in samples]
+    verdicts = [{key: sample[key] for key in VERDICT} for sample in samples]
     write_lines(folder / "verdicts.jsonl", verdicts)
     write_text(folder / "results.json", json.dumps(results, indent=1))
     write_text(folder / "results.md", results_page(results))

@@ -19,7 +19,6 @@ COLUMNS = {
     "cut off": "{truncated:.1%}",
     "no answer": "{no_answer:.1%}",
 }
-WITH_VERIFIER = {"with verifier": "{verified:.1%}", "asked": "{asked}"}
 
 
 def results_page(results: dict[str, Any]) -> str:
@@ -36,11 +35,9 @@ def results_page(results: dict[str, Any]) -> str:
 
 def results_table(results: dict[str, Any]) -> str:
     """The scores of each benchmark, and their average."""
-    average = results["average"]
-    columns = COLUMNS | (WITH_VERIFIER if "verified" in average else {})
-    rows = [["benchmark", *columns]]
-    for name, scores in (results["benchmarks"] | {"average": average}).items():
-        rows.append([name, *(cell(form, scores) for form in columns.values())])
+    rows = [["benchmark", *COLUMNS]]
+    for name, scores in (results["benchmarks"] | {"average": results["average"]}).items():
+        rows.append([name, *(cell(form, scores) for form in COLUMNS.values())])
     return markdown(rows)
 
 

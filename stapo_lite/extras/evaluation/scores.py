@@ -20,15 +20,13 @@ def summarise(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     (`rates`).
 
     Args:
-        samples: as `samples.grade` returns them; some may have `accepted_by_verifier`.
+        samples: as `samples.grade` returns them.
     """
     table, benchmarks, rates = DataFrame(samples), {}, {}
     for name, own in table.groupby("benchmark", sort=False):
         benchmarks[name] = benchmark_scores(own)
         rates[name] = own.groupby("id", sort=False)["correct"].mean().to_dict()
     average = average_scores([list(shares.values()) for shares in rates.values()])
-    if "accepted_by_verifier" in table:
-        average["verified"] = DataFrame(benchmarks).loc["verified"].mean()
     return {"benchmarks": benchmarks, "average": average, "rates": rates}
 
 
@@ -37,15 +35,13 @@ def benchmark_scores(samples: DataFrame) -> dict[str, Any]:
 
     Returns:
         `avg`, its 95 % interval `low` and `high`, `maj`, `pass` by k = 1, 2, 4, ... and N, mean
-        `length` in tokens, `truncated` and `no_answer` as shares, `samples` N, `problems`; if a
-        verifier was asked, also `verified` (avg with the answers that it accepted) and `asked`, the
-        number of answers that it judged.
+        `length` in tokens, `truncated` and `no_answer` as shares, `samples` N, `problems`.
     """
     problems = samples.groupby("id", sort=False)
     right = problems["correct"].sum()
     n = len(samples) // len(right)
     powers = sorted({n, *(2**i for i in range(n.bit_length()))})
-    scores = {
+    return {
         "problems": len(right),
         "samples": n,
         **average_scores([list(right / n)]),
@@ -55,11 +51,6 @@ def benchmark_scores(samples: DataFrame) -> dict[str, Any]:
         "truncated": samples["truncated"].mean(),
         "no_answer": samples["answer"].isna().mean(),
     }
-    if "accepted_by_verifier" in samples:
-        asked = samples["accepted_by_verifier"].dropna()
-        scores["verified"] = scores["avg"] + asked.sum() / len(samples)
-        scores["asked"] = len(asked)
-    return scores
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
