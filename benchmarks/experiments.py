@@ -52,7 +52,6 @@ METHODS = {
     "full": ["algorithm=stapo", "objective.s2t.preset=full"],
     "high-entropy": ["algorithm=stapo", "objective.s2t.preset=high-entropy"],
     "random": ["algorithm=stapo", "objective.s2t.preset=random"],
-    "window": ["algorithm=stapo", "objective.s2t.window=16"],
     # What STAPO silences, amplified while entropy is below that of the untrained policy.
     "stare": ["algorithm=stare", "objective.stare.target_entropy=0.5"],
     "cispo": ["algorithm=cispo"],
@@ -85,7 +84,7 @@ class Study(NamedTuple):
 
 
 COUNTDOWN = Study(
-    ("justrl", "stapo", "window", "full", "random", "stare", "grpo", "20-entropy", "cispo", "dppo"),
+    ("justrl", "stapo", "full", "random", "stare", "grpo", "20-entropy", "cispo", "dppo"),
     task=countdown,
     config="countdown.yaml",
     held_out_steps=200,
@@ -193,7 +192,7 @@ def answer(
     seeds = [derived_seed(salt, number) for number in range(len(prompts))]
     answers = dict(run.engine.stream(prompts, seeds, [decoding] * len(prompts)))
     completions = [answers[number] for number in range(len(prompts))]
-    decode_and_score(completions, run.tokenizer, run.rewards, seed=0, step=run.progress.step + 1)
+    decode_and_score(run, completions, seed=0, step=run.progress.step + 1)
     return completions
 
 

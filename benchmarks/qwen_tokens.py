@@ -2,11 +2,13 @@
 of the gradient, and what one of them does to the rest of an answer.
 
     python benchmarks/qwen_tokens.py MODEL --data gsm8k_train.jsonl math_train.jsonl
-    [--problems 160] [--folder runs/qwen_tokens] [--results benchmarks/results/qwen_tokens]
+    [--problems 32] [--short 64] [--folder runs/qwen_tokens]
+    [--results benchmarks/results/qwen_tokens]
 
 Two hours on two CPU cores; the same command continues where it was stopped. No training:
 everything is measured on the model as it is, as in a run's first step. Each file has the columns
-`problem` and `answer`; the problems are drawn at random, the same number from each file.
+`problem` and `answer`. The same number of problems is drawn from each file: some from all, some
+from its shortest tenth, which a small model solves more often.
 
 1. The model samples 8 completions of each problem at temperature 1, the reward `math` grades them,
    and the trainer measures each token's log-probability, entropy and collision probability.
@@ -84,21 +86,23 @@ def make_config(given: argparse.Namespace) -> Config:
     )
 
 
-def load_problems(sources: Sequence[str], number: int) -> list[dict[str, Any]]:
-    """The same number of problems of each source, in turn."""
-    each = -(-number // len(sources))
-    drawn = []
-    for source in sources:
-        rows = read_jsonl(Path(source))
-        drawn.append(random.Random(0).sample(rows, each))
-    return list(chain.from_iterable(zip(*drawn, strict=True)))[:number]
+def load_problems(sources: Sequence[str], number: int, short: int) -> list[dict[str, Any]]:
+    """Problems of each source in turn, then short ones."""
+    drawn: list[dict[str, Any]] = []
+    files = [read_jsonl(Path(source)) for source in sources]
+    shortest = [sorted(rows, key=lambda row: len(row["problem"])) for rows in files]
+    tenths = [rows[: max(short, len(rows) // 10)] for rows in shortest]
+    for parts, wanted in (files, number), (tenths, short):
+        chosen = [random.Random(0).sample(rows, wanted // len(sources)) for rows in parts]
+        drawn += chain.from_iterable(zip(*chosen, strict=True))
+    return drawn
 
 
 def open_setup(given: argparse.Namespace) -> Setup:
     """Load the model twice: for vLLM and for the trainer."""
     config = make_config(given)
     prompts, tokenizer, stops = load_prompts(
-        config, load_problems(given.data, given.problems), print
+        config, load_problems(given.data, given.problems, given.short), print
     )
     engine = start_vllm(config, rollout_settings(config, stops), None)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -235,7 +239,8 @@ def main() -> None:
     )
     parser.add_argument("model", help="folder, or name on the Hub")
     parser.add_argument("--data", nargs="+", required=True, help=".jsonl files")
-    parser.add_argument("--problems", type=int, default=96)
+    parser.add_argument("--problems", type=int, default=32)
+    parser.add_argument("--short", type=int, default=64, help="short problems")
     parser.add_argument("--places", type=int, default=48, help="of each kind, to continue from")
     parser.add_argument("--longest", type=int, default=768, help="tokens of the longest completion")
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")

@@ -20,6 +20,7 @@ from stapo_lite.errors import InputError, RunError, explained, one_line
 from stapo_lite.extras.audit.diagnostics import Diagnostics
 from stapo_lite.extras.audit.report import Report
 from stapo_lite.extras.audit.token_log import TokenLog
+from stapo_lite.extras.environment import source_digest
 from stapo_lite.extras.evaluation.contamination import find_contaminated
 from stapo_lite.extras.evaluation.periodic import PeriodicEvaluation
 from stapo_lite.extras.math.grading import MathGrader
@@ -32,8 +33,9 @@ from stapo_lite.extras.teacher import AdapterTeacher, ServerTeacher
 from stapo_lite.extras.trackers import Trackers
 from stapo_lite.extras.transformers_engine import TransformersEngine
 from stapo_lite.extras.turns.episodes import RolloutFunction, find_function, run_episodes
+from stapo_lite.extras.turns.frequencies import ToolFrequencies
 from stapo_lite.extras.turns.tools import Chat
-from stapo_lite.files import check_new, lock, write_text
+from stapo_lite.files import check_new, lock, read_object, write_text
 from stapo_lite.model.loading import (
     find_adapter,
     find_start,
@@ -228,6 +230,7 @@ def build(
     engine, base = open_engine(inputs, accelerator, closing)
     learner = open_learner(inputs, base, newest, accelerator, closing)
     environment = lifecycle.environment(inputs.engine, accelerator.num_processes)
+    environment["reward_source"] = source_digest(config.reward.functions, python.reward_funcs)
     if config.rollout.self_check:
         gap = check_engine(engine, learner, inputs.prompts)
         environment["self_check"] = f"{gap:.1e} nats between engine and trainer"
@@ -265,7 +268,9 @@ def make_callbacks(inputs: Inputs, accelerator: Accelerator) -> list[Callback]:
         callbacks.append(AdapterTeacher(weight, inputs.teacher))
     if url := config.objective.teacher_server:
         callbacks.append(ServerTeacher(weight, url, api_key()))
-    # After a teacher, whose metric is logged, too.
+    if inputs.rollout_func is not None:
+        callbacks.append(ToolFrequencies())
+    # After those whose metrics are logged, too.
     callbacks += [Diagnostics(), RunLog(), Symptoms(config.stop_on)]
     if config.evaluation.steps:
         callbacks.append(PeriodicEvaluation(config, inputs.tokenizer))
@@ -366,8 +371,12 @@ def open_folder(
     if accelerator.is_main_process:
         with lifecycle.full_disk_is_a_run_error(folder):
             drop_later_lines(folder, step)
+            path = folder / ENVIRONMENT_FILE
+            before = read_object(path) if path.exists() else environment
+            if before.get("reward_source") != environment["reward_source"]:
+                logger.warning("the source of a reward function has changed since the run began")
             # First, since it marks a run's folder.
-            write_text(folder / ENVIRONMENT_FILE, json.dumps(environment, indent=1))
+            write_text(path, json.dumps(environment, indent=1))
             write_text(folder / "config.yaml", to_yaml(config, given=True))
             if step < config.train.max_steps:  # left by an earlier end of this run
                 shutil.rmtree(folder / "adapter", ignore_errors=True)

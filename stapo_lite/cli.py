@@ -6,7 +6,6 @@ Slow imports are inside the functions, so that --help and usage errors respond a
 import sys
 from io import TextIOWrapper
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option, Typer
@@ -214,36 +213,12 @@ def quickstart_command(overrides: Overrides, resume: Resume = False) -> None:
 
 
 @app.command("env")
-def env_command(
-    model: Annotated[
-        str | None, Option(help="folder or Hub name: load it, and compare vLLM with the trainer")
-    ] = None,
-) -> None:
-    """Print versions and hardware for a bug report, and whether a model works here."""
+def env_command() -> None:
+    """Print versions and hardware for a bug report."""
     from stapo_lite.extras.environment import describe_environment
 
     for line in describe_environment():
         print(line)
-    if model is not None:
-        print(f"{model}: {_self_check(model)}")
-
-
-def _self_check(model: str) -> str:
-    """Measure the difference between engine and trainer, as a run does before its first step."""
-    from stapo_lite.assemble import open_run
-    from stapo_lite.config import load_config
-
-    with TemporaryDirectory() as folder:
-        keys = {
-            "model": model,
-            "output_dir": f"{folder}/run",
-            "target_modules": "all-linear",
-            "max_prompt_length": 512,
-            "apply_chat_template": False,
-            "system_prompt": None,
-        }
-        with open_run(load_config("configs/quickstart.yaml", keys)) as run:
-            return run.environment["self_check"]
 
 
 def main(command: str | None = None) -> None:

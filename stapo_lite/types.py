@@ -55,6 +55,10 @@ class Completion:
     truncated: bool
     adapter_version: int
     text: str = ""
+    """As rewards see it."""
+    whole_text: str = ""
+    """As graders see it: with special tokens, and with a `<think>` that the prompt opened, so that
+    they can skip the thinking."""
     reward: float | None = None
     """None if every reward function abstained."""
     scores: dict[str, float] = field(default_factory=dict)
@@ -72,12 +76,6 @@ class Completion:
     def written(self) -> int:
         """Tokens that the model wrote."""
         return len(self.token_ids) if self.loss_mask is None else sum(self.loss_mask)
-
-    @property
-    def whole_text(self) -> str:
-        """The text including a `<think>` that the prompt opened, so that graders can skip the
-        thinking."""
-        return f"<think>{self.text}" if self.prompt.opens_thinking else self.text
 
 
 @dataclass
@@ -124,9 +122,6 @@ class Masks(NamedTuple):
     """[N]; 0 for tokens that were not measured."""
     tau_h: float | None
     """None if its population is empty, or without S2T."""
-    population: Tensor
-    """[M] fp32: this mini-batch's entropies, from all processes, that tau_h is a quantile of
-    (together with earlier ones if S2T has a `window`); empty without S2T."""
 
 
 class Gradient(NamedTuple):

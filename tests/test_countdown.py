@@ -68,9 +68,9 @@ def test_the_report_by_hand(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_a_run_of_the_study(experiment, tmp_path):
-    command = ["experiments.py", "countdown", "--only", "window", "--seeds", "3"]
+    command = ["experiments.py", "countdown", "--only", "full", "--seeds", "3"]
     experiment(*command, model=FOLDER, prompt=10, completion=66)
-    rows = study_csv.read_rows(tmp_path / "out/countdown/window.csv")
+    rows = study_csv.read_rows(tmp_path / "out/countdown/full.csv")
     assert [row["step"] for row in rows] == ["0", "1", "2"]
     assert 0 < float(rows[0]["held_out_wrong_sums"]) < 0.1
     assert 0.2 < float(rows[0]["held_out_reward"]) < 0.8

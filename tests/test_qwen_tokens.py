@@ -137,7 +137,16 @@ def test_a_toy_measurement_that_was_stopped_goes_on(tiny_model, tmp_path):
     rows = [{"problem": f"What is {i} + 1?", "answer": str(i + 1)} for i in range(2)]
     write_lines(tmp_path / "rows.jsonl", rows)
     command = [sys.executable, "benchmarks/qwen_tokens.py", str(tiny_model)]
-    command += ["--data", str(tmp_path / "rows.jsonl"), "--problems", "2", "--longest", "6"]
+    command += [
+        "--data",
+        str(tmp_path / "rows.jsonl"),
+        "--problems",
+        "2",
+        "--short",
+        "0",
+        "--longest",
+        "6",
+    ]
     command += ["--cache", "64", "--folder", str(tmp_path / "run"), "--dtype", "float32"]
     for _ in range(2):
         done = subprocess.run(

@@ -5,8 +5,7 @@ Every threshold is one number for the mini-batch on all processes. Scores are ga
 thresholds: a mean of per-process thresholds would depend on which process got which completions.
 """
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -32,7 +31,6 @@ def find_masks(
     batch: MiniBatch,
     objective: Objective,
     gather: Collective,
-    recent: Sequence[Sequence[float]] = (),
 ) -> Masks:
     """Find the masks of this process's share of a mini-batch.
 
@@ -40,12 +38,11 @@ def find_masks(
 
     Args:
         statistics: [N] each, of the policy that decides.
-        recent: candidates' entropies from earlier mini-batches, which also count for tau_h.
     """
     entropy = statistics.entropy
-    silenced, tau_h, population = torch.zeros_like(batch.loss_mask), None, entropy[:0]
+    silenced, tau_h = torch.zeros_like(batch.loss_mask), None
     if objective.s2t.enabled:
-        silenced, tau_h, population = silence(statistics, batch, objective.s2t, gather, recent)
+        silenced, tau_h = silence(statistics, batch, objective.s2t, gather)
     keep = batch.loss_mask & ~silenced
     if objective.top_entropy_quantile < 1:
         every = gather(entropy[batch.loss_mask])
@@ -54,39 +51,28 @@ def find_masks(
     amplification = torch.ones_like(batch.advantages)
     if objective.stare.enabled:
         amplification = amplify(statistics, batch, objective.stare, gather)
-    return Masks(keep, silenced, amplification, statistics, tau_h, population)
+    return Masks(keep, silenced, amplification, statistics, tau_h)
 
 
 def silence(
-    statistics: TokenStatistics,
-    batch: MiniBatch,
-    s2t: S2T,
-    gather: Collective,
-    recent: Sequence[Sequence[float]],
-) -> tuple[Tensor, float | None, Tensor]:
-    """Find the tokens that S2T takes out of the loss.
-
-    Returns:
-        Their mask, [N] bool; tau_h; and the entropies of all processes that it is a quantile of,
-        without the recent ones, [M] fp32.
-    """
+    statistics: TokenStatistics, batch: MiniBatch, s2t: S2T, gather: Collective
+) -> tuple[Tensor, float | None]:
+    """Find the tokens that S2T takes out of the loss: their mask, [N] bool, and tau_h."""
     entropy = statistics.entropy
     candidates = candidate_mask(statistics.logprobs, batch.advantages, s2t.tau_p)
     candidates &= batch.loss_mask
     population = candidates if s2t.population == "candidates" else batch.loss_mask
-    entropies = gather(entropy[population])
-    earlier = entropies.new_tensor(list(itertools.chain(*recent)))
-    tau_h = linear_quantile(torch.cat([entropies, earlier]), s2t.quantile)
+    tau_h = linear_quantile(gather(entropy[population]), s2t.quantile)
     if s2t.silence == "low-entropy":
-        return spurious_mask(candidates, entropy, tau_h), tau_h, entropies
+        return spurious_mask(candidates, entropy, tau_h), tau_h
     if s2t.silence == "all":
-        return candidates, tau_h, entropies
+        return candidates, tau_h
     score = -entropy  # the paper's ablations replace the entropy by another score
     if s2t.silence == "random":
         versions = [completion.adapter_version for completion in batch.completions]
         score = batch.random_scores(versions)
     threshold = linear_quantile(gather(score[population]), s2t.quantile)
-    return spurious_mask(candidates, score, threshold), tau_h, entropies
+    return spurious_mask(candidates, score, threshold), tau_h
 
 
 def amplify(

@@ -121,8 +121,9 @@ class Data(Prompting):
     """Prompts."""
 
     source: UserPath
-    """A `.jsonl` or `.parquet` file, a dataset on the Hub, or `package.module:function`, which
-    returns the same dictionaries at each call."""
+    """A file (`.jsonl`, `.jsonl.gz`, `.json`, `.csv`, `.parquet`), a folder of `save_to_disk`, a
+    dataset on the Hub, or `package.module:function`, which returns the same dictionaries at each
+    call."""
     subset: str | None = None
     """Name of a Hub dataset's configuration."""
     split: str = "train"
@@ -130,7 +131,7 @@ class Data(Prompting):
     prompt_column: str = "prompt"
     """Column of texts, or of lists of `{role, content}` messages."""
     answer_column: str = "answer"
-    """Column of the reference answers for `math`."""
+    """Column of the reference answers for `math`; `a.b` is key `b` of column `a`."""
     drop_contaminated: list[str] | Literal[False] = False
     """Leave out rows that hold at least 60 % of the word 8-grams of a problem of these benchmarks:
     a list as in an evaluation (below), or `[all]` for its six."""
@@ -208,6 +209,9 @@ class Rollout(Engine):
     """Completions per prompt (G)."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature, also of the distribution that is trained."""
+    skip_special_tokens: bool | None = None
+    """Leave special tokens out of the text that rewards see, as TRL does. By default unless tags of
+    thoughts or tool calls are special tokens of the tokenizer's. `math` sees them all."""
     dynamic_sampling: bool = False
     """Replace groups whose rewards are all equal (DAPO)."""
     max_sampling_rounds: PositiveInt = 10
@@ -259,9 +263,6 @@ class S2T(Section):
     """tau_h is this quantile of the entropy over `population`."""
     population: Literal["candidates", "all"] = "candidates"
     """The candidates (revised paper), or all tokens of the mini-batch (first version)."""
-    window: NonNegativeInt = 0
-    """Take tau_h over the candidates of so many mini-batches before this one, too
-    (docs/deviations.md)."""
     silence: Literal["low-entropy", "high-entropy", "random", "all"] = "low-entropy"
     """Candidates to silence: those below tau_h, as many of highest entropy, as many at random, or
     all."""
@@ -427,8 +428,8 @@ class Evaluation(Section):
     benchmarks: list[str] | None = None
     """As in an evaluation (below); by default aime24, aime25 and amc23, or none with a `source`."""
     best: str | None = None
-    """Keep the best adapter in `best/`: by `reward` (of `source`), `average`, or a benchmark's
-    name."""
+    """Keep the best adapter in `best/`: by `reward` or `reward/FUNCTION` (of `source`), `average`,
+    or a benchmark's name."""
     num_samples: PositiveInt | None = None
     """Samples per problem; by default what each benchmark asks for, and one per row of `source`."""
     temperature: PositiveFloat = 1.0
@@ -510,31 +511,20 @@ class Config(Preset):
 
     def conflicts(self) -> Conflicts:
         return [
-            *self._objective_conflicts(),
             *self._reward_conflicts(),
             *self._size_conflicts(),
             *self._engine_conflicts(),
-        ]
-
-    def _objective_conflicts(self) -> Conflicts:
-        objective, s2t = self.objective, self.objective.s2t
-        return [
-            (
-                s2t.window and (s2t.population, s2t.silence) != ("candidates", "low-entropy"),
-                f"objective.s2t.window={s2t.window} remembers entropies of candidates: set "
-                "population=candidates and silence=low-entropy, or leave it out",
-            ),
-            (
-                objective.teacher_server and self.rollout.temperature != 1,
-                f"rollout.temperature={self.rollout.temperature}: a server scores at a temperature "
-                "of 1; set it to 1",
-            ),
         ]
 
     def _reward_conflicts(self) -> Conflicts:
         reward, rollout, evaluation = self.reward, self.rollout, self.evaluation
         by_mean = self.objective.scale_rewards == "mean"
         return [
+            (
+                self.objective.teacher_server and rollout.temperature != 1,
+                f"rollout.temperature={rollout.temperature}: a server scores at a temperature of "
+                "1; set it to 1",
+            ),
             (
                 not reward.functions and not self.objective.distills,
                 "reward.functions=[]: give one, or a teacher (objective.teacher_adapter or "

@@ -1,16 +1,26 @@
 """Prompts: read, rendered with the chat template, and checked."""
 
+import logging
 import math
 import pkgutil
+import re
 import reprlib
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from stapo_lite.config import Data, Prompting
 from stapo_lite.errors import InputError, explained
 from stapo_lite.files import read_jsonl
-from stapo_lite.types import Prompt
+from stapo_lite.types import Completion, Prompt
+
+logger = logging.getLogger(__name__)
+
+LOADERS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".gz": "json"}
+"""Of `datasets`, by the end of a file's name."""
+TAGS = {"<think>", "</think>", "<tool_call>", "</tool_call>"}
 
 
 def load_rows(data: Data, key: str = "data.source") -> Sequence[dict[str, Any]]:
@@ -25,10 +35,10 @@ def load_rows(data: Data, key: str = "data.source") -> Sequence[dict[str, Any]]:
     """
     where = f"{key}={data.source}"
     suffix = Path(data.source).suffix.lower()
-    if suffix in (".jsonl", ".parquet") and not Path(data.source).is_file():
+    if suffix in (".jsonl", *LOADERS) and not Path(data.source).is_file():
         raise InputError(f"{where}: no such file")
     kinds = (
-        "neither a readable .jsonl or .parquet file, nor a dataset on the Hub, nor a "
+        "neither a readable file of rows (docs/data.md), nor a dataset on the Hub, nor a "
         "package.module:function that returns rows"
     )
     with explained(f"{where}: {kinds}"):
@@ -49,15 +59,17 @@ def check_rows(rows: Sequence[Any], where: str) -> Sequence[dict[str, Any]]:
 
 
 def _read_dataset(data: Data) -> Sequence[dict[str, Any]]:
-    """Rows of a Parquet file, from a function, or of a dataset on the Hub."""
-    if data.source.lower().endswith(".parquet"):
-        from pyarrow import parquet
-
-        return parquet.read_table(data.source).to_pylist()
+    """Rows of a file, of a folder of `save_to_disk`, from a function, or of a dataset on the
+    Hub."""
     if ":" in data.source:
         return list(pkgutil.resolve_name(data.source)())
     import datasets
 
+    if loader := LOADERS.get(Path(data.source).suffix.lower()):
+        return datasets.load_dataset(loader, data_files=data.source, split="train")
+    with suppress(FileNotFoundError):  # it is no such folder
+        saved = datasets.load_from_disk(data.source)
+        return saved[data.split] if isinstance(saved, dict) else saved
     return datasets.load_dataset(data.source, data.subset, split=data.split)
 
 
@@ -67,7 +79,7 @@ def prompt_text(prompt: Any) -> str:
         return prompt
     if _fault(prompt, templated=True):
         return ""
-    return "\n".join(message.get("content") or "" for message in prompt)
+    return "\n".join(message.get("content", "") for message in _messages(prompt))
 
 
 def make_prompts(
@@ -112,6 +124,13 @@ def make_prompts(
             )
     if not prompts:
         raise InputError(f"{key}={data.source}: no prompt is left")
+    if not all(isinstance(p.prompt, str) or p.prompt[-1]["role"] != "assistant" for p in prompts):
+        logger.warning(
+            "%s=%s: some prompts end with a message of the assistant, which the model continues; "
+            "a reference answer belongs into data.answer_column",
+            key,
+            data.source,
+        )
     return prompts
 
 
@@ -119,6 +138,9 @@ def _make_prompt(
     row: dict[str, Any], tokenizer: Any, data: Data, graded: bool, where: str
 ) -> Prompt:
     prompt: Any = row.get(data.prompt_column)
+    for name in ("image", "images"):
+        if row.get(name) is not None:
+            raise InputError(f"{where}: column {name}: only text can be trained on; drop it")
     answer = _read_answer(row, data.answer_column, where) if graded else None
     text = _render(prompt, tokenizer, data, where)
     with explained(f"{where}: the prompt cannot be tokenized"):  # half a character
@@ -132,11 +154,15 @@ def is_answer(value: Any) -> bool:
     """Whether it is a text that is not empty, or a finite number."""
     if isinstance(value, str):
         return bool(value.strip())
-    return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, int | float | Decimal) and math.isfinite(value)
 
 
-def _read_answer(row: dict[str, Any], column: str, where: str) -> Any:
+def _read_answer(row: Any, column: str, where: str) -> Any:
     answer = row.get(column)
+    for name in column.split(".") if column not in row else ():
+        answer = row = row.get(name) if isinstance(row, dict) else None
+    if hasattr(answer, "item"):  # a number of numpy or torch
+        answer = answer.item()
     if not is_answer(answer):
         raise InputError(
             f"{where}: data.answer_column={column} is neither text nor a number, which the reward "
@@ -159,10 +185,8 @@ def _render(prompt: Any, tokenizer: Any, prompting: Prompting, where: str) -> st
 
 def conversation(prompt: str | list[dict[str, Any]], prompting: Prompting) -> list[dict[str, Any]]:
     """The messages of a prompt, with system prompt and suffix."""
-    if isinstance(prompt, str):
-        messages = [{"role": "user", "content": prompt}]
-    else:
-        messages = _without_none(prompt)
+    as_messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    messages = _messages(as_messages)
     if prompting.system_prompt is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": prompting.system_prompt})
     of_user = [message for message in messages if message["role"] == "user"]
@@ -209,9 +233,27 @@ def stop_token_ids(
     return tuple(sorted(ids - {None}))
 
 
+def set_text(completion: Completion, tokenizer: Any, skip_special_tokens: bool | None) -> None:
+    """Set the text for rewards and, with special tokens but for the last, that for graders.
+
+    Args:
+        skip_special_tokens: `rollout.skip_special_tokens`.
+    """
+    ids = completion.token_ids
+    special = {i: t.content for i, t in tokenizer.added_tokens_decoder.items() if t.special}
+    whole = tokenizer.decode(ids[:-1] if ids[-1] in special else ids)
+    if skip_special_tokens is None:
+        skip_special_tokens = TAGS.isdisjoint(special.values())
+    skipped = tokenizer.decode(ids, skip_special_tokens=True)
+    completion.text = skipped if skip_special_tokens else whole
+    completion.whole_text = f"<think>{whole}" if completion.prompt.opens_thinking else whole
+
+
 def _fault(prompt: Any, templated: bool) -> str:
     """Why a prompt is neither text nor (with a chat template) messages; empty if it is one."""
     if isinstance(prompt, str):
+        if re.match(r'\[\s*{\s*"(role|content)"', prompt.strip()):
+            return "the prompt is messages as JSON text: store them as a list"
         return "" if prompt.strip() or not templated else "the prompt is empty"
     if templated and isinstance(prompt, list) and prompt and all(map(_is_message, prompt)):
         return ""
@@ -223,7 +265,19 @@ def _is_message(value: Any) -> bool:
     """Whether it is a message of text, or one that calls tools."""
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         return False
-    return isinstance(value.get("content"), str) or bool(value.get("tool_calls"))
+    content = value.get("content")
+    if isinstance(content, list):
+        return all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content)
+    return isinstance(content, str) or bool(value.get("tool_calls"))
+
+
+def _messages(prompt: Any) -> list[dict[str, Any]]:
+    """Copies of messages, with the parts of their contents joined."""
+    messages = _without_none(prompt)
+    for message in messages:
+        if isinstance(message.get("content"), list):
+            message["content"] = "".join(part["text"] for part in message["content"])
+    return messages
 
 
 def _without_none(value: Any) -> Any:

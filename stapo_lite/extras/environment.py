@@ -1,14 +1,20 @@
-"""What a bug report needs: versions, hardware, and what `auto` means on this machine."""
+"""What a bug report needs: versions, hardware, and what `auto` means on this machine; and whether a
+reward function is still the same."""
 
+import hashlib
+import inspect
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from stapo_lite.model.processes import resolve_dtype
+from stapo_lite.model.processes import NVIDIA_DRIVER, resolve_dtype
 from stapo_lite.rollout.make import resolve_engine
 
 PACKAGES = (
@@ -23,30 +29,38 @@ PACKAGES = (
     "datasets",
     "math-verify",
 )
-DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def describe_environment() -> Iterator[str]:
     """Yield the lines of a report: versions, hardware, and what `auto` means here."""
     yield f"python {platform.python_version()}, {platform.platform()}"
     for name in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             yield f"{name} {version(name)}"
-        except PackageNotFoundError:
-            yield f"{name}: not installed"
-    cores, memory = len(os.sched_getaffinity(0)), psutil.virtual_memory().total
-    yield f"host: {cores} cores, {memory / 2**30:.0f} GiB"
-    try:
-        import torch
-    except (ImportError, OSError) as error:  # such as one built for another CUDA
-        yield f"torch cannot be imported: {error}"
-        return
+    yield f"host: {os.cpu_count()} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB"
+    import torch
+
     for number in range(torch.cuda.device_count()):
         card = torch.cuda.get_device_properties(number)
-        kind = f"{card.total_memory / 2**30:.1f} GiB, compute {card.major}.{card.minor}"
-        yield f"card {number}: {card.name}, {kind}, CUDA {torch.version.cuda}"
-    if DRIVER.exists():
-        yield f"driver: {DRIVER.read_text().splitlines()[0]}"
-    elif not torch.cuda.is_available():
-        yield "card: none"
+        yield f"card {number}: {card.name}, {card.total_memory / 2**30:.1f} GiB"
+        yield f"compute {card.major}.{card.minor}, CUDA {torch.version.cuda}"
+    if NVIDIA_DRIVER.exists():
+        yield f"driver: {NVIDIA_DRIVER.read_text().splitlines()[0]}"
     yield f"auto: engine {resolve_engine('auto')}, dtype {resolve_dtype('auto', None)}"
+
+
+def source_digest(names: Sequence[str], own: Mapping[str, Callable] | None) -> str:
+    """A digest of reward functions' sources.
+
+    Args:
+        own: the functions of this process, by name; others are in the file that their name says.
+    """
+    texts = []
+    for name in names:
+        with suppress(Exception):  # a built-in one, or one typed into an interpreter
+            if own and name in own:
+                texts.append(inspect.getsource(own[name]))
+            else:
+                module: Any = find_spec(name.partition(":")[0])
+                texts.append(Path(module.origin).read_text("utf-8"))
+    return hashlib.sha256("".join(texts).encode()).hexdigest()

@@ -6,7 +6,7 @@ file on `--resume`.
 
 import logging
 from collections.abc import Callable, Sequence
-from statistics import fmean, variance
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from stapo_lite.errors import InputError
@@ -17,8 +17,8 @@ from stapo_lite.types import Rollouts
 logger = logging.getLogger(__name__)
 
 Metrics = Sequence[dict[str, Any]]
-SHORT, LONG = 10, 50
-"""Window sizes, in steps, for comparing the beginning of a run with its end."""
+SHORT = 10
+"""Steps at the beginning of a run, and at its end, that are compared."""
 
 
 class Rule(NamedTuple):
@@ -43,19 +43,6 @@ def _is(*names: str, when: Callable[[float, float], bool]) -> Callable[[Metrics]
     return holds
 
 
-def _not_rising(history: Metrics) -> bool:
-    """Whether the mean reward of the last LONG steps exceeds that of the first LONG by at most two
-    standard errors."""
-    first, last = (
-        [m["reward"] for m in part if m.get("reward") is not None]
-        for part in (history[:LONG], history[-LONG:])
-    )
-    if len(history) < 2 * LONG or min(len(first), len(last)) < SHORT:
-        return False
-    error = (variance(first) / len(first) + variance(last) / len(last)) ** 0.5
-    return fmean(last) - fmean(first) <= 2 * error
-
-
 RULES: dict[str, Rule] = {
     "entropy_collapse": Rule(
         _is("entropy", when=lambda first, last: last < 0.1 * first),
@@ -74,12 +61,6 @@ RULES: dict[str, Rule] = {
         "constant; change data.source or reward.functions, or raise rollout.num_generations or "
         "rollout.max_completion_length",
     ),
-    "reward_stuck": Rule(
-        _not_rising,
-        f"the reward of the last {LONG} steps is not above that of the first {LONG}: raise "
-        "train.learning_rate or train.batch_size, or check that reward.functions rewards what the "
-        "model can do",
-    ),
     "silenced_share": Rule(
         _is("silenced_share", when=lambda _, last: last > 0.01),
         "S2T silences more than 1 % of the tokens, a hundred times the paper's share: lower "
@@ -92,7 +73,7 @@ RULES: dict[str, Rule] = {
         "objective.sampler_correction on",
     ),
     "tools_fail": Rule(
-        lambda history: any(m.get("tools/failure_frequency") == 1 for m in history[-1:]),
+        lambda history: [m.get("tools/failure_frequency") for m in history[-1:]] == [1],
         "every call of a tool fails, and only the model is told: the errors are in "
         "completions.jsonl (log.completions)",
     ),

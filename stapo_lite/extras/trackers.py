@@ -39,13 +39,14 @@ class Trackers(Callback):
                 self._log_completions(step, kept)
 
     def _log_completions(self, step: int, completions: Sequence[Completion]) -> None:
-        """Log a table of completions to trackers that support tables."""
+        """Log completions as traces to Trackio, and as a table to trackers that support tables."""
         lines = [completion_line(step, completion) for completion in completions]
-        names = list(lines[0])
         cells = [[shorten(str(value)) for value in line.values()] for line in lines]
         for tracker in self._accelerator.trackers:
-            if hasattr(tracker, "log_table"):
-                tracker.log_table("completions", columns=names, data=cells, step=step)
+            if tracker.name == "trackio":
+                tracker.log({"completions": list(map(trace, completions, lines))}, step=step)
+            elif hasattr(tracker, "log_table"):
+                tracker.log_table("completions", columns=list(lines[0]), data=cells, step=step)
 
     def on_evaluate(self, run: Run, step: int, results: dict[str, Any] | None) -> None:
         if results is None:  # not the main process
@@ -77,3 +78,12 @@ class Trackers(Callback):
             message = "log.report_to: training goes on without trackers (%s)"
             logger.warning(message, one_line(error))
             self._accelerator.trackers = []
+
+
+def trace(completion: Completion, line: dict[str, Any]) -> Any:
+    """A completion for Trackio's viewer: its messages, and what the log says of it."""
+    import trackio
+
+    prompt, answer = completion.prompt.prompt, {"role": "assistant", "content": completion.text}
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return trackio.Trace([*asked, *(completion.messages or [answer])], metadata=line)

@@ -43,8 +43,6 @@ logger = logging.getLogger(__name__)
 
 STEPS_UNTIL_IDLE = 3
 """Steps without a request until vLLM is idle: it may have scheduled two ahead."""
-REFUSED = "vLLM refuses a request"
-"""Error if an option that an episode gave is unknown or out of range."""
 
 
 class VLLMEngine(RolloutEngine):
@@ -157,7 +155,8 @@ class VLLMEngine(RolloutEngine):
 
     def add(self, index: int, prompt: Prompt, seed: int, decoding: Decoding) -> None:
         options = {"detokenize": bool(decoding.options)}  # text is needed for stop strings
-        with explained(REFUSED, kind=RunError):
+        # An option that an episode gave may be unknown or out of range.
+        with explained("vLLM refuses a request", kind=RunError):
             parameters = self._parameters(**options | decoding.parameters(seed))
             self._add(index, prompt, parameters)
         self._prompts[index] = prompt

@@ -15,7 +15,7 @@ import json
 import logging
 import re
 import shutil
-from dataclasses import asdict, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,8 +73,6 @@ class Progress:
     backoff: NonNegativeFloat = 0.0
     """Powers of two by which float16's loss scale is lowered: plus 4 for each skipped update, minus
     1/64 for any other."""
-    recent: list[list[float]] = field(default_factory=list)
-    """Entropies of the candidates of the last mini-batches, the newest first (S2T's `window`)."""
 
 
 class Snapshot(NamedTuple):
@@ -157,7 +155,6 @@ def load_checkpoint(
     changed = differences(flatten(state["config"]), flatten(config.model_dump(mode="json")))
     if changed.keys() & MEMORY:
         progress.memory = None
-    progress.recent = progress.recent[: config.objective.s2t.window]
     return progress
 
 

@@ -8,7 +8,6 @@ from functools import partial
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from torch import Tensor
 
 from stapo_lite.algorithm.masks import Collective
 from stapo_lite.config import Config
@@ -58,12 +57,6 @@ class Learner:
         """Set the learning rate of the updates to come."""
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = learning_rate
-
-    def remember(self, entropies: Tensor) -> None:
-        """Note the entropies of a mini-batch's candidates for S2T's `window`."""
-        if window := self.config.objective.s2t.window:
-            recent = [entropies.tolist(), *self.progress.recent]
-            self.progress.recent = recent[:window]
 
     def step(self) -> None:
         """Take the optimiser's step."""

@@ -54,6 +54,7 @@ def completion_line(step: int, completion: Completion) -> dict[str, Any]:
         "advantage": completion.advantage,
         "tokens": len(completion.token_ids),
         "truncated": completion.truncated,
+        "columns": completion.prompt.columns,
     }
 
 

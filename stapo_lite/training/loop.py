@@ -24,8 +24,9 @@ from stapo_lite.algorithm.microbatches import (
     sequence_length,
 )
 from stapo_lite.config import Config, Objective
+from stapo_lite.data.prompts import set_text
 from stapo_lite.errors import RunError
-from stapo_lite.rewards.functions import RewardModel, overlong_share
+from stapo_lite.rewards.functions import overlong_share
 from stapo_lite.training.learner import Learner
 from stapo_lite.training.metrics import has_variance
 from stapo_lite.training.run import Run
@@ -101,7 +102,7 @@ def sample_round(run: Run, step: int, wanted: int, rollouts: Rollouts) -> list[l
     rollouts.drawn += wanted
     rollouts.rounds += 1
     run.clock.lap("rollout")
-    decode_and_score(completions, run.tokenizer, run.rewards, seed, step)
+    decode_and_score(run, completions, seed, step)
     everyones = gather_object(list(zip(share.places, groups, strict=True)))
     everyones.sort(key=lambda pair: pair[0])
     run.clock.lap("reward")
@@ -114,14 +115,12 @@ def prompts_wanted(filled: int, size: int, drawn: int) -> int:
     return min(size, math.ceil((size - filled) * drawn / filled)) if filled else size
 
 
-def decode_and_score(
-    completions: Sequence[Completion], tokenizer: Any, rewards: RewardModel, seed: int, step: int
-) -> None:
+def decode_and_score(run: Run, completions: Sequence[Completion], seed: int, step: int) -> None:
     """Set the text of completions, their scores and their rewards."""
     for completion in completions:
-        completion.text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        set_text(completion, run.tokenizer, run.config.rollout.skip_special_tokens)
     if completions:
-        rewards.score(completions, seed, step)
+        run.rewards.score(completions, seed, step)
 
 
 def assign_advantages(groups: Sequence[Sequence[Completion]], config: Config) -> None:

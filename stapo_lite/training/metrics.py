@@ -45,14 +45,7 @@ def rollout_means(rollouts: Rollouts, step: int) -> Means:
         sums[name] += value
     rewarded = [group for group in groups if any(c.reward is not None for c in group)]
     number, written = len(completions), sum(c.written for c in completions)
-    chats = [c.messages for c in completions if c.messages is not None]
-    results = [turn["content"] for turn in chain(*chats) if turn["role"] == "tool"]
-    failed = sum(result.startswith("error: ") for result in results)
-    tools = {
-        "tools/call_frequency": (len(results), number),
-        "tools/failure_frequency": (failed, len(results)),
-    }
-    return (tools if chats else {}) | {
+    return {
         "reward": (0.0, 0),  # there, even without a value
         **{name: (sums[name], numbers[name]) for name in sums},
         "zero_variance_groups": (sum(not has_variance(group) for group in rewarded), len(rewarded)),

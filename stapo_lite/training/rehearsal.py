@@ -36,7 +36,6 @@ def rehearse(learner: Learner) -> None:
             amplification=ones,
             statistics=blank_statistics(batch),
             tau_h=None,
-            population=ones[:0],
         )
         longest = len(batch.completions[0].token_ids)
         weights = weigh_tokens(masks, batch, learner.config.objective, longest, learner.reduce)

@@ -56,8 +56,7 @@ def update(learner: Learner, batch: MiniBatch) -> Update:
     Collective: every rank must call it, even with an empty share.
     """
     config, objective = learner.config, learner.config.objective
-    statistics, recent = mask_statistics(learner, batch), learner.progress.recent
-    masks = find_masks(statistics, batch, objective, learner.gather, recent)
+    masks = find_masks(mask_statistics(learner, batch), batch, objective, learner.gather)
     longest = config.rollout.max_completion_length
     weights = weigh_tokens(masks, batch, objective, longest, learner.reduce)
     if weights is None:
@@ -67,7 +66,6 @@ def update(learner: Learner, batch: MiniBatch) -> Update:
     if not finite:
         learner.skip(grad_norm)
         return Update({}, grad_norm, skipped=True)
-    learner.remember(masks.population)
     learner.step()
     means = token_means(batch, masks) | update_means(batch, masks, gradient, objective)
     means["loss"] = (gradient.loss, 1 / learner.accelerator.num_processes)

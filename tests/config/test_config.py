@@ -198,7 +198,6 @@ BAD = {
     "rollout.max_lag=1": "rollout.max_lag needs rollout.engine=server",
     "rollout.engine=server rollout.max_lag=1 objective.sampler_correction=off": "for older adapt",
     "rollout.vllm.tensor_parallel_size=2": "data_parallel_size need rollout.engine=server",
-    "objective.s2t.window=8 objective.s2t.preset=paper-v1": "window=8 remembers entropies of cand",
     "data.system_prompt=a data.apply_chat_template=off": "needs data.apply_chat_template=true",
 }
 

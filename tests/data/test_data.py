@@ -1,15 +1,26 @@
+import gzip
+import json
+from decimal import Decimal
+
 import datasets
 import numpy as np
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from stapo_lite.config import Data
-from stapo_lite.data.prompts import load_rows, make_prompts, prompt_text, stop_token_ids
+from stapo_lite.data.prompts import (
+    load_rows,
+    make_prompts,
+    prompt_text,
+    set_text,
+    stop_token_ids,
+)
 from stapo_lite.errors import InputError
-from stapo_lite.extras.math.answers import final_answer
+from stapo_lite.extras.math.answers import equivalent, final_answer
 from stapo_lite.files import write_lines
 from stapo_lite.training.run import prompt_order
-from stapo_lite.types import Completion
+from stapo_lite.types import Completion, Prompt
 
 SYSTEM = "<|im_start|>system\nShort.<|im_end|>\n"
 ASKED = "<|im_start|>user\n2+2? Go.<|im_end|>\n<|im_start|>assistant\n"
@@ -56,17 +67,38 @@ def test_a_template_that_opens_the_models_thoughts(tokenizer):
     (prompt,) = render(tokenizer, "2+2?")
     assert prompt.opens_thinking
     for text, answer in ((r"is it \boxed{4}?", None), (r"</think>\boxed{4}", "4")):
-        completion = Completion(prompt, [5], [0.0], False, 0, text=text)
+        completion = Completion(prompt, tokenizer(text).input_ids, [], False, 0)
+        set_text(completion, tokenizer, None)
+        assert completion.text == text
         assert final_answer(completion.whole_text) == answer
 
 
+@pytest.mark.parametrize(
+    ("tags", "skip", "text"),
+    [
+        (["</think>"], None, "so</think>4"),
+        (["</think>"], True, "so4"),
+        (["<|box|>"], None, "so</think>4"),
+        (["<|box|>"], False, "so</think><|box|>4"),
+    ],
+)
+def test_tags_that_are_special_tokens_reach_rewards_and_graders(tokenizer, tags, skip, text):
+    tokenizer.add_special_tokens({"additional_special_tokens": tags})
+    whole = "so</think><|box|>4" if "<|box|>" in tags else "so</think>4"
+    ids = [*tokenizer(whole, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+    completion = Completion(Prompt("", [1], None, opens_thinking=True), ids, [], False, 0)
+    set_text(completion, tokenizer, skip)
+    assert (completion.text, completion.whole_text) == (text, f"<think>{whole}")
+
+
 def test_fields_of_messages_reach_the_chat_template_unless_they_are_null(tokenizer):
-    call = {"role": "assistant", "content": None, "tool_calls": [{"a": {"b": 1, "c": None}}]}
+    arguments = {"content": ["b"], "c": None}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"a": arguments}]}
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.tool_calls }}{{ m.content }}{{ m.x is defined }}{% endfor %}"
     )
     (prompt,) = render(tokenizer, [call, QUESTION | {"x": None}])
-    assert tokenizer.decode(prompt.token_ids) == "[{'a': {'b': 1}}]False2+2?False"
+    assert tokenizer.decode(prompt.token_ids) == "[{'a': {'content': ['b']}}]False2+2?False"
     assert prompt_text([call, QUESTION]) == "\n2+2?"
 
 
@@ -90,6 +122,8 @@ DROPPING = {"max_prompt_length": 40, "filter_overlong_prompts": True}
         (["a", "b" * 60], {"max_prompt_length": 40}, r"row 2: the prompt has \d+ tokens, data.max"),
         (["a" * 60], DROPPING, "no prompt is left"),
         (["p"], {"answer_column": "gold"}, "row 1: data.answer_column=gold is neither text nor"),
+        ([json.dumps(CHAT)], {}, "the prompt is messages as JSON text: store them as a list"),
+        ([[{"role": "user", "content": [{"type": "image"}]}]], {}, "must be text or a list"),
     ],
 )
 def test_rows_that_are_no_prompts(tokenizer, prompts, data, message):
@@ -102,6 +136,40 @@ def test_overlong_prompts_may_be_dropped_and_answers_missing_if_nothing_grades_t
     assert [p.answer for p in kept] == ["0", "2"]
     ungraded = render(tokenizer, "p", "q", graded=False, answer_column="gold")
     assert [p.answer for p in ungraded] == [None, None]
+
+
+def test_a_message_may_have_parts_of_text(tokenizer):
+    parts = [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]
+    (prompt,) = render(tokenizer, [{"role": "user", "content": parts}], prompt_suffix=" Go.")
+    assert tokenizer.decode(prompt.token_ids) == ASKED
+    assert prompt_text(prompt.prompt) == "2+2?"
+
+
+def test_images_are_refused(tokenizer):
+    data = Data(source="a.jsonl")
+    for name in ("image", "images"):
+        make_prompts([{"prompt": "q", name: None}], tokenizer, data, graded=False)
+        with pytest.raises(InputError, match=f"row 1: column {name}: only text can be trained on"):
+            make_prompts([{"prompt": "q", name: b"PNG"}], tokenizer, data, graded=False)
+
+
+def test_prompts_that_end_with_an_answer_are_warned_of_once(tokenizer, caplog):
+    render(tokenizer, CHAT, CHAT, "q")
+    (record,) = caplog.records
+    assert "a reference answer belongs into data.answer_column" in record.getMessage()
+
+
+@pytest.mark.parametrize("answer", [4, Decimal("4"), np.int64(4), np.float32(4), torch.tensor(4)])
+def test_answers_may_be_nested_and_any_number(tokenizer, answer):
+    rows = [{"prompt": "q", "model": {"truth": answer}, "a.b": answer}]
+    for column in ("model.truth", "a.b"):
+        data = Data(source="a.jsonl", answer_column=column)
+        (prompt,) = make_prompts(rows, tokenizer, data, graded=True)
+        assert equivalent(prompt.answer, "4")
+    for column in ("model.false", "model", "a.c.d"):
+        data = Data(source="a.jsonl", answer_column=column)
+        with pytest.raises(InputError, match=f"answer_column={column} is neither text nor a num"):
+            make_prompts(rows, tokenizer, data, graded=True)
 
 
 def test_chat_templates_that_are_missing_or_refuse(tokenizer):
@@ -123,10 +191,23 @@ def test_rows_of_every_kind_of_source(tmp_path):
     assert load_rows(Data(source=str(tmp_path / "a.JSONL"))) == rows
     parquet, like_the_hub = tmp_path / "a.parquet", tmp_path / "data-set"
     datasets.Dataset.from_list(rows).to_parquet(parquet)
-    assert load_rows(Data(source=str(parquet))) == rows
+    assert list(load_rows(Data(source=str(parquet)))) == rows
     like_the_hub.mkdir()
     parquet.rename(like_the_hub / "test.parquet")
     assert list(load_rows(Data(source=str(like_the_hub), split="test"))) == rows
+    rows = [{"prompt": "when?", "answer": "yes", "x": 2}, {"prompt": "q", "answer": "3", "x": 4}]
+    table = datasets.Dataset.from_list(rows)
+    table.to_csv(tmp_path / "a.csv", index=False)
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    table.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"train": table, "test": table}).save_to_disk(tmp_path / "splits")
+    for name in ("a.csv", "a.json", "a.jsonl.gz", "saved", "splits"):
+        found = list(load_rows(Data(source=str(tmp_path / name))))
+        assert [{k: str(v) for k, v in row.items()} for row in found] == [
+            {k: str(v) for k, v in row.items()} for row in rows
+        ]
     parquet.write_bytes(b"PAR1 not really")
     for source in (like_the_hub, parquet, "no-user/no-data-set", "json:no", "none:dumps"):
         with pytest.raises(InputError, match="neither a readable") as error:

@@ -160,7 +160,7 @@ def problem(gold, ordered=False, tolerance=0.0, thinking=False):
 def test_a_sample_and_its_verdict(prompt, response, truncated, correct, answered):
     task, completion = Task(prompt, 7, {"id": "0"}), Completion(prompt, [5, 6], [], truncated, 0)
     engine = SimpleNamespace(stream=lambda *given: [(0, completion)])
-    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: response)
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: response, added_tokens_decoder={})
     ((index, completion),) = draw(engine, [task], Decoding(9, 1.0, 1.0), tokenizer)
     line = sample_line(task, completion)
     text = f"<think>{response}" if prompt.opens_thinking else response

@@ -109,6 +109,8 @@ def test_benchmarks_while_a_run_trains(write_config, tiny_model, tmp_path, monke
     [
         ({"reward": 0.6}, True),
         ({"reward": 0.5}, False),
+        ({"reward": 0.1, "reward/mine": 0.6}, True),
+        ({"reward": 0.6, "reward/mine": None}, False),
         ({"benchmarks": {"mine": {"avg": 0.1}}, "average": {"avg": 0.6}}, True),
         ({"benchmarks": {"mine": {"avg": 0.6}}, "average": {"avg": 0.1}}, False),
     ],
@@ -116,7 +118,7 @@ def test_benchmarks_while_a_run_trains(write_config, tiny_model, tmp_path, monke
 def test_an_adapter_is_kept_if_its_score_beats_the_best(tmp_path, results, kept):
     (tmp_path / "best").mkdir()
     (tmp_path / "best" / "score.json").write_text('{"score": 0.5}', encoding="utf-8")
-    run, metric = Mock(folder=tmp_path), "reward" if "reward" in results else "average"
+    run, metric = Mock(folder=tmp_path), "average" if "average" in results else [*results][-1]
     run.progress.step = 3
     periodic.keep_best(run, metric, results)
     assert run.policy.mock_calls == [call.save_adapter(tmp_path / "best")] * kept

@@ -39,7 +39,6 @@ RUNS = {
         {"entropy_collapse": [59]},
     ),
     "no signal": ({"zero_variance_groups": after(30, 0.4, 1.0)}, {"no_signal": [40]}),
-    "reward": ({"reward": lambda step: (step % 3) / 10}, {"reward_stuck": [100]}),
     "silenced again": (
         {"silenced_share": lambda step: 0.05 if 30 <= step < 40 or step > 70 else 0.0},
         {"silenced_share": [33, 74]},

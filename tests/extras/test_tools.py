@@ -20,10 +20,10 @@ from stapo_lite.errors import InputError, RunError, Terminated
 from stapo_lite.extras.evaluation.samples import benchmark_tasks
 from stapo_lite.extras.transformers_engine import TransformersEngine
 from stapo_lite.extras.turns.episodes import chat_with, run_episodes
+from stapo_lite.extras.turns.frequencies import tool_means
 from stapo_lite.extras.turns.tools import CALL_ID, Chat, schemas_of
 from stapo_lite.files import write_lines
 from stapo_lite.training.lifecycle import end_on_sigterm
-from stapo_lite.training.metrics import rollout_means
 from stapo_lite.types import Completion, Prompt, Rollouts
 
 pytest.importorskip("vllm", reason="vLLM is not installed, whose parsers read the calls")
@@ -130,11 +130,9 @@ def test_frequencies_of_calls_and_failures_are_trls():
         return Completion(ROW, [1], [0.0], False, 1, messages=turns)
 
     group = [chat("1", "error: LookupError: no"), chat("2"), chat(), chat()]
-    means = rollout_means(Rollouts(sampled=[group]), 1)
+    means = tool_means(Rollouts(sampled=[group]))
     assert means["tools/call_frequency"] == (3, 4)
     assert means["tools/failure_frequency"] == (1, 3)
-    plain = Completion(ROW, [1], [0.0], False, 1)
-    assert not [name for name in rollout_means(Rollouts(sampled=[[plain]]), 1) if "tools" in name]
 
 
 def test_benchmarks_are_asked_without_tools(tiny_model, tmp_path):

@@ -35,7 +35,7 @@ def grader():
 
 def completion(text, prompt="2+2?", truncated=False, **columns):
     prompt = Prompt(prompt, [5], "4", {"answer": "4", **columns})
-    return Completion(prompt, [6, 7], [0.0, 0.0], truncated, 0, text=text)
+    return Completion(prompt, [6, 7], [0.0, 0.0], truncated, 0, text=text, whole_text=text)
 
 
 def score(functions, completions, own=None, steps=(4,), grader=None, **settings):

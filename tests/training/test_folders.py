@@ -9,12 +9,10 @@ import pytest
 import torch
 from helpers import MINIMAL, adapter_bytes, command, contents, run
 
-from stapo_lite.assemble import open_run
 from stapo_lite.config import load_config
 from stapo_lite.errors import InputError
 from stapo_lite.training.checkpoint import check_resume
 from stapo_lite.training.folder import read_metrics
-from stapo_lite.training.loop import train
 
 
 @pytest.mark.parametrize(
@@ -118,16 +116,3 @@ def test_resuming_with_another_config_names_the_key(write_config, tmp_path, caps
     assert command("train", changed, "--resume", *free) == 0
     note = "with another config: log.save_steps 2 -> 1, train.max_steps 4 -> 5\n"
     assert note in capsys.readouterr().out
-
-
-def test_a_smaller_window_forgets(write_config):
-    """Entropies of a window that is off would count for good."""
-
-    def config(window):
-        return load_config(write_config(objective={"s2t": {"window": window, "tau_p": 1.0}}))
-
-    with open_run(config(2)) as begun:
-        next(train(begun))
-        assert begun.progress.recent
-    with open_run(config(0), resume=True, force=True) as resumed:
-        assert (resumed.progress.step, resumed.progress.recent) == (1, [])

@@ -63,7 +63,7 @@ def one(write_config, user_reward, tmp_path):
     # At a higher rate Adam would blow the rounding of tiny gradients up.
     changes = {"train__max_steps": 3, "train__learning_rate": 1e-4}
     changes |= {"rollout__dynamic_sampling": True, "evaluation": held_out_rows(tmp_path, steps=2)}
-    changes["objective"] = {"s2t": {"tau_p": 0.02, "window": 2}}
+    changes["objective"] = {"s2t": {"tau_p": 0.02}}
     changes["log"] = {"audit_tokens": 5, "save_steps": 1, "save_total_limit": 9}
 
     def write(name, after=None):

@@ -24,7 +24,7 @@ from stapo_lite.training.folder import read_metrics
 @pytest.fixture
 def arguments(write_config, tmp_path):
     """A function that gives the command's, for a run of five steps in a folder of that name."""
-    objective = {"s2t": {"tau_p": 0.02, "window": 3}}
+    objective = {"s2t": {"tau_p": 0.02}}
     log = {"audit_tokens": 3, "save_steps": 2, "log_completions_steps": 0}
     config = write_config(train__max_steps=5, objective=objective, log=log)
     return lambda name: [str(config), f"output_dir={tmp_path / name}"]
@@ -162,7 +162,7 @@ def test_a_checkpoint_holds_progress_and_config(write_config, tmp_path):
     run(write_config())
     state = read_state(tmp_path / "run" / "checkpoint-4")
     expected = {"step": 4, "prompts_drawn": 16, "memory": [False, False, 256]}
-    expected |= {"skipped_in_a_row": 0, "backoff": 0, "recent": []}
+    expected |= {"skipped_in_a_row": 0, "backoff": 0}
     assert state["progress"] == expected
     assert state["config"] == load_config(tmp_path / "run" / "config.yaml").model_dump()
     environment = read_object(tmp_path / "run" / "environment.json")

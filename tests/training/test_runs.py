@@ -66,6 +66,7 @@ def test_completions_are_kept_sent_to_trackers_and_shown(write_config, trained, 
         for name in ("text", "reward", "scores", "advantage", "truncated"):
             assert line[name] == getattr(completion, name)
         assert (line["prompt"], line["tokens"]) == (completion.prompt.prompt, completion.written)
+        assert line["columns"] == completion.prompt.columns
     events = EventAccumulator(str(folder / "logs" / "stapo_lite")).Reload()
     known = {name for line in metrics for name, value in line.items() if value is not None}
     assert set(events.Tags()["scalars"]) == known - {"step"}  # our names alone
@@ -78,7 +79,10 @@ def test_completions_are_kept_sent_to_trackers_and_shown(write_config, trained, 
     assert re.search(r"^silenced share +\d", output, re.MULTILINE)
     assert "\n4 steps in " in output
     assert (folder / "reward.png").exists()
-    shown = [float(reward) for reward in re.findall(r"^step 2 \| reward (\S+)$", output, re.M)]
+    shown = [
+        float(reward)
+        for reward in re.findall(r"^step 2 \| reward (\S+) \| row \{.answer", output, re.M)
+    ]
     assert shown == sorted(line["reward"] for line in lines[6:12])[:3]
 
 
@@ -98,6 +102,31 @@ def test_a_config_with_a_date_is_kept(write_config):
     config = write_config(data__chat_template_kwargs=date, train__max_steps=1)
     run(config)
     assert command("train", config, "--resume") == 0
+
+
+def test_completions_are_traces_in_trackio(write_config, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    logged = []
+    trackio = pytest.importorskip("trackio", reason="trackio is not installed")
+    log = trackio.Run.log
+    monkeypatch.setattr(trackio.Run, "log", lambda *a, **k: (logged.append(a[1]), log(*a, **k)))
+    run(write_config(train__max_steps=1, log={"report_to": ["trackio"], "completions": 3}))
+    line = read_lines(tmp_path / "run" / "completions.jsonl")[0]
+    (traces,) = [values["completions"] for values in logged if "completions" in values]
+    messages = [{"role": "user", "content": line["prompt"]}]
+    messages.append({"role": "assistant", "content": line["text"]})
+    assert len(traces) == 3
+    assert (traces[0].messages, traces[0].metadata) == (messages, line)
+
+
+def test_a_reward_that_has_changed_is_warned_of_on_resume(write_config, tmp_path, caplog):
+    run(write_config(train__max_steps=1))
+    run(write_config(train__max_steps=2), resume=True)
+    assert "reward function" not in caplog.text
+    with (tmp_path / "parity.py").open("a") as file:
+        file.write("# another\n")
+    run(write_config(train__max_steps=3), resume=True)
+    assert "the source of a reward function has changed since the run began" in caplog.text
 
 
 def test_the_reward_rises(write_config):

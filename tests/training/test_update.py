@@ -3,7 +3,6 @@
 import copy
 import math
 
-import numpy as np
 import oracle
 import pytest
 import torch
@@ -281,23 +280,6 @@ def test_gradient_is_clipped_once_by_its_global_norm(make_policy):
     assert again.grad_norm == pytest.approx(result.grad_norm, rel=1e-4)
     assert clipped.norm().item() == pytest.approx(1e-3, rel=1e-2)
     assert relative(clipped / clipped.norm(), whole / whole.norm()) < 1e-3
-
-
-def test_the_window_takes_the_candidates_of_the_mini_batches_before(make_policy):
-    policy, silenced = make_policy(), {0: 0, 2: 0}
-    for window in silenced:
-        learner, entropies = make_learner(policy, objective(s2t={"window": window}), 10_000), []
-        learner.set_learning_rate(0.0)
-        for seed in range(5):
-            completions = fake_completions(seed, [1.0, -1.0], longest=9)
-            entropies.append(masks_of(policy, completions, objective()).population.numpy())
-            masks = update(learner, packed(policy, completions)).masks
-            counted = np.concatenate(entropies[-window - 1 :]).astype(float)
-            assert masks.tau_h == (np.quantile(counted, 0.75) if len(counted) else None)
-            silenced[window] += int(masks.silenced.sum())
-        assert min(map(len, entropies)) < 4
-        assert learner.progress.recent == [e.tolist() for e in entropies[::-1][:window]]
-    assert silenced[2] > silenced[0]
 
 
 def test_later_updates_need_old_statistics_of_all_that_the_masks_read():

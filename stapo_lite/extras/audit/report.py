@@ -9,6 +9,7 @@ from stapo_lite.extras.audit.charts import curves
 from stapo_lite.files import read_lines
 from stapo_lite.training.callbacks import Callback
 from stapo_lite.training.folder import COMPLETIONS_FILE, METRICS_FILE
+from stapo_lite.training.log import shorten
 from stapo_lite.training.run import Run
 
 ROWS = {
@@ -62,7 +63,8 @@ def show_completions(folder: Path, worst: int, step: int | None) -> str:
         kept = kept[kept.step == step]
     lines = []
     for line in kept.nsmallest(worst, "reward").itertuples():
-        lines.append(f"step {line.step} | reward {line.reward}\n> {line.prompt}\n{line.text}")
+        head = f"step {line.step} | reward {line.reward} | row {shorten(str(line.columns))}"
+        lines.append(f"{head}\n> {line.prompt}\n{line.text}")
     return "\n\n".join(lines)
 
 

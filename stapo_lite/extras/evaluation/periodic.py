@@ -50,7 +50,8 @@ class PeriodicEvaluation(Callback):
         self._tasks = benchmark_tasks(
             config, tokenizer, names, settings.num_samples, settings.limit
         )
-        known = ["reward"] if self._held_out else []
+        rewards = [f"reward/{name}" for name in config.reward.functions]
+        known = ["reward", *rewards] if self._held_out else []
         if self._tasks:
             known += [*dict.fromkeys(task.names["benchmark"] for task in self._tasks), "average"]
         if settings.best not in (None, *known):
@@ -93,7 +94,7 @@ class PeriodicEvaluation(Callback):
         share = slice(run.accelerator.process_index, None, run.accelerator.num_processes)
         rows, tasks = self._held_out[share], self._tasks[share]
         completions, step = self._answer(run, rows), run.progress.step + 1
-        decode_and_score(completions, run.tokenizer, run.rewards, run.config.seed, step)
+        decode_and_score(run, completions, run.config.seed, step)
         lines = []
         for row, completion in zip(rows, completions, strict=True):
             scores = {f"reward/{name}": score for name, score in completion.scores.items()}
@@ -117,8 +118,8 @@ class PeriodicEvaluation(Callback):
 
 def keep_best(run: Run, metric: str, results: dict[str, Any]) -> None:
     """Write adapter and score to `best/` if it beats the one there."""
-    if metric == "reward":
-        now = results["reward"]
+    if metric.startswith("reward"):
+        now = results.get(metric)
     else:
         scores = {"average": results["average"]} | results["benchmarks"]
         now = scores[metric]["avg"]

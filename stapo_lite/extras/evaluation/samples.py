@@ -7,7 +7,7 @@ from itertools import islice, product
 from typing import Any, NamedTuple
 
 from stapo_lite.config import Config, Data, EvalConfig, Prompting
-from stapo_lite.data.prompts import load_rows, make_prompts
+from stapo_lite.data.prompts import load_rows, make_prompts, set_text
 from stapo_lite.errors import InputError
 from stapo_lite.extras.evaluation.benchmarks import load_benchmark
 from stapo_lite.extras.math.grading import MathGrader, Question
@@ -95,7 +95,7 @@ def draw(
         [decoding] * len(tasks),
     )
     for index, completion in progress_bar("evaluate", "sample", len(tasks), draws):
-        completion.text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        set_text(completion, tokenizer, True)
         yield index, completion
 
 
