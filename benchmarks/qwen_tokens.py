@@ -2,7 +2,7 @@
 of the gradient, and what one of them does to the rest of an answer.
 
     python benchmarks/qwen_tokens.py MODEL --data gsm8k_train.jsonl math_train.jsonl
-    [--problems 32] [--short 64] [--folder runs/qwen_tokens]
+    [--problems 32] [--short 48] [--folder runs/qwen_tokens]
     [--results benchmarks/results/qwen_tokens]
 
 Two hours on two CPU cores; the same command continues where it was stopped. No training:
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from qwen_tokens_report import load, report, spurious_and_others
+from qwen_tokens_report import RARE, load, report, spurious_and_others
 
 from stapo_lite.algorithm.microbatches import sequence_length, split_by_tokens
 from stapo_lite.assemble import load_prompts
@@ -45,9 +45,6 @@ CHUNK = 16
 GROUP = 8
 TOP = 5
 """Alternatives that are written for each rare token."""
-RARE = 0.01
-"""Probability below which a token is written with its context: the highest tau_p of the paper's
-versions."""
 
 
 class Setup(NamedTuple):
@@ -240,8 +237,8 @@ def main() -> None:
     parser.add_argument("model", help="folder, or name on the Hub")
     parser.add_argument("--data", nargs="+", required=True, help=".jsonl files")
     parser.add_argument("--problems", type=int, default=32)
-    parser.add_argument("--short", type=int, default=64, help="short problems")
-    parser.add_argument("--places", type=int, default=48, help="of each kind, to continue from")
+    parser.add_argument("--short", type=int, default=48, help="short problems")
+    parser.add_argument("--places", type=int, default=40, help="of each kind, to continue from")
     parser.add_argument("--longest", type=int, default=768, help="tokens of the longest completion")
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
     parser.add_argument("--cache", type=int, default=4096, help="MiB for vLLM's keys and values")

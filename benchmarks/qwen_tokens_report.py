@@ -35,6 +35,9 @@ CURVE = [
     for tau_p in (0.0005, 0.001, 0.002, 0.005, 0.01)
     for quantile in (0.25, 0.5, 0.75, 0.9)
 ]
+RARE = 0.01
+"""Probability below which a token is written with its context: the highest tau_p of the paper's
+versions."""
 DRAWS = 1000
 CONTEXT = 24
 """Tokens shown before a rare token."""
@@ -150,13 +153,13 @@ def bounds(tokens: DataFrame, vocabulary: int) -> DataFrame:
 
 def spurious_and_others(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, int]]]:
     """(completion, position) of the rare tokens of right answers: `spurious`, with an entropy below
-    tau_h, and `open`, above it. Groups without advantage count, too; a token that ends its
-    completion does not."""
+    the paper's tau_h, and `open`, above it. They have p < RARE, since a small model's right answers
+    have few below tau_p. Groups without advantage count, too; a token that ends its completion does
+    not."""
     tokens = token_table(lines)
-    tau_p, _, _ = VERSIONS["paper"]
     _, _, tau_h = find_spurious(tokens, *VERSIONS["paper"])
     last = tokens.groupby("completion")["position"].transform("max")
-    rare = tokens[tokens["right"] & (tokens["p"] < tau_p) & (tokens["position"] < last)]
+    rare = tokens[tokens["right"] & (tokens["p"] < RARE) & (tokens["position"] < last)]
     sure = rare["entropy"] < tau_h
     return {
         name: list(zip(part["completion"], part["position"], strict=True))
@@ -237,6 +240,7 @@ def draw_tokens(rare: DataFrame, path: Path) -> None:
         )
         for ax, token in zip(axes[:, column], shown, strict=False):
             words = [one.rsplit("|", 1) for one in token["alternatives"].split("\t")]
+            words = [word for word in words if word[0] != token["token"]]
             words.append([token["token"], token["probability"]])
             texts, probabilities = [repr(word) for word, _ in words], [float(p) for _, p in words]
             places = range(len(words))
@@ -245,7 +249,7 @@ def draw_tokens(rare: DataFrame, path: Path) -> None:
             ax.get_yticklabels()[-1].set(color=colour, fontweight="bold")
             ax.text(0.02, places[-1], f"{probabilities[-1]:.1e}", va="center", color=colour)
             ax.set_xlim(0, 1)
-            before = " ".join(token["before"].split())[-40:]
+            before = " ".join(token["before"].split())[-34:]
             title = f"... {before} ?   H = {token['entropy']:.2f}"
             ax.set_title(title, fontsize=9, loc="left", parse_math=False)
             ax.invert_yaxis()
@@ -262,7 +266,7 @@ def draw_bounds(tokens: DataFrame, vocabulary: int, path: Path) -> None:
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     tau_p, _, _ = VERSIONS["paper"]
-    is_rare = tokens["p"] < 0.01
+    is_rare = tokens["p"] < RARE
     common = tokens[~is_rare]
     points = pd.concat([common.sample(min(4000, len(common)), random_state=0), tokens[is_rare]])
     drawn = left.scatter(points["p"], points["entropy"], c=points["norm"], s=4, linewidths=0)
@@ -308,7 +312,10 @@ def report(folder: Path, out: Path, tokenizer: Any) -> None:
     effects = DataFrame(read_lines(folder / "effects.jsonl"))
     if len(effects):
         tables["effects"] = effects_table(effects)
-        effects.to_csv(out / "places.csv", index=False)
+        starts = tokens.groupby("completion").head(1).index
+        places = tokens.iloc[starts[effects["completion"]] + effects["position"]]
+        effects = effects.assign(p=places["p"].to_numpy(), entropy=places["entropy"].to_numpy())
+        effects.to_csv(out / "places.csv", index=False, float_format="%.5g")
     for name, table in tables.items():
         table.to_csv(out / f"{name}.csv", index=False, float_format="%.5g")
         print(f"\n{name}\n{table.T.to_string() if len(table) < 5 else table.to_string()}")
