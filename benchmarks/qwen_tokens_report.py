@@ -80,6 +80,11 @@ def token_table(lines: Sequence[Mapping[str, Any]]) -> DataFrame:
     return tokens
 
 
+def places_of(tokens: DataFrame, completions: Any, positions: Any) -> Any:
+    """Row numbers in the table of tokens, by their completions and their positions in them."""
+    return tokens.groupby("completion").head(1).index.to_numpy()[completions] + positions
+
+
 def find_spurious(tokens: DataFrame, tau_p: float, quantile: float, population: str) -> Any:
     """Candidates and spurious tokens (bool), and tau_h."""
     rare = tokens["p"] < tau_p
@@ -173,7 +178,7 @@ def describe_rare(
     """The tokens whose alternatives are known, in context."""
     rows = []
     _, spurious, _ = find_spurious(tokens, *VERSIONS["paper"])
-    starts = tokens.groupby("completion").head(1).index
+    starts = places_of(tokens, range(len(lines)), 0)
     for number, line in enumerate(lines):
         ids = line["token_ids"]
         for key, (best, probabilities) in line["best"].items():
@@ -312,8 +317,7 @@ def report(folder: Path, out: Path, tokenizer: Any) -> None:
     effects = DataFrame(read_lines(folder / "effects.jsonl"))
     if len(effects):
         tables["effects"] = effects_table(effects)
-        starts = tokens.groupby("completion").head(1).index
-        places = tokens.iloc[starts[effects["completion"]] + effects["position"]]
+        places = tokens.iloc[places_of(tokens, effects["completion"], effects["position"])]
         effects = effects.assign(p=places["p"].to_numpy(), entropy=places["entropy"].to_numpy())
         effects.to_csv(out / "places.csv", index=False, float_format="%.5g")
     for name, table in tables.items():
