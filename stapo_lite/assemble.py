@@ -217,6 +217,7 @@ def build(
     config, python = inputs.config, inputs.python
     grader = MathGrader()
     closing.callback(grader.close)
+    models = closing.enter_context(ExitStack())  # closed after the callbacks
     callbacks = make_callbacks(inputs, accelerator)
     for callback in callbacks:
         closing.callback(close, callback)
@@ -227,8 +228,8 @@ def build(
     closing.callback(rewards.close)
     if "math" in config.reward.functions and accelerator.is_main_process:
         grader.warn_of_unreadable([prompt.answer for prompt in inputs.prompts])
-    engine, base = open_engine(inputs, accelerator, closing)
-    learner = open_learner(inputs, base, newest, accelerator, closing)
+    engine, base = open_engine(inputs, accelerator, models)
+    learner = open_learner(inputs, base, newest, accelerator, models)
     environment = lifecycle.environment(inputs.engine, accelerator.num_processes)
     environment["reward_source"] = source_digest(config.reward.functions, python.reward_funcs)
     if config.rollout.self_check:

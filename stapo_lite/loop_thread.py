@@ -6,6 +6,8 @@ from concurrent.futures import Future
 from threading import Thread
 from typing import Any
 
+from stapo_lite.errors import RunError
+
 
 class LoopThread:
     """One event loop for all coroutines that are submitted.
@@ -28,9 +30,18 @@ class LoopThread:
 
     def submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future:
         """Begin a coroutine."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop.result())
+        return asyncio.run_coroutine_threadsafe(contained(coroutine), self._loop.result())
 
     def close(self) -> None:
         """Cancel all coroutines, and wait until they have ended."""
         self._loop.result().call_soon_threadsafe(self._over.set)
         self._thread.join()
+
+
+async def contained(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Await a coroutine. What would end the event loop, and leave all others waiting, becomes an
+    error."""
+    try:
+        return await coroutine
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise RunError(f"a coroutine raised {error!r}") from error

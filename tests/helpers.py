@@ -374,11 +374,11 @@ def dense(hidden, weight, bias, targets, temperature):
     return log_p[torch.arange(len(targets)), targets], -(p * log_p).sum(-1), p.square().sum(-1)
 
 
-def learn(policy, completions, optim, learning_rate):
+def learn(policy, completions, learning_rate):
     """The likelihoods of completions in ten steps up; what is frozen stays as it was."""
     named = policy.model.named_parameters
     base = {name: p.detach().clone() for name, p in named() if not p.requires_grad}
-    train = Train(optim=optim, learning_rate=learning_rate, weight_decay=0.0)
+    train = Train(learning_rate=learning_rate, weight_decay=0.0)
     optimizer = make_optimizer(policy, train)
     likelihoods = []
     for _ in range(10):

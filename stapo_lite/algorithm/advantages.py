@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from stapo_lite.errors import InputError
+
 
 def group_advantages(rewards: Tensor, scale: str = "group", eps: float = 1e-6) -> Tensor:
     """A_i = (R_i - mean(R)) / (std(R) + eps) within each group (STAPO sec. 2; verl's GRPO
@@ -12,14 +14,17 @@ def group_advantages(rewards: Tensor, scale: str = "group", eps: float = 1e-6) -
         rewards: [groups, G] float; NaN marks a completion without a verdict, which gets advantage 0
             and does not count in means and deviations.
         scale: what the difference is divided by. `group`: the group's standard deviation; `batch`:
-            that of all rewards (arXiv 2508.08221, and TRL); `mean`: the group's mean, for rewards
-            that are not negative (MaxRL, arXiv 2602.02710); `none`: nothing (Dr. GRPO, arXiv
-            2503.20783).
+            that of all rewards (arXiv 2508.08221, and TRL); `mean`: the group's mean, which is a
+            pass rate (MaxRL, arXiv 2602.02710); `none`: nothing (Dr. GRPO, arXiv 2503.20783).
         eps: avoids blowing up differences that are only rounding, as in verl.
 
     Returns:
         [groups, G], the same dtype. Standard deviations are sample ones (n - 1), as in verl and
         TRL. Exactly 0 for every member of a group whose rewards are all equal.
+
+    Raises:
+        InputError: `mean` with a reward below 0 or above 1: a negative mean would reverse the sign
+            of the advantages.
     """
     lowest = rewards.nan_to_num(torch.inf).amin(-1, keepdim=True)
     above = rewards - lowest  # equal rewards give exactly 0; minus their mean they may not
@@ -29,6 +34,11 @@ def group_advantages(rewards: Tensor, scale: str = "group", eps: float = 1e-6) -
     elif scale == "batch":
         deviation = deviation / (_std(rewards.flatten() - rewards.nanmean(), 0) + eps)
     elif scale == "mean":
+        if ((rewards < 0) | (rewards > 1)).any():
+            raise InputError(
+                "objective.scale_rewards=mean (maxrl) is for rewards from 0 to 1: change "
+                "reward.incorrect, reward.weights or the function, or choose another scale"
+            )
         deviation = deviation / (rewards.nanmean(-1, keepdim=True) + eps)
     return deviation.nan_to_num(0.0)
 

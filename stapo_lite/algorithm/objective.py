@@ -10,6 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+LARGEST_LOG_RATIO = 80.0
+"""Limit of a log-ratio before `exp`, which is infinite in fp32 from 88.8 on; infinity times a
+gradient of 0 would be NaN."""
 SAPO_TEMPERATURES = (1.0, 1.05)
 """Temperatures of SAPO's gate, for A > 0 and for the rest (arXiv 2511.20347, and TRL)."""
 
@@ -55,7 +58,7 @@ def token_loss(
         log_ratio: log rho, [n] fp32.
         advantages: [n] fp32.
     """
-    ratio, low, high = log_ratio.exp(), 1 - epsilon, 1 + epsilon_high
+    ratio, low, high = log_ratio.clamp(max=LARGEST_LOG_RATIO).exp(), 1 - epsilon, 1 + epsilon_high
     bounded = ratio.clamp(low, high)
     below, above = ratio < low, ratio > high
     if kind == "cispo":
@@ -139,7 +142,7 @@ def sampler_correction(
         return torch.ones_like(log_ratio), torch.zeros_like(log_ratio, dtype=torch.bool)
     if mode == "sequence-mask":
         log_ratio = segment_sum(log_ratio, rows, sequences)[rows].float()
-    ratio = log_ratio.exp()
+    ratio = log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
     capped = ratio > cap
     if mode == "token-truncate":
         return ratio.clamp(max=cap), capped

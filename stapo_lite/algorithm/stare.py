@@ -10,6 +10,7 @@ micro-batches and processes.
 """
 
 import math
+from fractions import Fraction
 
 from torch import Tensor
 
@@ -26,4 +27,6 @@ def highest_of_lowest(values: Tensor, share: float) -> float:
     """
     if values.numel() == 0:
         return -math.inf
-    return values.kthvalue(math.ceil(share * values.numel())).values.item()
+    # 0.07 * 100 is 7.000000000000001 in floating point.
+    count = math.ceil(Fraction(str(share)) * values.numel())
+    return values.kthvalue(count).values.item()

@@ -14,6 +14,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    JsonValue,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -102,7 +103,7 @@ class Prompting(Section):
     apply_chat_template: bool = True
     """Render prompts with the tokenizer's chat template. A prompt that ends in an assistant message
     is continued."""
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, JsonValue] = {}
     """Arguments of the chat template, such as `enable_thinking`."""
     max_prompt_length: PositiveInt = 1024
     """Longest prompt, in tokens."""
@@ -171,11 +172,6 @@ class Reward(Section):
                 weights is not None and len(weights) != len(names),
                 f"reward.weights={weights} for reward.functions={names}: give one weight per "
                 "function",
-            ),
-            (
-                weights is not None and not any(weights),
-                f"reward.weights={weights}: a weight of 0 only logs; give one function another "
-                "weight",
             ),
         ]
 
@@ -294,7 +290,7 @@ class Objective(Section):
 
     scale_rewards: Literal["group", "batch", "mean", "none"] = "group"
     """Divide advantages by the standard deviation of the group or of the whole step, by the group's
-    mean reward (MaxRL, for rewards of 0 and 1), or not (Dr. GRPO)."""
+    mean reward (MaxRL, for rewards from 0 to 1), or not (Dr. GRPO)."""
     mask_truncated_completions: bool = False
     """Leave completions that were cut off out of the loss; their rewards still count in their
     groups."""
@@ -324,7 +320,7 @@ class Objective(Section):
     """With `old_logprobs=trainer`, weight by q = the trainer's probability before the step / the
     engine's. `token-truncate`: min(q, `sampler_cap`); `icepop`: q, or 0 above the cap or below 1 /
     cap; `sequence-mask`: the product of the sequence's q, or 0 above the cap."""
-    sampler_cap: PositiveFloat = 2.0
+    sampler_cap: float = Field(2.0, ge=1)
     """Largest weight of `sampler_correction`."""
     teacher_adapter: UserPath | None = None
     """Distillation (docs/methods.md#distillation) from an adapter on the same base: a folder, or a
@@ -365,15 +361,11 @@ class Train(Section):
     """AdamW's weight decay."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradient clipping by global norm."""
-    optim: Literal["adamw", "paged_adamw_8bit"] = "adamw"
-    """`paged_adamw_8bit` is bitsandbytes'."""
     gradient_checkpointing: bool | Literal["auto"] = "auto"
     """Recompute the activations of all layers in the backward pass. `auto`: if they do not fit the
     card, and always on a CPU."""
     offload_activations: bool | Literal["auto"] = "auto"
     """Keep the inputs of checkpointed layers in host memory. `auto`: if nothing else fits."""
-    compile: bool = False
-    """Compile the decoder layers with `torch.compile`."""
     lm_head_memory_gb: PositiveFloat = 0.25
     """Workspace of the LM head, in GiB."""
 
@@ -518,7 +510,6 @@ class Config(Preset):
 
     def _reward_conflicts(self) -> Conflicts:
         reward, rollout, evaluation = self.reward, self.rollout, self.evaluation
-        by_mean = self.objective.scale_rewards == "mean"
         return [
             (
                 self.objective.teacher_server and rollout.temperature != 1,
@@ -529,17 +520,6 @@ class Config(Preset):
                 not reward.functions and not self.objective.distills,
                 "reward.functions=[]: give one, or a teacher (objective.teacher_adapter or "
                 "objective.teacher_server)",
-            ),
-            (
-                by_mean
-                and "math" in reward.functions
-                and min(reward.correct, reward.incorrect) < 0,
-                "objective.scale_rewards=mean divides by the mean reward: set reward.incorrect=0",
-            ),
-            (
-                by_mean and reward.overlong_penalty,
-                "objective.scale_rewards=mean divides by the mean reward: leave "
-                "reward.overlong_penalty out",
             ),
             (
                 rollout.function and evaluation.source and evaluation.top_p < 1,

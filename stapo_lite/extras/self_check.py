@@ -93,8 +93,9 @@ def random_adapter(learner: Learner, prompts: Sequence[Prompt]) -> dict[str, Ten
         if effect >= LEAST_EFFECT:
             return values
     raise RunError(
-        "rollout.self_check: the trainer's adapter changes no log-probability; check "
-        "lora.target_modules"
+        "rollout.self_check: no random adapter moves the trainer's log-probabilities by "
+        f"{LEAST_EFFECT} nats; check lora.target_modules, or, for a model without training, set "
+        "rollout.self_check=false"
     )
 
 

@@ -17,7 +17,7 @@ from openai import OpenAI
 from torch import Tensor
 
 from stapo_lite.algorithm.microbatches import MiniBatch
-from stapo_lite.errors import RunError, explained
+from stapo_lite.errors import InputError, RunError, explained
 from stapo_lite.model.loading import load_adapter
 from stapo_lite.training.callbacks import Callback
 from stapo_lite.training.metrics import Means, finish, mean
@@ -29,6 +29,8 @@ AT_ONCE = 16
 """Requests to a server at the same time."""
 MAX_RETRIES = 5
 """Retries of a request by the client before the run ends."""
+LOWEST = -30.0
+"""Least log-probability of a server's that counts: vLLM sends -9999 for a probability of 0."""
 
 
 class Teacher(Callback):
@@ -91,13 +93,27 @@ class ServerTeacher(Teacher):
 
     Raises:
         RunError: it does not answer.
+        InputError: when the run begins: another vocabulary, or too short a context.
     """
 
     def __init__(self, weight: float, url: str, key: str):
         super().__init__(weight)
         self._client = OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=MAX_RETRIES)
+        self._root = self._client.with_options(base_url=url)
         with explained(f"objective.teacher_server={url}: does not answer", kind=RunError):
             self._model = self._client.models.list().data[0].id
+
+    def on_train_begin(self, run: Run) -> None:
+        tokenizer = run.tokenizer
+        text = tokenizer.decode(run.prompts[0].token_ids)
+        asked = {"model": self._model, "prompt": text, "add_special_tokens": False}
+        with explained("objective.teacher_server: does not tokenize", kind=RunError):
+            its: Any = self._root.post("/tokenize", cast_to=object, body=asked)
+        if its["tokens"] != tokenizer(text, add_special_tokens=False).input_ids:
+            raise InputError("objective.teacher_server: its model has another vocabulary")
+        served, needed = its["max_model_len"], run.config.max_sequence_length + 1
+        if served < needed:
+            raise InputError(f"objective.teacher_server: serves {served} tokens, {needed} needed")
 
     def logprobs(self, run: Run, batch: MiniBatch) -> Tensor:
         with ThreadPoolExecutor(AT_ONCE) as threads:
@@ -114,4 +130,4 @@ class ServerTeacher(Teacher):
             )
             scored = answer.choices[0].prompt_logprobs[len(completion.prompt.token_ids) :]
             pairs = zip(scored, completion.token_ids, strict=True)
-            return [one[str(token)]["logprob"] for one, token in pairs]
+            return [max(one[str(token)]["logprob"], LOWEST) for one, token in pairs]

@@ -142,7 +142,7 @@ def load_weights(
     with explained(NO_MODEL.format(model)), too_large, default_stream(device), beside_vllm(config):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             model,
-            dtype=dtype,
+            dtype="auto" if in_4_bits else dtype,  # like vLLM, round to 4 bits first
             attn_implementation=attention_for(device),
             quantization_config=in_4_bits,
             device_map={"": device},
@@ -152,6 +152,9 @@ def load_weights(
     base, loading = loaded
     if loading["missing_keys"]:
         raise InputError(f"model={model}: its weights lack {min(loading['missing_keys'])}")
+    for parameter in base.parameters() if in_4_bits else ():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(getattr(torch, dtype))
     return ready(base)
 
 

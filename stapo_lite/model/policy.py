@@ -29,11 +29,6 @@ def make_policy(base: Any, config: Config, start: Path | None = None) -> "Policy
     """
     torch.manual_seed(config.seed)
     peft_model = add_adapter(base, config.lora)
-    if config.train.compile:
-        # Layer by layer: they share compiled code, and checkpointing stays outside it.
-        module: Any
-        for module in base.get_decoder().layers:
-            module.compile(dynamic=True)
     policy = Policy(peft_model, config)
     if start is not None:
         load_adapter(policy.model, start)
@@ -212,14 +207,13 @@ class Policy:
 
 
 def make_optimizer(policy: Policy, train: Train) -> torch.optim.Optimizer:
-    """Fused AdamW over the adapter, or bitsandbytes' paged 8-bit AdamW."""
-    parameters = list(policy.parameters.values())
-    options: Any = {"lr": train.learning_rate, "weight_decay": train.weight_decay}
-    if train.optim == "paged_adamw_8bit":
-        from bitsandbytes.optim import PagedAdamW8bit
-
-        return PagedAdamW8bit(parameters, **options)
-    return torch.optim.AdamW(parameters, fused=True, **options)
+    """Fused AdamW over the adapter."""
+    return torch.optim.AdamW(
+        policy.parameters.values(),
+        lr=train.learning_rate,
+        weight_decay=train.weight_decay,
+        fused=True,
+    )
 
 
 def sum_gradients(policy: Policy) -> None:

@@ -43,7 +43,7 @@ def count_sizes(config: Config) -> Sizes:
             adapter += config.lora.r * (layer.in_features + layer.out_features)
     width, text = value_bytes(config), hf_config.get_text_config()
     base = in_linears * LINEAR_BYTES.get(config.quantization or "", width) + others * width
-    keys = head_size(text) * text.num_key_value_heads
+    keys = head_size(text) * key_heads(text)
     return Sizes(int(base), adapter, 2 * text.num_hidden_layers * keys * width)
 
 
@@ -55,8 +55,9 @@ def count_activations(config: Config, tokens: int, checkpointing: bool) -> int:
     (Qwen3 1.7B to 14B in bf16, fp16 and nf4; docs/cards.md).
     """
     text: Any = load_model_config(config.model).get_text_config()
-    width, hidden, inner = value_bytes(config), text.hidden_size, text.intermediate_size
-    projected = head_size(text) * (text.num_attention_heads + text.num_key_value_heads)
+    width, hidden = value_bytes(config), text.hidden_size
+    inner = getattr(text, "intermediate_size", 4 * hidden)
+    projected = head_size(text) * (text.num_attention_heads + key_heads(text))
     # A norm keeps its input in fp32 and its output; the MLP gate, SiLU, up and their product;
     # attention queries, keys, values and its output, and Qwen3 norms queries and keys in fp32.
     layer = 8 * hidden + width * (2 * hidden + 4 * inner + 2 * projected) + 4 * projected
@@ -78,3 +79,8 @@ def value_bytes(config: Config) -> int:
 def head_size(text: Any) -> int:
     """Features of an attention head."""
     return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+
+
+def key_heads(text: Any) -> int:
+    """Attention heads with keys of their own; all of them in families without grouped queries."""
+    return getattr(text, "num_key_value_heads", text.num_attention_heads)

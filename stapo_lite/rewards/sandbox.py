@@ -1,4 +1,8 @@
-"""Call functions in worker processes, which may hang or crash: pebble kills and replaces them."""
+"""Call functions in worker processes, which may hang or crash: pebble kills and replaces them.
+
+This protects a run from a function's faults, not the machine from the function: it has the user's
+rights, files, network and memory, and processes that it starts outlive it.
+"""
 
 import asyncio
 import inspect

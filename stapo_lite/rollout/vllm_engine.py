@@ -25,7 +25,7 @@ from accelerate.utils import set_seed
 from accelerate.utils.memory import clear_device_cache
 
 from stapo_lite.config import Engine, Lora
-from stapo_lite.errors import RunError, explained, one_line, out_of_memory
+from stapo_lite.errors import InputError, RunError, explained, one_line, out_of_memory
 from stapo_lite.rollout.engine import (
     Decoding,
     Publisher,
@@ -56,8 +56,10 @@ class VLLMEngine(RolloutEngine):
             sleeps while it does.
 
     Raises:
-        InputError: vLLM does not start.
+        InputError: vLLM does not start, or another engine of this process is open.
     """
+
+    _open = False
 
     def __init__(
         self,
@@ -68,6 +70,12 @@ class VLLMEngine(RolloutEngine):
         lora: Lora | None,
         share_base: bool = False,
     ):
+        # vLLM's state is the process's: an engine that closes takes the other one's along.
+        if VLLMEngine._open:
+            raise InputError(
+                "rollout.engine: this process has a vLLM engine already; end the run that has it "
+                "(an iteration over its steps), or use another process"
+            )
         prepare_vllm()
         self._joined = torch.distributed.is_initialized()
         # A module of vLLM keeps the error of an optional import, whose traceback holds the callers'
@@ -106,6 +114,7 @@ class VLLMEngine(RolloutEngine):
         self._folder = tempfile.TemporaryDirectory(prefix="stapo_lite-adapters-")
         self._request: Any = None
         self._prompts: dict[int, Prompt] = {}
+        VLLMEngine._open = True
 
     def publish(self, policy: Publisher, version: int) -> None:
         """Hot-load the adapter as `version`, which must be new."""
@@ -228,6 +237,7 @@ class VLLMEngine(RolloutEngine):
 
     def close(self) -> None:
         """Free the engine's memory, for another engine in the same process (a notebook)."""
+        VLLMEngine._open = False
         self._folder.cleanup()
         if self._asleep:  # memory unmapped by sleep would stay unmapped for the next engine
             torch.cuda.empty_cache()

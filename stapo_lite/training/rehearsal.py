@@ -23,7 +23,7 @@ def rehearse(learner: Learner) -> None:
     """
     policy = learner.policy
     states = []  # stand-ins for the optimiser's, which its first step allocates
-    if not learner.optimizer.state and learner.config.train.optim == "adamw":
+    if not learner.optimizer.state:
         states = [torch.empty_like(p) for p in policy.parameters.values() for _ in range(2)]
     tried = None
     while tried != learner.budget.setting:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from stapo_lite.algorithm.advantages import group_advantages
+from stapo_lite.errors import InputError
 
 NAN, HALF, ROOT = math.nan, math.sqrt(0.5), math.sqrt(2.5)
 SPREAD = [[1 / ROOT, -1 / ROOT, 0.0], [difference / 3 / ROOT for difference in (5, -1, -4)]]
@@ -39,3 +40,9 @@ def test_equal_rewards_give_exactly_zero_and_rounding_is_not_blown_up():
     assert group_advantages(equal).tolist() == [[0.0] * 7] * 4
     rounded = torch.tensor([[0.1 + 0.2, 0.3]], dtype=torch.float64)
     assert group_advantages(rounded).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("rewards", [[-0.28, -0.17], [1.0, -1.0], [2.0, 0.0]])
+def test_a_mean_that_is_no_pass_rate_is_refused(rewards):
+    with pytest.raises(InputError, match="rewards from 0 to 1"):
+        group_advantages(torch.tensor([rewards]), "mean")

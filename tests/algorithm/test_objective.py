@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from stapo_lite.algorithm.objective import k3, token_loss
+from stapo_lite.algorithm.objective import k3, sampler_correction, token_loss
 
 # ratio, advantage -> objective, its derivative by log pi, the bound that took effect. The bounds
 # are 0.8 and 1.28, for dppo -0.2 and 0.28 from a probability of 0.5.
@@ -64,3 +64,21 @@ def test_k3_by_hand_with_its_gradient():
     # 1e-3 apart it is half the square; e^x - x - 1 in float32 would be wrong by a tenth.
     close = k3(torch.tensor(-2.0), torch.tensor(-2.0 + 2**-10)).item()
     assert close == pytest.approx(2**-21, rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["clip", "cispo", "gspo", "dppo", "sapo"])
+def test_extreme_ratios_give_numbers(kind):
+    log_ratio = torch.tensor([200.0, 200.0, -200.0, -200.0])
+    logprobs = log_ratio.clamp(max=0.0)
+    old_logprobs = logprobs - log_ratio
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    loss = token_loss(kind, logprobs, log_ratio, advantages, 0.2, 0.28)
+    assert loss.loss.isfinite().all()
+    assert loss.gradient.isfinite().all()
+    for mode in ("token-truncate", "icepop", "sequence-mask"):
+        rows = torch.arange(4)
+        weights, capped = sampler_correction(logprobs, old_logprobs, rows, 4, mode, cap=2.0)
+        assert (weights * loss.gradient).isfinite().all()
+        expected = [2.0, 2.0, 0.0, 0.0] if mode == "token-truncate" else [0.0] * 4
+        assert weights.tolist() == expected
+        assert capped[:2].all()

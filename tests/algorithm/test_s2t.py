@@ -10,6 +10,7 @@ from stapo_lite.algorithm.s2t import (
     spurious_mask,
     top_entropy_mask,
 )
+from stapo_lite.algorithm.stare import highest_of_lowest
 
 
 def test_mask_of_two_completions_by_hand():
@@ -63,3 +64,11 @@ def test_random_scores_follow_from_tokens_and_salt():
     assert not torch.equal(scores, random_scores([5, 6, 7], salt=2))
     assert not torch.equal(scores, random_scores([5, 6, 8], salt=1))
     assert ((scores >= 0) & (scores < 1)).all()
+
+
+def test_a_share_of_stare_is_a_whole_number_of_tokens_despite_rounding():
+    values = torch.arange(100.0)
+    assert highest_of_lowest(values, 0.07) == 6  # 0.07 * 100 > 7 in floating point
+    assert highest_of_lowest(values, 0.071) == 7
+    assert highest_of_lowest(values[:3], 1e-9) == 0
+    assert highest_of_lowest(values[:0], 0.07) == -math.inf

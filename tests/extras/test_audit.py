@@ -95,7 +95,7 @@ def test_the_table_is_filtered_and_ordered(make_run, open_page):
 def test_the_page_fits_screens_and_escapes_its_tokens(make_run, tmp_path, open_page, width):
     page = open_page(audit(make_run([*TOKENS, TOKENS[1]]), tmp_path / "elsewhere"), width)
     charts = page.eval_on_selector_all("figure", "all => all.map(f => f.id)")
-    assert charts == ["reward", "entropy", "silenced", "tau_h", "plane", "gradient"]
+    assert charts == ["reward", "entropy", "silenced", "tau_h", "plane"]
     loaded = "all => all.every(i => i.complete && i.naturalWidth > 400)"
     assert page.eval_on_selector_all("img", loaded)
     assert page.evaluate("document.documentElement.scrollWidth") <= width

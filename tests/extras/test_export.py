@@ -31,10 +31,10 @@ def tied_model(tmp_path_factory):
 
 @pytest.fixture
 def make_run(tied_model, tmp_path):
-    def make(base=tied_model, name="run", **changes):
+    def make(base=tied_model, name="run", scale=0.1, **changes):
         folder = tmp_path / name
         folder.mkdir()
-        adapted_policy(base).save_adapter(folder / "adapter")
+        adapted_policy(base, scale=scale).save_adapter(folder / "adapter")
         tree = {"model": str(base), "output_dir": str(folder), "lora": {"r": 8, "lora_alpha": 16}}
         write_yaml(folder / "config.yaml", tree | {"data": {"source": "me/sums"}} | changes)
         metrics = [{"step": 1, "reward": -0.5}, {"step": 2, "reward": 0.25}]
@@ -117,9 +117,10 @@ def test_an_adapter_alone(make_run, tied_model, tmp_path, dtype):
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_wrong_merge_is_not_exported(make_run, tmp_path, monkeypatch, dtype):
-    run, out = make_run(), tmp_path / "out"
+@pytest.mark.parametrize("scale", [0.01, 0.1])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_wrong_merge_is_not_exported(make_run, tmp_path, monkeypatch, dtype, scale):
+    run, out = make_run(scale=scale), tmp_path / "out"
     monkeypatch.setattr(LoraModel, "merge_and_unload", lambda self: self.unload())  # the base alone
     with pytest.raises(InputError, match="is not the model that was trained and was not exported"):
         export(run, out, merge=True, dtype=dtype)
@@ -127,6 +128,12 @@ def test_a_wrong_merge_is_not_exported(make_run, tmp_path, monkeypatch, dtype):
     with pytest.raises(InputError, match="was not exported"):
         export(run, out, dtype=dtype)
     assert not out.exists()
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-4, 1e-3, 0.02])
+def test_rounding_that_hides_an_adapters_effect_prevents_no_export(make_run, tmp_path, scale):
+    for merge in (False, True):
+        export(make_run(scale=scale, name=f"{merge}"), tmp_path / f"out {merge}", merge=merge)
 
 
 def test_an_interrupted_export_leaves_no_complete_folder(make_run, tmp_path, monkeypatch):
@@ -159,7 +166,9 @@ def test_the_card_of_an_adapter_without_rewards_names_no_local_path(make_run, tm
     (secret / "teacher").mkdir(parents=True)
     data = {"source": str(secret / "mine"), "system_prompt": ""}  # not the template's own prompt
     teacher = {"teacher_adapter": str(secret / "teacher")}
-    run = make_run(algorithm="distill", data=data, objective=teacher)
+    lora = {"r": 8, "lora_alpha": 16, "adapter": str(secret / "gone" / "start")}
+    teacher["teacher_server"] = "http://secret:8000"
+    run = make_run(algorithm="distill", data=data, objective=teacher, lora=lora)
     write_lines(run / "metrics.jsonl", [{"step": 1}, {"step": 2}])
     write_lines(run / "evaluations.jsonl", [{"step": 0} | RESULTS, {"step": 2, "temperature": 3}])
     export(run, tmp_path / "out")
@@ -172,6 +181,7 @@ def test_the_card_of_an_adapter_without_rewards_names_no_local_path(make_run, tm
         "--enable-lora --max-lora-rank 8 --lora-modules out=out\n",
         ', with the system prompt "".',
         "teacher_adapter: teacher\n",
+        "started from `start`",
     ):
         assert text in card.text, text
     assert "secret" not in card.text

@@ -1,15 +1,17 @@
 """Evaluation during training, and the best adapter."""
 
+import json
 import re
 from unittest.mock import Mock, call
 
 import pytest
-from helpers import adapter_bytes, held_out_rows, run, without_times
+from helpers import MINIMAL, adapter_bytes, held_out_rows, run, without_times
 
-from stapo_lite.config import load_eval_config
+from stapo_lite.config import load_config, load_eval_config
 from stapo_lite.errors import InputError
 from stapo_lite.extras.evaluation import periodic
 from stapo_lite.extras.evaluation.evaluate import evaluate
+from stapo_lite.extras.transformers_engine import TransformersEngine
 from stapo_lite.files import read_lines, read_object, write_lines
 from stapo_lite.rewards.functions import RewardModel
 from stapo_lite.training.folder import read_metrics
@@ -43,8 +45,9 @@ def test_the_best_adapter_is_kept_over_a_resumption(write_config, tmp_path, monk
     best = rewards.index(max(rewards))
     assert best > 0  # the untrained adapter has no checkpoint to compare with
     assert adapter_bytes(folder / "best") == adapter_bytes(folder / f"checkpoint-{best}")
-    kept = {"metric": "reward", "score": max(rewards), "step": best}
-    assert read_object(folder / "best" / "score.json") == kept
+    kept = read_object(folder / "best" / "score.json")
+    assert (kept["score"], kept["step"]) == (max(rewards), best)
+    assert kept["evaluation"]["best"] == "reward"
 
 
 @pytest.mark.parametrize(
@@ -92,8 +95,9 @@ def test_benchmarks_while_a_run_trains(write_config, tiny_model, tmp_path, monke
     assert [line["step"] for line in evaluations] == [0, 2, 3]
     tables = re.findall(r"^benchmarks after step ([023])\n\| benchm", capsys.readouterr().out, re.M)
     assert tables == ["0", "2", "3"]
-    score = {"metric": "mine", "score": 0.0, "step": 0}
-    assert read_object(folder / "best" / "score.json") == score
+    kept = read_object(folder / "best" / "score.json")
+    assert (kept["score"], kept["step"]) == (0.0, 0)
+    assert kept["evaluation"]["best"] == "mine"
     tree = {"model": str(tiny_model), "adapter": str(folder / "adapter"), "dtype": "float32"}
     tree |= {"output_dir": str(tmp_path / "e"), "benchmarks": settings["benchmarks"]}
     tree |= {"decoding": "justrl", "data": {"max_prompt_length": 64, "prompt_suffix": ""}}
@@ -116,11 +120,49 @@ def test_benchmarks_while_a_run_trains(write_config, tiny_model, tmp_path, monke
     ],
 )
 def test_an_adapter_is_kept_if_its_score_beats_the_best(tmp_path, results, kept):
-    (tmp_path / "best").mkdir()
-    (tmp_path / "best" / "score.json").write_text('{"score": 0.5}', encoding="utf-8")
-    run, metric = Mock(folder=tmp_path), "average" if "average" in results else [*results][-1]
+    metric = "average" if "average" in results else [*results][-1]
+    config = load_config(MINIMAL, {"evaluation.steps": 1, "evaluation.best": metric})
+    run = Mock(folder=tmp_path, config=config)
     run.progress.step = 3
+    settings = config.evaluation.model_dump(mode="json", exclude={"steps"})
+    before = {"score": 0.5, "step": 1, "evaluation": settings}
+    path = tmp_path / "best" / "score.json"
+    write_object(path, before)
     periodic.keep_best(run, metric, results)
     assert run.policy.mock_calls == [call.save_adapter(tmp_path / "best")] * kept
-    after = {"metric": metric, "score": 0.6, "step": 3} if kept else {"score": 0.5}
-    assert read_object(tmp_path / "best" / "score.json") == after
+    assert read_object(path) == (before | {"score": 0.6, "step": 3} if kept else before)
+
+
+@pytest.mark.parametrize("key", ["best", "limit", "temperature"])
+def test_another_evaluations_best_does_not_count(tmp_path, key):
+    config = load_config(MINIMAL, {"evaluation.steps": 1, "evaluation.best": "reward"})
+    settings = config.evaluation.model_dump(mode="json", exclude={"steps"})
+    path = tmp_path / "best" / "score.json"
+    write_object(path, {"score": 0.5, "step": 1, "evaluation": settings | {key: 0.7}})
+    run = Mock(folder=tmp_path, config=config)
+    run.progress.step = 3
+    periodic.keep_best(run, "reward", {"reward": 0.1})
+    assert read_object(path) == {"score": 0.1, "step": 3, "evaluation": settings}
+
+
+def test_held_out_rows_have_the_same_seeds_at_each_step(write_config, tmp_path, monkeypatch):
+    seeds = []
+    stream = TransformersEngine.stream
+
+    def note(engine, prompts, own, decodings):
+        if own:  # there are no benchmarks
+            seeds.append(list(own))
+        return stream(engine, prompts, own, decodings)
+
+    monkeypatch.setattr(TransformersEngine, "stream", note)
+    held_out = held_out_rows(tmp_path, num_samples=2)
+    run(write_config(train__max_steps=2, evaluation=held_out, rollout__self_check=False))
+    first, *others = seeds
+    assert len(others) == 2
+    assert len(set(first)) == len(first) > 2
+    assert others == [first] * 2
+
+
+def write_object(path, value):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(value), encoding="utf-8")

@@ -4,6 +4,7 @@ import pytest
 from helpers import MINIMAL, Prompt, adapted_policy, make_learner, objective, packed
 from memory import peak_bytes
 from random_model import VOCABULARY, build, qwen3
+from transformers import FalconConfig, GPTNeoXConfig, OPTConfig
 
 from stapo_lite.config import load_config
 from stapo_lite.extras.planning import RESERVED, plan
@@ -47,3 +48,13 @@ def test_activations_are_those_of_an_update(tmp_path, dtype, checkpointing):
     keys = {"model": str(model), "dtype": dtype, "lm_head_memory_gb": 2**-10}
     estimate = count_activations(load_config(MINIMAL, keys), 4 * 512, checkpointing)
     assert estimate == pytest.approx(peak_bytes(lambda: update(learner, batch)), rel=0.1)
+
+
+@pytest.mark.parametrize("family", [OPTConfig, GPTNeoXConfig, FalconConfig])
+def test_families_without_grouped_queries(tmp_path, family):
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 99}
+    family(**sizes).save_pretrained(tmp_path)
+    keys = {"model": str(tmp_path), "dtype": "float32", "target_modules": "all-linear"}
+    config = load_config(MINIMAL, keys)
+    assert count_sizes(config).cached_token == 2 * 2 * 64 * 4  # keys and values of two layers
+    assert "tokens" in plan(config, gib=4.0)

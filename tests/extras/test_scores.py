@@ -4,10 +4,9 @@ import itertools
 import random
 
 import pytest
-from pandas import DataFrame
 
 from stapo_lite.extras.evaluation.results import pass_table, results_table
-from stapo_lite.extras.evaluation.scores import average_scores, majority, pass_at_k, summarise
+from stapo_lite.extras.evaluation.scores import average_scores, pass_at_k, summarise
 
 
 def samples(pattern, problem="0", benchmark="b"):
@@ -37,20 +36,6 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample():
             assert pass_at_k(n, correct, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
 
 
-@pytest.mark.parametrize(
-    ("patterns", "expected"),
-    [
-        (["+??", "++a", "+---"], 1),
-        (["?", "+aa", "aabb", "----"], 0),
-        (["+a", "++aab"], 1 / 2),
-        (["+ab"], 1 / 3),
-    ],
-)
-def test_a_majority_of_right_answers_wins_and_a_tie_counts_in_part(patterns, expected):
-    for pattern in patterns:
-        assert majority(DataFrame(samples(pattern))) == pytest.approx(expected)
-
-
 def test_scores_of_a_benchmark():
     results = evaluation(b=["+aa-bb", "++++-+", "abcdef"])
     scores = results["benchmarks"]["b"]
@@ -63,7 +48,6 @@ def test_scores_of_a_benchmark():
         "pass": pytest.approx(
             {"1": 6 / 18, "2": (1 - 10 / 15 + 1) / 3, "4": (1 - 5 / 15 + 1) / 3, "6": 2 / 3}
         ),
-        "maj": pytest.approx((0 + 1 + 0) / 3),
         "length": 10.0,
         "truncated": pytest.approx(2 / 18),
         "no_answer": pytest.approx(2 / 18),
@@ -96,8 +80,8 @@ def cells(table):
 def test_tables_are_in_per_cent():
     results = evaluation(aime=["++", "+a"], amc=["++++", "aaaa"])
     rows = cells(results_table(results))
-    assert rows[1] == ["aime", "2", "2", "75.0", "50.0 to 100.0", "75.0", "10", "0.0", "0.0"]
-    assert [*rows[-1][:4], *rows[-1][5:]] == ["average", "", "", "62.5", *[""] * 4]
+    assert rows[1] == ["aime", "2", "2", "75.0", "50.0 to 100.0", "10", "0.0", "0.0"]
+    assert [*rows[-1][:4], *rows[-1][5:]] == ["average", "", "", "62.5", *[""] * 3]
     assert cells(pass_table(results)) == [
         ["benchmark", "pass@1", "pass@2", "pass@4"],
         ["aime", "75.0", "100.0", ""],

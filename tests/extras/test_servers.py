@@ -8,6 +8,7 @@ import sys
 from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import openai
 import pytest
@@ -15,7 +16,18 @@ import torch
 from accelerate import Accelerator
 from engine_cases import *  # noqa: F403  # the tests of every engine, for servers
 from engine_cases import drawn_ids
-from helpers import PROMPTS, SAMPLING, gap, generate, in_two_processes, run, same_metrics, steps
+from helpers import (
+    MINIMAL,
+    PROMPTS,
+    SAMPLING,
+    gap,
+    generate,
+    in_two_processes,
+    run,
+    same_metrics,
+    steps,
+)
+from transformers import AutoTokenizer
 
 from stapo_lite.algorithm.microbatches import pack
 from stapo_lite.config import Rollout, load_config
@@ -145,6 +157,21 @@ def test_a_server_is_a_teacher(server, make_policy):
     unknown = Completion(PROMPTS[0], [10**6], [0.0], False, 1)
     with pytest.raises(RunError, match="objective.teacher_server: does not score"):
         teacher.logprobs(SimpleNamespace(), pack([unknown], "cpu"))
+
+
+def test_a_teacher_must_have_the_students_vocabulary_and_room(server, tiny_model):
+    teacher = ServerTeacher(1.0, server, api_key())
+    keys = {"data.max_prompt_length": 387, "rollout.max_completion_length": 12}
+    fits, longer = (load_config(MINIMAL, overrides) for overrides in (keys, {}))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    run = SimpleNamespace(tokenizer=tokenizer, prompts=PROMPTS, config=fits)
+    teacher.on_train_begin(run)
+    run.config = longer
+    with pytest.raises(InputError, match="objective.teacher_server: serves 400 tokens, 3073 need"):
+        teacher.on_train_begin(run)
+    run.tokenizer = Mock(decode=tokenizer.decode, return_value=Mock(input_ids=[5, 6]))
+    with pytest.raises(InputError, match="its model has another vocabulary"):
+        teacher.on_train_begin(run)
 
 
 def test_requests_of_a_lost_server_go_to_the_next(server, lost, make_policy, tmp_path):

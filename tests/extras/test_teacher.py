@@ -15,6 +15,7 @@ from stapo_lite.algorithm.microbatches import pack
 from stapo_lite.config import load_config
 from stapo_lite.extras import teacher as teachers
 from stapo_lite.extras.teacher import AdapterTeacher, ServerTeacher
+from stapo_lite.training.folder import read_metrics
 from stapo_lite.types import Completion, Prompt
 
 TOOL = {"advantage": 0.5, "loss_mask": [True, False, True]}  # its second token is a tool's
@@ -72,10 +73,13 @@ def test_a_student_becomes_its_teacher(distilling, caplog):
 
 def test_a_teacher_beside_rewards(distilling, tmp_path):
     both = distilling.model_copy(update={"output_dir": str(tmp_path / "both")})
-    first, *_ = Trainer(config=both, functions=["parity:even"], max_steps=1).train()
+    weighted = {"functions": ["parity:even"], "teacher_weight": 3.0}
+    first, *_ = Trainer(config=both, max_steps=1, **weighted).train()
     alone, *_ = Trainer(config=distilling, max_steps=1).train()
     assert first["reward"] is not None
     assert first["teacher_kl"] == alone["teacher_kl"]  # of the same samples
+    logged, *_ = read_metrics(tmp_path / "both")
+    assert logged["teacher_kl"] == first["teacher_kl"] > 0
     assert first["loss"] != alone["loss"]
     assert math.isfinite(first["grad_norm"])
 
@@ -88,3 +92,15 @@ def test_teachers_that_cannot_teach(distilling, write_config, monkeypatch):
     monkeypatch.setattr(teachers, "MAX_RETRIES", 0)
     with pytest.raises(RunError, match="teacher_server=http://127.0.0.1:9: does not answer"):
         ServerTeacher(1.0, "http://127.0.0.1:9", "any")
+
+
+def test_a_probability_of_0_costs_a_bounded_advantage():
+    """vLLM sends -9999 for -inf."""
+    teacher = object.__new__(ServerTeacher)
+    scores = [{"8": {"logprob": -0.5}}, {"9": {"logprob": -9999.0}}, {"10": {"logprob": -math.inf}}]
+    scores.append({"11": {"logprob": -1.0}})
+    answer = SimpleNamespace(choices=[SimpleNamespace(prompt_logprobs=[None] * 3 + scores)])
+    completions = SimpleNamespace(create=lambda **_: answer)
+    teacher._client, teacher._model = SimpleNamespace(completions=completions), "m"
+    found = teacher.logprobs(SimpleNamespace(), pack(COMPLETIONS[:1], "cpu"))
+    assert found.tolist() == [-0.5, -30.0, -30.0, -1.0]

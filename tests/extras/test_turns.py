@@ -45,7 +45,7 @@ def test_coroutines_may_wait_for_each_other(run, limit):
 def test_an_episode_without_room_is_truncated(run):
     async def cut_off(episode):
         await episode.generate(max_tokens=1)
-        for text, finished in ("a" * 5, True), ("a" * 100, False), ("", True):
+        for text, finished in ("a" * 5, True), ("a" * 6, False), ("", True):
             episode.finished = True  # as after a stop string
             episode.add(text)
             assert episode.finished == finished
@@ -68,7 +68,7 @@ def after_a_turn(raises):
     ("function", "error", "message"),
     [
         (after_a_turn(LookupError("no such tool")), LookupError, "no such tool"),
-        (after_a_turn(SystemExit(3)), RunError, r"rollout.function: raised SystemExit\(3\)"),
+        (after_a_turn(SystemExit(3)), RunError, r"a coroutine raised SystemExit\(3\)"),
         (lambda e: asyncio.sleep(0), RunError, "an episode ended without a turn of the model's"),
         (lambda e: asyncio.gather(e.generate(1), e.generate(1)), RunError, "two turns at once"),
         (lambda e: e.generate(stop=["a"]), InputError, "rollout.engine=transformers knows no stop"),

@@ -93,7 +93,7 @@ def test_a_policy_in_8_bits(tiny_model, checkpointing):
     for name, parameter in policy.parameters.items():
         assert torch.equal(parameter, expected.parameters[name])  # PEFT did not round it to 8 bits
     completions = fake_completions(0, [1.0] * 4)
-    likelihoods = [learn(each, completions, "adamw", 1e-2) for each in (policy, expected)]
+    likelihoods = [learn(each, completions, 1e-2) for each in (policy, expected)]
     assert likelihoods[0] == pytest.approx(likelihoods[1], rel=1e-4)
     assert likelihoods[0][-1] > likelihoods[0][0] + 1
 

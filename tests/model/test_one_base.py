@@ -98,7 +98,7 @@ def test_a_policy_on_vllms_weights_is_that_of_a_copy(family, quantization, unpac
         completions = [c for group in groups for c in group]
         computed = (with_gradient(policy, completions) for policy in (shared, own))
         assert all(relative(*pair) < 1e-6 for pair in zip(*computed, strict=True))
-        likelihoods = [learn(policy, completions, "adamw", 1e-3) for policy in (shared, own)]
+        likelihoods = [learn(policy, completions, 1e-3) for policy in (shared, own)]
         assert likelihoods[0] == pytest.approx(likelihoods[1], rel=1e-5)
         engine.load_adapter(tmp_path / "adapter", 2)
         again = [c.token_ids for group in generate(engine, PROMPTS) for c in group]
@@ -144,6 +144,15 @@ def test_the_trainer_loads_a_copy_if_the_engine_has_nothing_to_share(checkpoint,
     with pytest.raises(InputError, match="rollout.share_base: the engine has no weights to share"):
         share(checkpoint, None, "rollout.share_base=on")
     assert share(checkpoint, weights, "rollout.share_base=off") is None
+
+
+def test_a_tied_head_is_the_embedding_of_the_engine(tmp_path):
+    random_checkpoint(tmp_path, FAMILIES["Qwen3, tied"])
+    whole = load_weights(str(tmp_path), "float32")
+    weights = {name: parameter.data for name, parameter in whole.named_parameters()}
+    base = share(tmp_path, weights)
+    assert base.get_output_embeddings().weight is base.get_input_embeddings().weight
+    assert base.get_input_embeddings().weight.data_ptr() == whole.lm_head.weight.data_ptr()
 
 
 def test_a_layout_that_is_not_known_is_missed_by_its_name():

@@ -197,6 +197,17 @@ def test_coroutines_share_one_loop_through_all_calls_also_in_a_notebook():
     assert len(set(loops)) == 1
 
 
+def test_an_exit_in_a_coroutine_ends_the_run_and_not_the_loop_of_the_others():
+    async def leaves(**_):
+        raise SystemExit(3)
+
+    model = RewardModel(Reward(functions=["leaves"]), 10, {"leaves": leaves})
+    for step in (1, 2):
+        with pytest.raises(RunError, match=r"a coroutine raised SystemExit\(3\)"):
+            model.score([completion("a")], seed=0, step=step)
+    model.close()
+
+
 def test_a_coroutine_under_way_is_cancelled_at_the_end_of_its_run():
     begun, ended = threading.Event(), threading.Event()
 

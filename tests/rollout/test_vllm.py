@@ -4,7 +4,7 @@ import json
 import weakref
 from contextlib import closing, nullcontext
 from importlib.metadata import PackageNotFoundError
-from unittest.mock import Mock, call, create_autospec
+from unittest.mock import DEFAULT, Mock, call, create_autospec
 
 import pytest
 import torch
@@ -86,19 +86,16 @@ def test_auto_is_vllm_where_it_can_run(monkeypatch, found, version, card, engine
         ("0.32.0", True, False, "bitsandbytes", "float32", "dtype=float32: .* dtype=bfloat16"),
         ("0.32.0", False, False, "fp8", "float32", None),
         ("0.32.0", False, True, None, "float32", "dtype=float32: .* adapters on a card"),
-        ("0.30.2", False, False, "bitsandbytes", "float16", None),  # in its core, but it is old
     ],
 )
 def test_what_vllm_cannot_serve_is_refused_before_it_starts(
-    monkeypatch, caplog, vllm, plugin, card, quantization, dtype, problem
+    monkeypatch, vllm, plugin, card, quantization, dtype, problem
 ):
     monkeypatch.setattr(f"{OPTIONS}.version", lambda name: vllm)
     monkeypatch.setattr(f"{OPTIONS}.find_spec", lambda name: object() if plugin else None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: card)
     with pytest.raises(InputError, match=problem) if problem else nullcontext():
         check_vllm(Engine(quantization=quantization), dtype)
-    old = "vLLM 0.30.2 is not supported: pip install 'vllm>=0.31,<0.34'"
-    assert (old in caplog.text) == (vllm == "0.30.2")
 
 
 @pytest.fixture
@@ -144,11 +141,21 @@ def test_a_shared_base_stays_while_vllm_sleeps(start, tiny_model):
 
 
 def test_beside_a_trainer_with_a_copy_of_the_base_vllm_neither_sleeps_nor_wakes(start, tiny_model):
-    engine = make_vllm(tiny_model, "bfloat16")
-    assert not start.call_args.kwargs["enable_sleep_mode"]
-    engine.sleep()
-    engine.wake()
-    assert start.return_value.mock_calls == []
+    with closing(make_vllm(tiny_model, "bfloat16")) as engine:
+        assert not start.call_args.kwargs["enable_sleep_mode"]
+        engine.sleep()
+        engine.wake()
+        assert start.return_value.mock_calls == []
+
+
+def test_a_second_engine_of_a_process_is_refused_until_the_first_has_closed(start, tiny_model):
+    start.side_effect = [ValueError("no room"), *[DEFAULT] * 2]
+    with pytest.raises(InputError, match="no room"):
+        make_vllm(tiny_model, "bfloat16")
+    for _ in range(2):
+        already = pytest.raises(InputError, match="this process has a vLLM engine already")
+        with closing(make_vllm(tiny_model, "bfloat16")), already:
+            make_vllm(tiny_model, "bfloat16")
 
 
 def card_arguments(model, dtype="bfloat16", **options):

@@ -8,6 +8,7 @@ from helpers import ROOT, run, without_times
 
 from stapo_lite import Callback, RunError, Trainer, load_config
 from stapo_lite.assemble import PythonInputs, open_run
+from stapo_lite.model.loading import load_weights
 from stapo_lite.training.folder import read_metrics
 from stapo_lite.training.loop import train
 from stapo_lite.training.run import Clock
@@ -110,3 +111,21 @@ def test_the_clock_leaves_out_what_it_is_stopped_for(monkeypatch):
         pass
     clock.lap("rollout")
     assert clock.seconds == {"rollout": 3.0, "reward": 0.0, "update": 0.0}
+
+
+def test_a_callback_closes_before_a_shared_base_goes(write_config, monkeypatch):
+    class Last(Callback):
+        def on_train_begin(self, run):
+            self.run = run
+
+        def close(self):
+            self.layers = len(self.run.policy.model.get_base_model().get_decoder().layers)
+
+    def base(engine, config, accelerator):
+        return load_weights(config.model, config.dtype)
+
+    monkeypatch.setattr("stapo_lite.assemble.shared_base", base)
+    last = Last()
+    Trainer(config=write_config(train__max_steps=1), callbacks=[last]).train()
+    assert last.layers == 2
+    assert last.run.policy.model is None

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from helpers import MINIMAL, RARELY_RIGHT, fake_completions, in_groups, run
+from helpers import MINIMAL, RARELY_RIGHT, fake_completions, in_groups, run, without_times
 
 from stapo_lite import assemble
 from stapo_lite.algorithm.microbatches import cut_evenly
@@ -198,3 +198,13 @@ def test_soft_overlong_punishment_enters_the_advantage(write_config, user_reward
     assert 0 < metrics["overlong_penalty"] < 0.5
     trained.sort(key=lambda c: len(c.token_ids))
     assert trained[-1].advantage < 0 < trained[0].advantage
+
+
+def test_groups_are_in_the_order_of_their_prompts_whichever_process_made_them(
+    write_config, tmp_path, monkeypatch
+):
+    changes = {"train__max_steps": 2, "train__batch_size": 4, "train__mini_batch_size": 2}
+    expected = run(write_config(**changes))
+    monkeypatch.setattr("stapo_lite.training.loop.gather_object", lambda pairs: pairs[::-1])
+    found = run(write_config(**changes, output_dir=str(tmp_path / "reversed")))
+    assert without_times(found) == without_times(expected)

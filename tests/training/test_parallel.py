@@ -28,7 +28,7 @@ from stapo_lite.files import read_lines, write_lines
 from stapo_lite.training.folder import read_metrics
 from stapo_lite.types import Update
 
-FAST = ["stapo", "grpo"]
+FAST = ["stapo", "grpo", "20-entropy", "stare, both"]
 OTHERS = [case for case in INVARIANT if case not in FAST]
 
 

@@ -1,6 +1,5 @@
 """Whole runs: in the process on the tiny model, with vLLM in the last test."""
 
-import datetime
 import json
 import os
 import re
@@ -96,14 +95,6 @@ def test_stapo_show_needs_a_run_and_no_completions(write_config, tmp_path, capsy
     assert "is it a run folder?" in capsys.readouterr().err
 
 
-def test_a_config_with_a_date_is_kept(write_config):
-    """YAML reads `2024-07-26` as one."""
-    date = {"day": datetime.date(2024, 7, 26)}
-    config = write_config(data__chat_template_kwargs=date, train__max_steps=1)
-    run(config)
-    assert command("train", config, "--resume") == 0
-
-
 def test_completions_are_traces_in_trackio(write_config, tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     logged = []
@@ -193,19 +184,3 @@ def test_bad_input_is_found_first(write_config, monkeypatch, capsys, override, m
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert command("train", write_config(), override) == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_compiled_layers_beside_vllm(write_config, tmp_path):
-    """The sampler is left as it is, and the update is that of plain layers."""
-    pytest.importorskip("vllm", reason="vLLM is not installed")
-    changes = {"rollout__engine": "vllm", "train__max_steps": 1}
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    plain = run(write_config(**changes, output_dir=str(tmp_path / "plain")))[0]
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
-    compiled = run(write_config(**changes, train__compile=True))[0]
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > graphs
-    for name in ("reward", "sampled_nll", "completion_length"):
-        assert compiled[name] == plain[name]
-    for name in ("entropy", "loss", "grad_norm"):
-        assert compiled[name] == pytest.approx(plain[name], rel=1e-3)

@@ -1,4 +1,4 @@
-"""Charts as PNG: curves over steps, the probability-entropy plane, bars."""
+"""Charts as PNG: curves over steps, and the probability-entropy plane."""
 
 import io
 from typing import Any
@@ -49,8 +49,3 @@ def plane(points: pd.DataFrame, tau_p: float, tau_h: float) -> bytes:
     drawn.set(xscale="log", xlabel="probability of the token", ylabel="entropy [nats]")
     drawn.legend(fontsize=8, loc="upper right")
     return png(drawn)
-
-
-def bars(values: pd.Series, label: str) -> bytes:
-    """Horizontal bars, the first one on top."""
-    return png(values[::-1].plot.barh(ax=axes(), xlabel=label))

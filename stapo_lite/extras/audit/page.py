@@ -12,7 +12,7 @@ import pandas as pd
 from jinja2 import Environment, PackageLoader
 
 from stapo_lite.config import S2T, load_config
-from stapo_lite.extras.audit.charts import bars, curves, plane
+from stapo_lite.extras.audit.charts import curves, plane
 from stapo_lite.extras.audit.report import read_log
 from stapo_lite.extras.audit.token_log import TOKENS_FILE, thin
 from stapo_lite.files import read_lines, write_text
@@ -34,10 +34,6 @@ CAPTIONS = {
     "plane": (
         "Tokens of rewarded completions. STAPO silences the lower left: improbable, though the "
         "model was sure."
-    ),
-    "gradient": (
-        "Mean norm of a token's gradient with respect to its logits, exact, at an advantage of 1: "
-        "rare is pi < tau_p, sure is H < tau_h."
     ),
 }
 
@@ -69,10 +65,6 @@ def audit(run_folder: str | Path, out: str | Path | None = None) -> Path:
     if lines := read_lines(folder / TOKENS_FILE):
         tokens = pd.DataFrame(lines).astype({"tau_h": float})
         charts["plane"] = plane(tokens, s2t.tau_p, tokens.tau_h.mean())
-        rare = (tokens.probability < s2t.tau_p).map({True: "rare", False: "likely"})
-        sure = (tokens.entropy < tokens.tau_h).map({True: ", sure", False: ", unsure"})
-        norms = tokens.gradient_norm.groupby(rare + sure).mean()
-        charts["gradient"] = bars(norms, "mean gradient norm at an advantage of 1")
         values["tokens"] = thin([line for line in lines if "token" in line], MOST_TOKENS)
     return write_page(Path(out) if out else folder / "audit", charts, values)
 

@@ -173,7 +173,7 @@ def finish(config: EvalConfig, engine_name: str, tasks: Sequence[Task]) -> dict[
     packages = ("stapo-lite", "math-verify", "transformers", "torch")
     versions = {name: version(name) for name in packages}
     if engine_name == "vllm":
-        versions["vllm"] = str(vllm_version())
+        versions["vllm"] = vllm_version()
     results = config.model_dump(include={"model", "adapter", "decoding", "seed"})
     results |= config.rollout.model_dump(include={"temperature", "top_p", "max_completion_length"})
     results |= {"engine": engine_name, "versions": versions}

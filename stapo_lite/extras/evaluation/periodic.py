@@ -117,19 +117,18 @@ class PeriodicEvaluation(Callback):
 
 
 def keep_best(run: Run, metric: str, results: dict[str, Any]) -> None:
-    """Write adapter and score to `best/` if it beats the one there."""
+    """Write adapter and score to `best/` if it beats the one there, or if that was found by another
+    evaluation."""
     if metric.startswith("reward"):
         now = results.get(metric)
     else:
         scores = {"average": results["average"]} | results["benchmarks"]
         now = scores[metric]["avg"]
     path = run.folder / "best" / "score.json"
-    before = read_object(path)["score"] if path.exists() else -math.inf
-    if now is not None and now > before:
+    settings = run.config.evaluation.model_dump(mode="json", exclude={"steps"})
+    before = read_object(path) if path.exists() else {}
+    comparable = before.get("evaluation") == settings
+    if now is not None and (not comparable or now > before["score"]):
         run.policy.save_adapter(path.parent)
-        score = {
-            "metric": metric,
-            "score": now,
-            "step": run.progress.step,
-        }
+        score = {"score": now, "step": run.progress.step, "evaluation": settings}
         write_text(path, json.dumps(score))

@@ -14,7 +14,6 @@ COLUMNS = {
     "N": "{samples}",
     "avg@N": "{avg:.1%}",
     "95 % interval": "{low:.1%} to {high:.1%}",
-    "maj@N": "{maj:.1%}",
     "tokens": "{length:.0f}",
     "cut off": "{truncated:.1%}",
     "no answer": "{no_answer:.1%}",

@@ -1,4 +1,4 @@
-"""Statistics of graded samples: avg@N, pass@k, maj@N, bootstrap intervals."""
+"""Statistics of graded samples: avg@N, pass@k, bootstrap intervals."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,11 +8,7 @@ from typing import Any
 import numpy as np
 from pandas import DataFrame
 
-from stapo_lite.extras.math.grading import UNREADABLE
-
 RESAMPLES = 10_000
-RIGHT = "\n"
-"""Every right answer in a vote. No wrong one is spelled so, since answers are stripped."""
 
 
 def summarise(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -34,7 +30,7 @@ def benchmark_scores(samples: DataFrame) -> dict[str, Any]:
     """Scores of one benchmark, from the N samples of each problem.
 
     Returns:
-        `avg`, its 95 % interval `low` and `high`, `maj`, `pass` by k = 1, 2, 4, ... and N, mean
+        `avg`, its 95 % interval `low` and `high`, `pass` by k = 1, 2, 4, ... and N, mean
         `length` in tokens, `truncated` and `no_answer` as shares, `samples` N, `problems`.
     """
     problems = samples.groupby("id", sort=False)
@@ -46,7 +42,6 @@ def benchmark_scores(samples: DataFrame) -> dict[str, Any]:
         "samples": n,
         **average_scores([list(right / n)]),
         "pass": {str(k): fmean(pass_at_k(n, count, k) for count in right) for k in powers},
-        "maj": problems.apply(majority).mean(),
         "length": samples["tokens"].mean(),
         "truncated": samples["truncated"].mean(),
         "no_answer": samples["answer"].isna().mean(),
@@ -57,17 +52,6 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     """Unbiased estimate, from n samples, of the probability that at least one of k is right (Chen
     et al. 2021, eq. 1)."""
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
-
-
-def majority(samples: DataFrame) -> float:
-    """1 if the most frequent answer is right, else 0; if answers tie, the share of them that is
-    right.
-
-    All right answers count as one answer. Samples without a readable answer do not vote.
-    """
-    votes = samples["answer"].mask(samples["correct"], RIGHT)
-    winners = votes[votes.ne(UNREADABLE)].mode()  # ignores samples without an answer
-    return winners.eq(RIGHT).sum() / max(1, len(winners))
 
 
 def average_scores(rates: Sequence[Sequence[float]]) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """The model card of a run's adapter: the README of its repository, with the Hub's metadata."""
 
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,6 +56,7 @@ def model_card(name: str, run: FinishedRun, base: str, merged: bool, stops: tupl
     """
     config, data = run.config, run.config.data
     path, teacher = Path(data.source), config.objective.teacher_adapter
+    start = config.lora.adapter
     local = path.suffix or path.is_absolute() or path.exists() or ":" in data.source
     on_hub = not local and data.source != IN_PYTHON
     public = {"teacher_server": None, "teacher_adapter": teacher and public_name(teacher)}
@@ -71,6 +73,7 @@ def model_card(name: str, run: FinishedRun, base: str, merged: bool, stops: tupl
         template_path=str(Path(__file__).with_name("model_card.md")),
         name=name,
         base=public_name(base),
+        start=start and public_name(start),
         data=" ".join(filter(None, parts)),
         merged=merged,
         run=run,
@@ -83,6 +86,7 @@ def model_card(name: str, run: FinishedRun, base: str, merged: bool, stops: tupl
     return str(card)
 
 
-def public_name(base: str) -> str:
-    """A model's name on the Hub, or its folder's name without the path."""
-    return Path(base).name if Path(base).exists() else base
+def public_name(model: str) -> str:
+    """The name on the Hub of a model or adapter, or its folder's name without the path."""
+    on_hub = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", model) and not Path(model).exists()
+    return model if on_hub else Path(model).name

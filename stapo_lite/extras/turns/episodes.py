@@ -329,11 +329,8 @@ class Conversations:
 
 
 async def run_one(function: RolloutFunction, episode: Episode) -> None:
-    """Run one coroutine; what would end the event loop becomes an error."""
-    try:
-        await function(episode)
-    except (SystemExit, KeyboardInterrupt) as error:
-        raise RunError(f"rollout.function: raised {error!r}") from error
+    """Run one episode; the function is called in the event loop."""
+    await function(episode)
 
 
 def deliver(future: Future[Any], result: Any) -> None:
