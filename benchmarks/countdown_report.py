@@ -1,12 +1,13 @@
 """Report what the study of countdown found (docs/results.md): when rewards break, and entropy by
 then.
 
-    python benchmarks/countdown_report.py [STUDY] [--figure docs/countdown.png]
+    python benchmarks/countdown_report.py [STUDY] [--entropy entropy] [--figure docs/countdown.png]
 
-Rewards and entropies are means over five steps; entropy is the sampled negative log-probability in
-nats. A run breaks at the first step whose reward is below half of the highest before it. A run that
-does not is censored: it counts as one step more than the study has, so that p is exact but the mean
-difference is a lower bound.
+Rewards and entropies are means over five steps. The outcomes' entropy is, as the rules had it,
+`sampled_nll`, the negative log-probability of all sampled tokens in nats; `--entropy entropy` takes
+the exact one, over the tokens that have an advantage. A run breaks at the first step whose reward
+is below half of the highest before it. A run that does not is censored: it counts as one step more
+than the study has, so that p is exact but the mean difference is a lower bound.
 
 The two primary outcomes compare each method with `justrl`, seed by seed: the step of the break; and
 the entropy at the earlier break of the two, or at the end if neither breaks. Both have the exact
@@ -43,9 +44,9 @@ def break_step(reward: Sequence[float]) -> int:
     return len(reward) + 1
 
 
-def entropy_at(steps: Steps, step: int) -> float:
+def entropy_at(steps: Steps, step: int, name: str) -> float:
     """The smoothed entropy at a step, or at the last one if there are fewer."""
-    entropy = smooth(trained(steps), "sampled_nll")
+    entropy = smooth(trained(steps), name)
     return entropy[min(step, len(entropy)) - 1]
 
 
@@ -64,7 +65,7 @@ def describe(seeds: dict[int, Steps]) -> dict[str, str]:
         "seeds": str(len(runs)),
         "breaks": f"{len(broken)}{steps_of_breaks}",
         "reward, last 50": f"{average('reward', LAST):.2f}",
-        "entropy, last 50": f"{average('sampled_nll', LAST):.2f}",
+        "entropy, last 50": f"{average('entropy', LAST):.2f}",
         "silenced, %": f"{100 * average('silenced_share', EVERY):.3f}",
         "wrong sums, %": f"{100 * fmean(run[-1] for run in sums):.1f}",
     }
@@ -79,7 +80,7 @@ def table(found: dict[str, dict[int, Steps]]) -> str:
     return markdown(rows)
 
 
-def primary(found: dict[str, dict[int, Steps]]) -> str:
+def primary(found: dict[str, dict[int, Steps]], entropy_name: str) -> str:
     """The primary outcomes of each method minus those of BASE."""
     rows = [
         [
@@ -101,7 +102,7 @@ def primary(found: dict[str, dict[int, Steps]]) -> str:
             pair = (seeds[seed], found[BASE][seed])
             at = [break_step(smooth(trained(steps), "reward")) for steps in pair]
             breaks.append(at)
-            entropies.append([entropy_at(steps, min(at)) for steps in pair])
+            entropies.append([entropy_at(steps, min(at), entropy_name) for steps in pair])
         step = difference(*np.array(breaks, dtype=float).T)
         entropy = difference(*np.array(entropies).T)
         low, high = sorted((float(step[1]), float(entropy[1])))
@@ -116,12 +117,13 @@ def main() -> None:
     )
     parser.add_argument("study", nargs="?", default="countdown")
     add_results_option(parser)
+    parser.add_argument("--entropy", choices=["sampled_nll", "entropy"], default="sampled_nll")
     parser.add_argument("--figure", type=Path)
     given = parser.parse_args()
     found = load(steps_paths(given.results, given.study))
     if BASE not in found:
         raise SystemExit(f"{given.study}: no finished run of {BASE}")
-    print(f"{table(found)}\n\n{primary(found)}")
+    print(f"{table(found)}\n\n{primary(found, given.entropy)}")
     if given.figure:
         draw(found, given.figure, FIGURE)
 

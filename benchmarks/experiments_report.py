@@ -218,7 +218,7 @@ def draw(
     figure, panels = plt.subplots(
         len(rows), 2, figsize=size, layout="constrained", squeeze=False, sharey="col"
     )
-    curves = (("reward", "reward"), ("sampled_nll", "entropy [nats]"))
+    curves = (("reward", "reward"), ("sampled_nll", "-ln pi of the sampled tokens [nats]"))
     for methods, line in zip(rows, panels, strict=True):
         colours = dict(zip(dict.fromkeys(("stapo", "justrl", *methods)), COLOURS, strict=False))
         for axes, (name, label) in zip(line, curves, strict=True):

@@ -1,6 +1,7 @@
 """Countdown: the task, its model and its report by hand, and one of its runs at toy size."""
 
 import random
+import sys
 
 import countdown
 import countdown_report
@@ -54,6 +55,7 @@ def test_the_report_by_hand(tmp_path, capsys, monkeypatch):
         run = {"method": method, "seed": seed, "held_out_wrong_sums": 0.05}
         for step, (reward, entropy) in enumerate(breaks if method == "justrl" else stays, start=1):
             measured = {"reward": reward, "sampled_nll": entropy, "silenced_share": 1e-4}
+            measured["entropy"] = entropy / 2
             rows.append(run | {"step": step} | measured)
     path = tmp_path / "countdown/all.csv"
     study_csv.write_rows(path, study_csv.STEP_COLUMNS, rows)
@@ -64,6 +66,10 @@ def test_the_report_by_hand(tmp_path, capsys, monkeypatch):
     assert "| justrl | 2 | 2 (median step 13) | 0.25 |" in shown
     # The primary outcomes: 21 against 13, and 0.6 against 0.9.
     assert "| stapo | 2 | +8.00 ± 0.00 | 0.50 | -0.30 ± 0.00 | 0.50 |" in shown
+    sys.argv += ["--entropy", "entropy"]
+    countdown_report.main()
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "| stapo | 2 | +8.00 ± 0.00 | 0.50 | -0.15 ± 0.00 | 0.50 |" in shown
 
 
 @pytest.mark.slow

@@ -218,6 +218,7 @@ def test_configs_that_cannot_be_read():
 
 
 def test_the_reference_is_generated_and_complete():
-    rows = [line for line in reference().splitlines() if line.startswith("| `")]
-    assert not [line for line in rows if line.endswith("|  |")], "a field without docstring"
+    rows = [line for line in reference().splitlines() if line.startswith("- `")]
+    assert len(rows) > 100
+    assert not [line for line in rows if line.endswith(": ")], "a field without docstring"
     assert (ROOT / "docs" / "config.md").read_text(encoding="utf-8") == reference()

@@ -49,7 +49,7 @@ def test_a_run_leaves_everything_behind_but_secrets(write_config, tmp_path, caps
 def test_the_page_of_the_metrics_names_all_that_a_run_has(write_config):
     (metrics,) = run(write_config(train__max_steps=1, objective__beta=0.1))
     page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
+    rows = re.findall(r"^- (`.*?`): ", page, re.MULTILINE)
     named = [name.replace("parity:even", "FUNCTION") for name in metrics]
     assert sorted(name for row in rows for name in re.findall(r"`([\w/]+)`", row)) == sorted(named)
 
