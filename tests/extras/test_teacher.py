@@ -1,6 +1,9 @@
 """On-policy distillation: advantages from a teacher, and a student that learns."""
 
+import json
 import math
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from statistics import fmean
 from types import SimpleNamespace
 
@@ -104,3 +107,36 @@ def test_a_probability_of_0_costs_a_bounded_advantage():
     teacher._client, teacher._model = SimpleNamespace(completions=completions), "m"
     found = teacher.logprobs(SimpleNamespace(), pack(COMPLETIONS[:1], "cpu"))
     assert found.tolist() == [-0.5, -30.0, -30.0, -1.0]
+
+
+class Teaching(BaseHTTPRequestHandler):
+    """A server that is busy at first, and sends what is asked of its address `localhost` on."""
+
+    def do_GET(self):
+        self.server.seen.append((self.headers["Host"], self.headers["Authorization"]))
+        busy, elsewhere = len(self.server.seen) == 1, "localhost" in self.headers["Host"]
+        self.send_response(429 if busy else 302 if elsewhere else 200)
+        self.send_header("retry-after-ms", "1")
+        if elsewhere:
+            self.send_header("Location", f"http://127.0.0.1:{self.server.server_port}{self.path}")
+        body = json.dumps({"object": "list", "data": [{"id": "m", "object": "model"}]}).encode()
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_busy_teacher_is_asked_again_and_the_key_stays_with_its_host():
+    with ThreadingHTTPServer(("127.0.0.1", 0), Teaching) as server:
+        server.seen = []
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        ServerTeacher(1.0, f"http://localhost:{server.server_port}", "secret")
+        server.shutdown()
+    first, second, third = server.seen
+    assert first == second
+    assert first[1] == "Bearer secret"
+    assert third[0].startswith("127.0.0.1")
+    assert third[1] is None
