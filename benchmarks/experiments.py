@@ -90,11 +90,23 @@ COUNTDOWN = Study(
     held_out_steps=200,
 )
 RATE = COUNTDOWN._replace(methods=("justrl",), overrides=["train.max_steps=400"])
+
+
+def at_rate(rate: str, *methods: str) -> Study:
+    """The countdown at another learning rate."""
+    return COUNTDOWN._replace(methods=methods, overrides=[f"train.learning_rate={rate}"])
+
+
 STUDIES = {
     "countdown": COUNTDOWN,
     # The learning rate of `countdown` is chosen by these, without a look at any mask.
     "countdown-1.5e-3": RATE._replace(overrides=[*RATE.overrides, "train.learning_rate=1.5e-3"]),
     "countdown-2e-3": RATE,
+    # The rules of these are in break_report.py. Calibration has seeds 100 to 105, `break` 0 to 11.
+    **{
+        f"break-{rate}": at_rate(rate, "justrl")
+        for rate in ("2.1e-3", "2.25e-3", "2.5e-3", "2.75e-3")
+    },
     "writing": Study(
         (
             "stapo",
