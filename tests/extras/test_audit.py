@@ -108,7 +108,7 @@ def test_the_page_fits_screens_and_escapes_its_tokens(make_run, tmp_path, open_p
     assert page.locator("#oops").count() == 0
 
 
-@pytest.mark.parametrize(("tokens", "figures"), [(TOKENS[-1:], 6), ([], 4)])
+@pytest.mark.parametrize(("tokens", "figures"), [(TOKENS[-1:], 5), ([], 4)])
 def test_a_page_without_candidates_or_token_log(make_run, open_page, capsys, tokens, figures):
     assert command("audit", make_run(tokens, algorithm="justrl")) == 0
     page = open_page(Path(capsys.readouterr().out.strip().removeprefix("page: ")))

@@ -11,6 +11,12 @@ from tqdm import std
 from stapo_lite.rollout.engine import progress_bar, show_speed
 
 
+@pytest.fixture(autouse=True)
+def _only_bar():
+    """Bars that other tests have left open would move this one down."""
+    std.tqdm._instances.clear()
+
+
 @pytest.fixture
 def minutes(monkeypatch):
     """Every look at the clock takes a minute."""
