@@ -81,8 +81,8 @@ class Lora(Section):
     """The adapter (PEFT `LoraConfig` names)."""
 
     adapter: UserPath | None = None
-    """Start from this adapter (a folder, or a name on the Hub) of the same rank, scale and layers.
-    It is then the reference of the KL term, too."""
+    """Start from this adapter (folder, or name on the Hub) of the same rank, scale and layers. The
+    KL term then refers to it."""
     r: int = Field(16, ge=1, le=512)
     """Rank; vLLM serves ranks up to 512."""
     lora_alpha: PositiveInt = 32
@@ -90,19 +90,18 @@ class Lora(Section):
     use_rslora: bool = False
     """Scale by `lora_alpha / sqrt(r)` instead."""
     target_modules: Annotated[Names, _ALL_LINEAR] = PROJECTIONS
-    """Linear layers that get an adapter, or `all-linear`. The LM head stays frozen."""
+    """Linear layers that get an adapter, or `all-linear` but the LM head."""
 
 
 class Prompting(Section):
     """How a problem becomes a prompt."""
 
     system_prompt: str | None = None
-    """System message of prompts that do not begin with one; needs `apply_chat_template`."""
+    """System message of prompts without one."""
     prompt_suffix: str = ""
     """Text appended to the last user message."""
     apply_chat_template: bool = True
-    """Render prompts with the tokenizer's chat template. A prompt that ends in an assistant message
-    is continued."""
+    """Render prompts with the tokenizer's chat template."""
     chat_template_kwargs: dict[str, JsonValue] = {}
     """Arguments of the chat template, such as `enable_thinking`."""
     max_prompt_length: PositiveInt = 1024
@@ -122,22 +121,21 @@ class Data(Prompting):
     """Prompts."""
 
     source: UserPath
-    """A file (`.jsonl`, `.jsonl.gz`, `.json`, `.csv`, `.parquet`), a folder of `save_to_disk`, a
-    dataset on the Hub, or `package.module:function`, which returns the same dictionaries at each
-    call."""
+    """File, folder of `save_to_disk`, dataset on the Hub, or `package.module:function`, which
+    returns the same dictionaries at each call (docs/data.md#rows)."""
     subset: str | None = None
-    """Name of a Hub dataset's configuration."""
+    """Configuration of a Hub dataset."""
     split: str = "train"
     """Split of a Hub dataset."""
     prompt_column: str = "prompt"
-    """Column of texts, or of lists of `{role, content}` messages."""
+    """Column of texts or lists of messages."""
     answer_column: str = "answer"
-    """Column of the reference answers for `math`; `a.b` is key `b` of column `a`."""
+    """Column of `math`'s references; `a.b` is key `b` of column `a`."""
     drop_contaminated: list[str] | Literal[False] = False
-    """Leave out rows that hold at least 60 % of the word 8-grams of a problem of these benchmarks:
-    a list as in an evaluation (below), or `[all]` for its six."""
+    """Leave out rows with at least 60 % of the word 8-grams of a problem of these benchmarks
+    (`[all]`: the six)."""
     filter_overlong_prompts: bool = False
-    """Drop prompts longer than `max_prompt_length` instead of ending with an error."""
+    """Drop prompts longer than `max_prompt_length`; otherwise they are an error."""
 
 
 class Reward(Section):
@@ -146,19 +144,19 @@ class Reward(Section):
     functions: list[str] = ["math"]
     """`math` (docs/grading.md), or `package.module:function` (docs/data.md#a-reward-function)."""
     weights: list[float] | None = None
-    """A list with the weight of each function; by default all 1."""
+    """Weights of the functions; by default 1."""
     correct: float = 1.0
-    """What `math` gives a right answer."""
+    """`math`: reward of a right answer."""
     incorrect: float = -1.0
-    """What `math` gives a wrong one: -1 as in DAPO, or 0."""
+    """`math`: reward of a wrong one."""
     truncated_is_incorrect: bool = True
-    """`math`: a completion that was cut off is wrong, even with a `\\boxed{}`."""
+    """`math`: what was cut off is wrong, even with a `\\boxed{}`."""
     overlong_penalty: NonNegativeFloat = 0.0
-    """DAPO's penalty, subtracted from the reward of a completion of full length."""
+    """DAPO's penalty for a completion of full length."""
     overlong_buffer: Share = 0.2
-    """The penalty grows linearly over this last share of `max_completion_length`."""
+    """Last share of `max_completion_length`, over which it grows linearly."""
     function_timeout: float = Field(300.0, gt=0, le=1e9)
-    """Seconds that a call of your reward function may take before its process is killed."""
+    """Seconds before the process of your reward function is killed."""
 
     def conflicts(self) -> Conflicts:
         names, weights = self.functions, self.weights
@@ -180,48 +178,48 @@ class Engine(Section):
     """The engine that samples completions."""
 
     engine: Literal["auto", "vllm", "transformers"] = "auto"
-    """`auto` takes vLLM if it is installed and has a device, else transformers' `generate`."""
+    """`auto`: vLLM if it is installed and has a device, else transformers' `generate`."""
     max_completion_length: PositiveInt = 2048
     """Longest completion, in tokens."""
     gpu_memory_utilization: float | None = Field(None, gt=0, lt=1)
-    """vLLM's share of the card's memory; by default all that the trainer does not need, and on a
-    server vLLM's own default."""
+    """vLLM's share of the card's memory; by default what the trainer leaves (servers: vLLM's own
+    default)."""
     max_num_seqs: PositiveInt = 128
     """Completions sampled at a time."""
     quantization: str | None = None
-    """vLLM's `quantization`: `bitsandbytes` with an `nf4` trainer, `fp8`, ...; leave it out for a
-    quantised checkpoint."""
+    """vLLM's `quantization`: `bitsandbytes` with an `nf4` trainer, `fp8`, ...; none for a quantised
+    checkpoint."""
     vllm: dict[str, Any] = {}
-    """Other engine arguments of vLLM, such as `kv_cache_dtype`, unless the run sets them itself.
-    `kv_cache_memory_bytes` is 1 GiB by default on a CPU."""
+    """Other engine arguments of vLLM, such as `kv_cache_dtype`. On a CPU `kv_cache_memory_bytes` is
+    1 GiB by default."""
 
 
 class Rollout(Engine):
     """Sampling of completion groups."""
 
     function: str | None = None
-    """`package.module:coroutine` that makes completions of several turns (docs/turns.md)."""
+    """`package.module:coroutine` for several turns (docs/turns.md)."""
     num_generations: int = Field(8, ge=2)
     """Completions per prompt (G)."""
     temperature: PositiveFloat = 1.0
-    """Sampling temperature, also of the distribution that is trained."""
+    """Temperature of sampling and of the trained distribution."""
     skip_special_tokens: bool | None = None
-    """Leave special tokens out of the text that rewards see, as TRL does. By default unless tags of
-    thoughts or tool calls are special tokens of the tokenizer's. `math` sees them all."""
+    """Leave special tokens out of the text that rewards see; by default unless tags of thoughts or
+    tool calls are special tokens. `math` sees them all."""
     dynamic_sampling: bool = False
     """Replace groups whose rewards are all equal (DAPO)."""
     max_sampling_rounds: PositiveInt = 10
-    """`dynamic_sampling`: after so many rounds the step takes the groups it has."""
+    """`dynamic_sampling`: then the step takes the groups it has."""
     engine: Literal["auto", "vllm", "server", "transformers"] = "auto"  # type: ignore[assignment]
-    """`auto` takes vLLM in the trainer's process if it is installed and has a device, else
-    transformers' `generate`; `server` is vLLM elsewhere (docs/scaling.md)."""
+    """`auto`: vLLM in the trainer's process if it is installed and has a device, else transformers'
+    `generate`; `server`: vLLM elsewhere (docs/scaling.md)."""
     servers: Names = ["http://127.0.0.1:8000"]
     """`server`: addresses of what `stapo serve` started."""
     max_lag: NonNegativeInt = 0
     """`server`: steps that may be sampled ahead of the trainer."""
     share_base: Annotated[Literal["auto", "on", "off"], _ON_OFF] = "auto"
-    """Train on vLLM's weights, so that the base is in memory once. `auto` does so if `quantization`
-    and `rollout.quantization` agree; `on` ends the run if it cannot; `off` loads two copies."""
+    """Train on vLLM's weights (docs/how.md#one-base-in-memory). `auto`: if `quantization` and
+    `rollout.quantization` agree; `on`: or end the run; `off`: two copies."""
     self_check: bool = True
     """Before the first step, compare engine and trainer with a random adapter (docs/faults.md)."""
 
@@ -249,35 +247,33 @@ class S2T(Section):
 
     preset: Literal["paper", "paper-v1", "article", "full", "high-entropy", "random"] = "paper"
     """Sets the keys below: the revised paper, its first version, the authors' article (also
-    `objective.entropy_coef`), or an ablation (silence all candidates, those of high entropy, random
-    ones)."""
+    `objective.entropy_coef`), or an ablation."""
     enabled: bool = True
-    """Silence spurious tokens; if off, they are only counted."""
+    """Silence spurious tokens, or only count them."""
     tau_p: Share = 0.002
     """Candidates have a positive advantage and a probability below this."""
     quantile: float = Field(0.75, ge=0, le=1)
     """tau_h is this quantile of the entropy over `population`."""
     population: Literal["candidates", "all"] = "candidates"
-    """The candidates (revised paper), or all tokens of the mini-batch (first version)."""
+    """Candidates, or all tokens of the mini-batch."""
     silence: Literal["low-entropy", "high-entropy", "random", "all"] = "low-entropy"
-    """Candidates to silence: those below tau_h, as many of highest entropy, as many at random, or
-    all."""
+    """Candidates below tau_h, as many of highest entropy, as many at random, or all."""
     statistics: Literal["current", "old"] = "old"
-    """Policy that supplies probability and entropy: the one before the step, or the current one
-    (the paper's Algorithm 1), which costs a pass."""
+    """Policy of probability and entropy: before the step, or the current one (the paper's Algorithm
+    1), which costs a pass."""
 
 
 class Stare(Section):
     """Amplification of surprising tokens (arXiv 2606.19236, STARE): those of lowest probability."""
 
     weight: PositiveFloat = 1.0
-    """Factor on the loss of surprising tokens of positive advantage (paper: 1.1)."""
+    """Factor on their loss if the advantage is positive (paper: 1.1)."""
     negative_weight: NonNegativeFloat = 1.0
-    """The same for negative advantages (the paper's second variant: 0.9)."""
+    """The same if it is negative (second variant: 0.9)."""
     share: Share = 0.1
-    """Share of the tokens of positive, and of negative, advantage that is surprising."""
+    """Share of the tokens of either sign that is surprising."""
     target_entropy: NonNegativeFloat = 0.3
-    """Both weights apply only while the mini-batch's mean entropy is below this, in nats."""
+    """The weights apply while the mini-batch's mean entropy in nats is below this."""
 
     @property
     def enabled(self) -> bool:
@@ -289,26 +285,26 @@ class Objective(Section):
     """Advantages, token loss and which tokens it is summed over."""
 
     scale_rewards: Literal["group", "batch", "mean", "none"] = "group"
-    """Divide advantages by the standard deviation of the group or of the whole step, by the group's
-    mean reward (MaxRL, for rewards from 0 to 1), or not (Dr. GRPO)."""
+    """Divide advantages by the standard deviation of the group or of the step, by the group's mean
+    (MaxRL, for rewards from 0 to 1), or not (Dr. GRPO)."""
     mask_truncated_completions: bool = False
-    """Leave completions that were cut off out of the loss; their rewards still count in their
+    """Leave completions that were cut off out of the loss, but not their rewards out of the
     groups."""
     token_loss: Literal["clip", "cispo", "gspo", "dppo", "sapo"] = "clip"
-    """How a token's ratio to the old policy bounds its loss (docs/methods.md)."""
+    """How the ratio to the old policy bounds a token's loss (docs/methods.md)."""
     aggregation: Literal["token-mean", "sequence-mean", "constant"] = "token-mean"
-    """Mean over the mini-batch's tokens (DAPO); over each sequence, then over sequences (GRPO); sum
-    / (completions x `max_completion_length`) (Dr. GRPO)."""
+    """Mean over tokens (DAPO); over sequences of their means (GRPO); sum / (completions x
+    `max_completion_length`) (Dr. GRPO)."""
     epsilon: float = Field(0.2, ge=0, le=1)
-    """Lower clip of the ratio: 1 - epsilon. `dppo`: how far a probability may fall."""
+    """Lower clip of the ratio: 1 - epsilon (`dppo`: of the probability)."""
     epsilon_high: NonNegativeFloat = 0.28
-    """Upper clip of the ratio: 1 + epsilon_high. `dppo`: how far a probability may rise."""
+    """Upper clip: 1 + epsilon_high."""
     beta: NonNegativeFloat = 0.0
-    """Coefficient of the KL divergence from the base, or from `lora.adapter`."""
+    """Weight of the KL divergence from the base, or from `lora.adapter`."""
     entropy_coef: NonNegativeFloat = 0.0
-    """Coefficient of the entropy bonus, which makes the LM head slower."""
+    """Weight of the entropy bonus, which makes the LM head slower."""
     top_entropy_quantile: Share = 1.0
-    """Train on this share of the tokens, those of highest entropy (20-Entropy: 0.2)."""
+    """Train on this share of the tokens, of highest entropy."""
     renormalize: bool = True
     """Divide by the tokens that the masks keep (STAPO), or by all (20-Entropy)."""
     old_logprobs: Literal["trainer", "rollout"] = "trainer"
@@ -317,19 +313,18 @@ class Objective(Section):
     sampler_correction: Annotated[
         Literal["token-truncate", "icepop", "sequence-mask", "off"], _ON_OFF
     ] = "token-truncate"
-    """With `old_logprobs=trainer`, weight by q = the trainer's probability before the step / the
-    engine's. `token-truncate`: min(q, `sampler_cap`); `icepop`: q, or 0 above the cap or below 1 /
-    cap; `sequence-mask`: the product of the sequence's q, or 0 above the cap."""
+    """With `old_logprobs=trainer`, weight by q, the trainer's probability before the step / the
+    engine's: min(q, `sampler_cap`); q, or 0 outside of 1 / cap to cap; the product of the
+    sequence's q, or 0 above the cap."""
     sampler_cap: float = Field(2.0, ge=1)
     """Largest weight of `sampler_correction`."""
     teacher_adapter: UserPath | None = None
-    """Distillation (docs/methods.md#distillation) from an adapter on the same base: a folder, or a
-    name on the Hub, with the rank, scale and layers of `lora`."""
+    """Adapter of the same rank, scale and layers on the same base
+    (docs/methods.md#distillation)."""
     teacher_server: str | None = None
-    """Distillation from the vLLM server at this address, whose model has the student's
-    vocabulary."""
+    """Address of a vLLM server whose model has the student's vocabulary."""
     teacher_weight: PositiveFloat = 1.0
-    """Weight of the teacher's part of a token's advantage."""
+    """Weight of the teacher's part of the advantage."""
     s2t: S2T = S2T()
     stare: Stare = Stare()
 
@@ -343,29 +338,29 @@ class Train(Section):
     """Optimisation."""
 
     max_steps: PositiveInt = 200
-    """Steps: a batch of rollouts and its updates."""
+    """Steps: rollouts and their updates."""
     batch_size: PositiveInt = 64
     """Prompts per step, over all processes."""
     mini_batch_size: PositiveInt = 16
-    """Prompts per update, over all processes; must divide `batch_size`."""
+    """Prompts per update; must divide `batch_size`."""
     max_tokens_per_microbatch: PositiveInt | Literal["auto"] = "auto"
-    """Most tokens in one pass of one process, padding included; a longer sequence gets its own
-    pass. `auto`: what fits the card, and 16,384 on a CPU. Lowered when memory runs out."""
+    """Most tokens in one pass of a process, with padding; a longer sequence gets its own. `auto`:
+    what fits the card (CPU: 16,384). Lowered when memory runs out."""
     learning_rate: PositiveFloat = 1e-5
     """Learning rate after the warm-up."""
     warmup_steps: NonNegativeInt = 10
     """Steps of linear warm-up."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up: constant, or a decay to 0 at `max_steps`."""
+    """After the warm-up; the others fall to 0 at `max_steps`."""
     weight_decay: NonNegativeFloat = 0.01
     """AdamW's weight decay."""
     max_grad_norm: PositiveFloat = 1.0
-    """Gradient clipping by global norm."""
+    """Largest norm of the gradient."""
     gradient_checkpointing: bool | Literal["auto"] = "auto"
-    """Recompute the activations of all layers in the backward pass. `auto`: if they do not fit the
-    card, and always on a CPU."""
+    """Recompute activations in the backward pass. `auto`: if they do not fit the card, and always
+    on a CPU."""
     offload_activations: bool | Literal["auto"] = "auto"
-    """Keep the inputs of checkpointed layers in host memory. `auto`: if nothing else fits."""
+    """Keep inputs of checkpointed layers in host memory. `auto`: if nothing else fits."""
     lm_head_memory_gb: PositiveFloat = 0.25
     """Workspace of the LM head, in GiB."""
 
@@ -378,21 +373,21 @@ class Log(Section):
     project: str = Field("stapo_lite", pattern=r"^\w[\w .-]*$")
     """Project name in trackers; with TensorBoard a folder."""
     log_completions_steps: NonNegativeInt = 10
-    """Print two completions every N steps, from the first on; 0 for never."""
+    """Print two completions every N steps; 0: never."""
     completions: NonNegativeInt = 32
-    """The first N completions of each step are kept in `completions.jsonl` and sent to trackers; 32
-    of 2,000 tokens are some 250 kB."""
+    """Completions of a step that `completions.jsonl` and trackers get; 32 of 2,000 tokens are some
+    250 kB."""
     save_steps: NonNegativeInt = 50
-    """Checkpoint every N steps and at the end; 0 for only at the end."""
+    """Checkpoint every N steps and at the end; 0: only at the end."""
     save_total_limit: PositiveInt = 2
     """Checkpoints kept."""
     hub_model_id: str | None = None
-    """Repository on the Hub that gets the adapter at every checkpoint."""
+    """Hub repository that gets the adapter at every checkpoint."""
     hub_private_repo: bool = False
-    """Make that repository private."""
+    """Make it private."""
     audit_tokens: NonNegativeInt = 32
-    """For `stapo audit` a step writes at most so many of S2T's candidates, 0.7 kB each, and as many
-    other tokens, 0.1 kB each; 0 for no token log."""
+    """Candidates of S2T, and as many other tokens, that a step logs for `stapo audit`; 32 are some
+    25 kB."""
 
     @field_validator("report_to", mode="before")
     @classmethod
@@ -407,27 +402,26 @@ class Evaluation(Section):
     `rollout.max_completion_length` tokens."""
 
     steps: NonNegativeInt = 0
-    """Evaluate before the first step, every N steps and at the end; 0 for never."""
+    """Evaluate before the first step, every N steps and at the end; 0: never."""
     source: UserPath | None = None
-    """Held-out rows, given like `data.source`, judged by the run's own rewards."""
+    """Held-out rows like `data.source`, judged by the run's rewards."""
     subset: str | None = None
-    """Name of a Hub dataset's configuration; for the same dataset as `data`, by default that
-    one's."""
+    """Configuration of a Hub dataset; by default that of `data` if the dataset is the same."""
     split: str = "test"
     """Split of a Hub dataset."""
     limit: PositiveInt | None = None
-    """Use only the first N rows of `source` and problems of each benchmark."""
+    """First N rows of `source` and problems of each benchmark."""
     benchmarks: list[str] | None = None
     """As in an evaluation (below); by default aime24, aime25 and amc23, or none with a `source`."""
     best: str | None = None
-    """Keep the best adapter in `best/`: by `reward` or `reward/FUNCTION` (of `source`), `average`,
+    """Keep the best adapter in `best/`, by `reward` or `reward/FUNCTION` (of `source`), `average`,
     or a benchmark's name."""
     num_samples: PositiveInt | None = None
-    """Samples per problem; by default what each benchmark asks for, and one per row of `source`."""
+    """Samples per problem; by default the benchmark's, and one per row of `source`."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature."""
     top_p: Share = 1.0
-    """Nucleus sampling; 1 samples from all tokens."""
+    """Nucleus sampling; 1: from all tokens."""
 
 
 class Preset(Section):
@@ -457,15 +451,13 @@ class Config(Preset):
     model: UserPath
     """Base model: a folder, or a name on the Hub."""
     output_dir: UserPath
-    """Folder for the run's config, metrics, checkpoints and adapter; new, unless you resume."""
+    """The run folder (docs/index.md#the-run-folder); new, unless you resume."""
     dtype: Dtype = "auto"
-    """Type of the base and of the forward pass. `auto`: bfloat16 if the hardware computes in it,
-    else float16 on a card, and on a CPU float32 (bfloat16 with
-    `rollout.quantization=bitsandbytes`)."""
+    """Type of the base and of the forward pass. `auto`: bfloat16, or float16 on cards without its
+    units; on a CPU bfloat16 or float32, whichever is faster."""
     quantization: Literal["nf4", "fp8"] | None = None
-    """`nf4` trains on a 4-bit base (QLoRA); give vLLM the same weights by
-    `rollout.quantization=bitsandbytes`. `fp8` trains on vLLM's 8-bit weights
-    (`rollout.quantization=fp8`). Neither was tried on a card yet."""
+    """`nf4`: a 4-bit base (QLoRA); vLLM gets the same by `rollout.quantization=bitsandbytes`.
+    `fp8`: vLLM's 8-bit weights (`rollout.quantization=fp8`). Neither was tried on a card."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of every random draw."""
     stop_on: list[str] = []
@@ -571,12 +563,12 @@ class EvalEngine(Engine):
     gpu_memory_utilization: float = Field(0.9, gt=0, lt=1)
     """vLLM's share of the card's memory."""
     num_samples: PositiveInt | None = None
-    """Samples per problem; by default 32 for AIME24, AIME25 and AMC23, 4 for the others, 1 for any
-    other file."""
+    """Samples per problem; by default 32 for AIME24, AIME25 and AMC23, 4 for the other three, 1 for
+    files."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature."""
     top_p: Share = 1.0
-    """Nucleus sampling; 1 samples from all tokens."""
+    """Nucleus sampling; 1: from all tokens."""
 
 
 class EvalPrompting(Prompting):
@@ -598,12 +590,12 @@ class EvalConfig(Preset):
     output_dir: UserPath
     """Folder for samples, verdicts and results."""
     benchmarks: Names = BENCHMARK_NAMES
-    """Names of these six, or `.jsonl` files with `problem` and `answer`; a file whose name begins
-    with one of the six counts as that one."""
+    """Names of these six, or `.jsonl` files with `problem` and `answer`
+    (docs/evaluation.md#protocol)."""
     limit: PositiveInt | None = None
-    """Use only the first N problems of each benchmark."""
+    """First N problems of each benchmark."""
     decoding: Literal["training-aligned", "justrl"] = "training-aligned"
-    """Sets temperature and top-p: 1.0 and 1.0 as in training, or 0.7 and 0.9 as in the paper's
+    """Temperature and top-p: 1.0 and 1.0 as in training, or 0.7 and 0.9 as in the paper's
     revision."""
     dtype: Dtype = "auto"
     """As in a run."""

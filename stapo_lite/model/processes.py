@@ -2,6 +2,7 @@
 
 import logging
 import os
+import timeit
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,10 @@ def check_launch(state: Any) -> None:
 
 
 def resolve_dtype(dtype: str, quantization: str | None) -> str:
-    """The dtype that `auto` stands for on this machine: bfloat16 if the card, or else the CPU, has
-    matrix units for it; otherwise float16 on a card, and float32 on a CPU, twice as fast there as
-    bfloat16 or more, even where the CPU has vector instructions for it (docs/results.md).
+    """The dtype that `auto` stands for on this machine: on a card bfloat16 if it has matrix units
+    for it, or else float16; on a CPU the one of bfloat16 and float32 in which it multiplies faster.
+    That is measured, since instructions do not tell: of two CPUs with `avx512_bf16` one has half of
+    float32's speed in bfloat16, the other five times it (benchmarks/README.md).
 
     Args:
         quantization: vLLM's. The layers of `bitsandbytes` cannot compute in float32, so they get
@@ -60,8 +62,11 @@ def resolve_dtype(dtype: str, quantization: str | None) -> str:
 
     if torch.cuda.is_available():
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
-    features = torch.cpu.get_capabilities()
-    for name in ("amx_bf16", "bf16"):
-        if features.get(name):
-            return "bfloat16"
-    return "bfloat16" if quantization == "bitsandbytes" else "float32"
+    if quantization == "bitsandbytes":
+        return "bfloat16"
+
+    def seconds(name: str) -> float:
+        square = torch.ones(512, 512, dtype=getattr(torch, name))
+        return min(timeit.repeat(lambda: square @ square, number=1))
+
+    return min("float32", "bfloat16", key=seconds)

@@ -25,20 +25,21 @@ def test_a_launch_that_would_split_base_or_run_is_refused(monkeypatch, name, val
 
 
 @pytest.mark.parametrize(
-    ("card", "features", "dtype"),
+    ("card", "seconds_in_bfloat16", "dtype"),
     [
-        # Ampere; a T4 in a newer host
-        (True, {}, "bfloat16"),
-        (False, {"avx512_bf16": True}, "float16"),
-        (None, {"avx512_bf16": True, "amx_bf16": True}, "bfloat16"),
-        (None, {"neon": True, "bf16": True}, "bfloat16"),
-        (None, {"avx2": True, "avx512_f": True, "avx512_bf16": True}, "float32"),
+        (True, 1, "bfloat16"),  # Ampere
+        (False, 1, "float16"),  # a T4
+        (None, 1, "bfloat16"),
+        (None, 3, "float32"),
     ],
 )
-def test_auto_is_what_card_or_cpu_computes_in(monkeypatch, card, features, dtype):
+def test_auto_is_what_card_or_cpu_is_fast_in(monkeypatch, card, seconds_in_bfloat16, dtype):
+    def repeat(product, number):
+        return [4, {torch.float32: 2, torch.bfloat16: seconds_in_bfloat16}[product().dtype]]
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: card is not None)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: card)
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
+    monkeypatch.setattr(processes.timeit, "repeat", repeat)
     assert processes.resolve_dtype("auto", None) == dtype
     assert processes.resolve_dtype("float16", None) == "float16"
     in_4_bits = {"float32": "bfloat16"}.get(dtype, dtype)  # vLLM cannot compute in float32 then

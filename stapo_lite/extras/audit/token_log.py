@@ -107,7 +107,7 @@ def add_alternatives(run: Run, candidates: Sequence[Candidate]) -> None:
         return
     policy = run.policy
     completions = [
-        Completion(Prompt("", c["beginning"], None), c["token"], [0.0], False, 0)
+        Completion(Prompt("", c.pop("beginning"), None), c["token"], [0.0], False, 0)
         for c in candidates
     ]
     batch = pack(completions, policy.device)
@@ -129,10 +129,8 @@ def readable(candidate: Candidate, tokenizer: Any) -> Candidate:
     ids, shares = zip(*candidate["alternatives"], strict=True)
     parts = [candidate[name] for name in ("token", "before", "after")]
     token, before, after, *texts = tokenizer.batch_decode([*parts, *([i] for i in ids)])
-    line = {name: value for name, value in candidate.items() if name != "beginning"}
-    line |= {"token": token, "before": before, "after": after}
-    shown = zip(texts, map(_short, shares), strict=True)
-    return line | {"alternatives": [list(pair) for pair in shown]}
+    shown = list(zip(texts, map(_short, shares), strict=True))
+    return candidate | {"token": token, "before": before, "after": after, "alternatives": shown}
 
 
 def thin(values: Any, limit: int) -> Any:
