@@ -174,7 +174,6 @@ TOY = "max_steps=1, engine='transformers', dtype='float32', max_prompt_length=99
     ("page", "engine", "adapter"),
     [
         ("README.md", "transformers", "brief-adapter"),
-        ("docs/data.md", "transformers", "brief-adapter"),
         ("docs/turns.md", "vllm", "calculator/adapter"),
     ],
 )
