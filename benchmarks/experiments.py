@@ -6,7 +6,7 @@ A study is a task, its methods, a config and overrides of it. Each run has a pro
 own with one thread, a few at a time, the methods of one seed before those of the next. Runs that
 are in `results/STUDY-runs.csv` already are skipped, and an interrupted one continues from its
 checkpoint in `runs/STUDY/METHOD-SEED`. A finished run is added to `results/STUDY/METHOD.csv` and
-`results/STUDY-runs.csv` (`study_csv.py`). `docs/results.md` says which settings were fixed before
+`results/STUDY-runs.csv` (`study_csv.py`). `README.md` says which settings were fixed before
 the first run and which later.
 """
 
@@ -125,7 +125,7 @@ STUDIES = {
     "alliteration": Study(("stapo", "justrl", "random"), task=alliteration),
     "sensitivity": Study(("tau_p=0.0005", "tau_p=0.008", "q=0.9"), ["train.max_steps=30"]),
 }
-"""`countdown` is set down in docs/results.md. `sensitivity` is compared with the first steps of
+"""`countdown` is described in README.md. `sensitivity` is compared with the first steps of
 `stapo` and `lower-half` of `writing`."""
 
 

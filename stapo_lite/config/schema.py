@@ -156,7 +156,7 @@ class Reward(Section):
     overlong_buffer: Share = 0.2
     """Last share of `max_completion_length`, over which it grows linearly."""
     function_timeout: float = Field(300.0, gt=0, le=1e9)
-    """Seconds before the process of your reward function is killed."""
+    """Seconds that a call of your reward function may take."""
 
     def conflicts(self) -> Conflicts:
         names, weights = self.functions, self.weights
@@ -209,7 +209,7 @@ class Rollout(Engine):
     dynamic_sampling: bool = False
     """Replace groups whose rewards are all equal (DAPO)."""
     max_sampling_rounds: PositiveInt = 10
-    """`dynamic_sampling`: then the step takes the groups it has."""
+    """`dynamic_sampling`: rounds, after which the step takes what it has."""
     engine: Literal["auto", "vllm", "server", "transformers"] = "auto"  # type: ignore[assignment]
     """`auto`: vLLM in the trainer's process if it is installed and has a device, else transformers'
     `generate`; `server`: vLLM elsewhere (docs/scaling.md)."""
@@ -296,9 +296,9 @@ class Objective(Section):
     """Mean over tokens (DAPO); over sequences of their means (GRPO); sum / (completions x
     `max_completion_length`) (Dr. GRPO)."""
     epsilon: float = Field(0.2, ge=0, le=1)
-    """Lower clip of the ratio: 1 - epsilon (`dppo`: of the probability)."""
+    """Lower clip of the ratio: 1 - epsilon (`dppo`: pi_old - epsilon)."""
     epsilon_high: NonNegativeFloat = 0.28
-    """Upper clip: 1 + epsilon_high."""
+    """Upper clip: 1 + epsilon_high (pi_old + epsilon_high)."""
     beta: NonNegativeFloat = 0.0
     """Weight of the KL divergence from the base, or from `lora.adapter`."""
     entropy_coef: NonNegativeFloat = 0.0
@@ -454,7 +454,7 @@ class Config(Preset):
     """The run folder (docs/index.md#the-run-folder); new, unless you resume."""
     dtype: Dtype = "auto"
     """Type of the base and of the forward pass. `auto`: bfloat16, or float16 on cards without its
-    units; on a CPU bfloat16 or float32, whichever is faster."""
+    units; on a CPU the faster one of bfloat16 and float32, timed at each start."""
     quantization: Literal["nf4", "fp8"] | None = None
     """`nf4`: a 4-bit base (QLoRA); vLLM gets the same by `rollout.quantization=bitsandbytes`.
     `fp8`: vLLM's 8-bit weights (`rollout.quantization=fp8`). Neither was tried on a card."""
@@ -564,7 +564,7 @@ class EvalEngine(Engine):
     """vLLM's share of the card's memory."""
     num_samples: PositiveInt | None = None
     """Samples per problem; by default 32 for AIME24, AIME25 and AMC23, 4 for the other three, 1 for
-    files."""
+    other files."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature."""
     top_p: Share = 1.0

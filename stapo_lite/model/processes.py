@@ -66,7 +66,8 @@ def resolve_dtype(dtype: str, quantization: str | None) -> str:
         return "bfloat16"
 
     def seconds(name: str) -> float:
-        square = torch.ones(512, 512, dtype=getattr(torch, name))
-        return min(timeit.repeat(lambda: square @ square, number=1))
+        square = torch.ones(256, 256, dtype=getattr(torch, name))
+        # Short and often, so that some find the cores idle even beside other work.
+        return min(timeit.repeat(lambda: square @ square, number=1, repeat=50))
 
     return min("float32", "bfloat16", key=seconds)

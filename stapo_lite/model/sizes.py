@@ -52,7 +52,7 @@ def count_activations(config: Config, tokens: int, checkpointing: bool) -> int:
 
     Assumes layers like those of Llama and Qwen: two norms in fp32, a gated MLP, attention scores
     that are never in memory. Within -3 and +8 % of the allocations of this package's own update
-    (Qwen3 1.7B to 14B in bf16, fp16 and nf4; docs/cards.md).
+    (Qwen3 1.7B to 14B in bf16, fp16 and nf4).
     """
     text: Any = load_model_config(config.model).get_text_config()
     width, hidden = value_bytes(config), text.hidden_size

@@ -17,7 +17,8 @@ a GiB more than with vLLM's own 8,192. A group shares its prompt, so there is li
 CPU_KV_CACHE_BYTES = 1 << 30
 WATERMARK = 0.05
 """Share of the KV cache that vLLM keeps free for running sequences when it admits a new one. This
-saves more than half of the tokens that preemption would otherwise recompute (docs/results.md)."""
+saves more than half of the tokens that preemption would otherwise recompute
+(benchmarks/README.md)."""
 ALLOWED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vllm.config.lora.MaxLoRARanks
 
 
@@ -112,9 +113,9 @@ def engine_arguments(
 def fp32_head(model: str, options: Engine) -> dict[str, str]:
     """Overrides of the model's config on a GPU: logits in fp32, like the trainer's.
 
-    Rounding them to bf16 adds a fifth to the gap between engine and trainer (docs/results.md). vLLM
-    refuses fp32 for a quantised head; a CPU would cast the head at every step, which takes 40 %
-    more time per token.
+    Rounding them to bf16 adds a fifth to the gap between engine and trainer
+    (benchmarks/README.md). vLLM refuses fp32 for a quantised head; a CPU would cast the head at
+    every step, which takes 40 % more time per token.
     """
     from transformers import AutoConfig
 

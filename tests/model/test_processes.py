@@ -34,7 +34,7 @@ def test_a_launch_that_would_split_base_or_run_is_refused(monkeypatch, name, val
     ],
 )
 def test_auto_is_what_card_or_cpu_is_fast_in(monkeypatch, card, seconds_in_bfloat16, dtype):
-    def repeat(product, number):
+    def repeat(product, **how):
         return [4, {torch.float32: 2, torch.bfloat16: seconds_in_bfloat16}[product().dtype]]
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: card is not None)

@@ -102,7 +102,8 @@ def in_context(completion: Completion, position: int) -> Candidate:
 
 @torch.no_grad()
 def add_alternatives(run: Run, candidates: Sequence[Candidate]) -> None:
-    """Add the most probable tokens at each candidate's position, by the policy before the step."""
+    """Add the most probable tokens at each candidate's position, as ids and probabilities, by the
+    policy before the step."""
     if not candidates:
         return
     policy = run.policy
@@ -118,7 +119,7 @@ def add_alternatives(run: Run, candidates: Sequence[Candidate]) -> None:
             hidden = policy.hidden_states(batch.select(rows))
             ids, shares = policy.top_tokens(hidden, ALTERNATIVES)
             for row, *best in zip(rows, ids.tolist(), shares.tolist(), strict=True):
-                candidates[row]["alternatives"] = list(zip(*best, strict=True))
+                candidates[row]["alternatives"] = best
 
     with policy.holding(before):
         run.learner.budget.fit(batch, range(len(completions)), find)
@@ -126,7 +127,7 @@ def add_alternatives(run: Run, candidates: Sequence[Candidate]) -> None:
 
 def readable(candidate: Candidate, tokenizer: Any) -> Candidate:
     """A candidate as a line of the log, with token ids decoded to text."""
-    ids, shares = zip(*candidate["alternatives"], strict=True)
+    ids, shares = candidate["alternatives"]
     parts = [candidate[name] for name in ("token", "before", "after")]
     token, before, after, *texts = tokenizer.batch_decode([*parts, *([i] for i in ids)])
     shown = list(zip(texts, map(_short, shares), strict=True))
