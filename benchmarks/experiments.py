@@ -6,8 +6,7 @@ A study is a task, its methods, a config and overrides of it. Each run has a pro
 own with one thread, a few at a time, the methods of one seed before those of the next. Runs that
 are in `results/STUDY-runs.csv` already are skipped, and an interrupted one continues from its
 checkpoint in `runs/STUDY/METHOD-SEED`. A finished run is added to `results/STUDY/METHOD.csv` and
-`results/STUDY-runs.csv` (`study_csv.py`). `README.md` says which settings were fixed before
-the first run and which later.
+`results/STUDY-runs.csv` (`study_csv.py`).
 """
 
 import argparse
