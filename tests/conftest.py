@@ -3,6 +3,7 @@
 import importlib
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 
@@ -18,6 +19,9 @@ from huggingface_hub import constants
 from random_model import build
 
 from stapo_lite.files import write_lines
+
+# A script's background jobs ignore Ctrl-C, and a test that interrupts a tool would wait for ever.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 EVEN = """def even(completion_ids, **_):
     return [sum(i % 2 == 0 for i in ids) for ids in completion_ids]
