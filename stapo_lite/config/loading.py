@@ -115,8 +115,6 @@ def _read_override(override: str) -> tuple[str, Any]:
 def _full_key(schema: type[Section], name: str) -> str:
     """The full key of a name without its section. Keys of `evaluation` have no short names, since
     other sections have many of the same names."""
-    if name in schema.model_fields:
-        return name
     meant = [key for key in _by_name(schema).get(name, []) if not key.startswith("evaluation.")]
     return meant[0] if meant else name
 
@@ -159,10 +157,11 @@ def _unknown(schema: type[Section], key: str) -> str:
 
 
 def _by_name(schema: type[Section]) -> dict[str, list[str]]:
-    """Full keys by their last part."""
+    """Full keys by themselves and by their last part."""
     found: dict[str, list[str]] = {}
     for key in _keys(schema):
-        found.setdefault(key.rpartition(".")[2], []).append(key)
+        for name in {key, key.rpartition(".")[2]}:
+            found.setdefault(name, []).append(key)
     return found
 
 

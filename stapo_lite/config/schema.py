@@ -375,8 +375,7 @@ class Log(Section):
     log_completions_steps: NonNegativeInt = 10
     """Print two completions every N steps; 0: never."""
     completions: NonNegativeInt = 32
-    """Completions of a step that `completions.jsonl` and trackers get; 32 of 2,000 tokens are some
-    250 kB."""
+    """Completions of a step that `completions.jsonl` and trackers get."""
     save_steps: NonNegativeInt = 50
     """Checkpoint every N steps and at the end; 0: only at the end."""
     save_total_limit: PositiveInt = 2
@@ -386,8 +385,7 @@ class Log(Section):
     hub_private_repo: bool = False
     """Make it private."""
     audit_tokens: NonNegativeInt = 32
-    """Candidates of S2T, and as many other tokens, that a step logs for `stapo audit`; 32 are some
-    25 kB."""
+    """Candidates of S2T, and as many other tokens, that a step logs for `stapo audit`."""
 
     @field_validator("report_to", mode="before")
     @classmethod
@@ -563,8 +561,7 @@ class EvalEngine(Engine):
     gpu_memory_utilization: float = Field(0.9, gt=0, lt=1)
     """vLLM's share of the card's memory."""
     num_samples: PositiveInt | None = None
-    """Samples per problem; by default 32 for AIME24, AIME25 and AMC23, 4 for the other three, 1 for
-    other files."""
+    """Samples per problem; by default the protocol's (docs/evaluation.md#protocol), 1 for files."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature."""
     top_p: Share = 1.0

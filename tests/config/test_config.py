@@ -175,6 +175,7 @@ def test_overrides_apply_in_order_and_one_tracker_needs_no_list():
 BAD = {
     "beta=0.1": "unknown key 'beta': did you mean 'objective.beta'?",
     "temperature=1": "did you mean 'rollout.temperature' or 'evaluation.temperature'?",
+    "reward_weights=[1]": "unknown key 'reward_weights': did you mean 'reward.weights'?",
     "train.lerning_rate=1": "unknown key 'train.lerning_rate': did you mean 'train.learning_rate'?",
     "objective.s2t.zzz=1": "unknown key 'objective.s2t.zzz': docs/config.md lists all",
     "algorithm=distill": "reward.functions=[]: give one, or a teacher (objective.teacher_adapter",

@@ -27,7 +27,7 @@ class FinishedRun(NamedTuple):
 
 
 def read_run(folder: Path, evaluation: str | Path | None) -> FinishedRun:
-    """Read a run folder. If the run has not ended, take the adapter of its newest checkpoint.
+    """Read the folder of a run that has ended.
 
     Args:
         evaluation: folder of an evaluation to take the results from; None for the run's own.
