@@ -31,16 +31,22 @@ CURVES = {
     "entropy": "entropy [nats]",
     "silenced_share": "silenced, share of the tokens",
 }
-SCORES = ("right", "cut off", "tokens")
+SCORES = ("right", "cut off", "tokens", "code")
+SHOWN = 6
+"""Problems whose first sample is shown, in the order of their ids."""
 
 
 def samples(folder: Path) -> DataFrame:
-    """An evaluation's samples: problem, whether it is right, whether it is cut off, its tokens."""
+    """An evaluation's samples: whether each is right, is cut off or has code, and its tokens."""
     lines = DataFrame(read_lines(folder / "samples-0.jsonl")).set_index(["id", "sample"])
     verdicts = DataFrame(read_lines(folder / "verdicts.jsonl")).set_index(["id", "sample"])
-    return DataFrame(
-        {"right": verdicts["correct"], "cut off": lines["truncated"], "tokens": lines["tokens"]}
-    ).astype(float)
+    scores = {
+        "right": verdicts["correct"],
+        "cut off": lines["truncated"],
+        "tokens": lines["tokens"],
+        "code": lines["response"].str.contains("```"),
+    }
+    return DataFrame(scores).astype(float)
 
 
 def with_interval(values: Sequence[float]) -> tuple[float, float, float]:
@@ -64,6 +70,24 @@ def compare(before: Path, after: Sequence[Path]) -> DataFrame:
             rows.append([folder.name, score, *mean, *change])
     columns = ["evaluation", "score", "mean", "from", "to", "change", "change from", "change to"]
     return DataFrame(rows, columns=columns)
+
+
+def side_by_side(folders: Sequence[Path]) -> str:
+    """The first sample of some problems from each evaluation, as Markdown."""
+    parts = ["# Samples, the first of each problem\n"]
+    texts = {
+        folder.name: DataFrame(read_lines(folder / "samples-0.jsonl")).set_index(["id", "sample"])
+        for folder in folders
+    }
+    rights = {folder.name: samples(folder)["right"] for folder in folders}
+    problems = sorted(texts[folders[0].name].index.unique("id"))[:SHOWN]
+    for problem in problems:
+        parts.append(f"## {problem}\n")
+        for name, lines in texts.items():
+            verdict = "right" if rights[name][problem, 0] else "wrong"
+            quoted = [f"    {line}".rstrip() for line in lines["response"][problem, 0].splitlines()]
+            parts.append("\n".join([f"{name}, {verdict}:\n", *quoted, ""]))
+    return "\n".join(parts)
 
 
 def metrics_table(runs: Sequence[Path]) -> DataFrame:
@@ -107,7 +131,9 @@ def main() -> None:
         given.results.mkdir(parents=True, exist_ok=True)
         metrics.to_csv(given.results / "metrics.csv", index=False, float_format="%.6g")
         scores.to_csv(given.results / "scores.csv", index=False, float_format="%.6g")
-        rates = {folder.name: samples(folder)["right"] for folder in (given.before, *given.after)}
+        folders = (given.before, *given.after)
+        (given.results / "samples.md").write_text(side_by_side(folders), encoding="utf-8")
+        rates = {folder.name: samples(folder)["right"] for folder in folders}
         DataFrame(rates).astype(int).to_csv(given.results / "right.csv")
 
 

@@ -26,12 +26,13 @@ STEP = dict.fromkeys(
 
 
 def evaluation(folder, *rights):
-    """Two samples of each problem; those of the second problem are cut off."""
+    """Two samples of each problem; those of the second problem are cut off, and have code."""
     samples, verdicts = [], []
     for problem, pair in enumerate(rights):
         for number, right in enumerate(pair):
             names = {"id": problem, "sample": number}
-            samples.append(names | {"truncated": problem == 1, "tokens": 10 * (problem + 1)})
+            length = {"truncated": problem == 1, "tokens": 10 * (problem + 1)}
+            samples.append(names | length | {"response": "so:\n```" if problem == 1 else "4"})
             verdicts.append(names | {"correct": bool(right)})
     folder.mkdir()
     write_lines(folder / "samples-0.jsonl", samples)
@@ -52,6 +53,7 @@ def test_changes_are_paired_by_problem(tmp_path):
     cut = table.loc[("after", "cut off")]
     assert cut[["mean", "change", "change to"]].tolist() == pytest.approx([1 / 3, 0, 0])
     assert table.loc[("after", "tokens"), "mean"] == pytest.approx(20)
+    assert table.loc[("after", "code"), "mean"] == pytest.approx(1 / 3)
 
 
 def test_the_report_as_a_command(tmp_path):
@@ -68,3 +70,5 @@ def test_the_report_as_a_command(tmp_path):
     right = read_csv(tmp_path / "results" / "right.csv")
     assert right["after"].tolist() == [0, 1, 1, 1]
     assert len(read_csv(tmp_path / "results" / "metrics.csv")) == 2
+    shown = (tmp_path / "results" / "samples.md").read_text(encoding="utf-8")
+    assert "## 1\n\nbefore, right:\n\n    so:\n    ```\n\nafter, right:\n" in shown

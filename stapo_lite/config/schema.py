@@ -204,8 +204,7 @@ class Rollout(Engine):
     temperature: PositiveFloat = 1.0
     """Temperature of sampling and of the trained distribution."""
     skip_special_tokens: bool | None = None
-    """Leave special tokens out of the text that rewards see; by default unless tags of thoughts or
-    tool calls are special tokens. `math` sees them all."""
+    """Leave special tokens, also tags, out of what rewards see (docs/data.md#a-reward-function)."""
     dynamic_sampling: bool = False
     """Replace groups whose rewards are all equal (DAPO)."""
     max_sampling_rounds: PositiveInt = 10
