@@ -249,7 +249,6 @@ def build(
         accelerator=accelerator,
         prompts=inputs.prompts,
         tokenizer=inputs.tokenizer,
-        environment=environment,
         rewards=rewards,
         learner=learner,
         engine=engine,

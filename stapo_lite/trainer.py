@@ -121,11 +121,12 @@ class Trainer:
         """
         config, folder = self.config, Path(self.config.output_dir)
         prompting = config.data.model_dump(include=set(Prompting.model_fields))
-        rollout = config.rollout.model_dump(include={"max_completion_length"})
+        as_trained = {"max_completion_length", "quantization"}
         if config.rollout.engine != "server":
-            rollout["engine"] = config.rollout.engine
-            if keys.get("rollout", {}).get("engine") != "transformers":
-                rollout |= config.rollout.model_dump(include={"quantization", "vllm"})
+            as_trained |= {"engine", "vllm"}
+        if keys.get("rollout", {}).get("engine") == "transformers":
+            as_trained -= {"quantization", "vllm"}
+        rollout = config.rollout.model_dump(include=as_trained)
         tree = {
             "model": config.model,
             "adapter": str(folder / "adapter"),

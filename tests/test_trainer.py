@@ -77,6 +77,7 @@ VLLM = {"quantization": "bitsandbytes", "vllm": {"block_size": 32}}
     [
         ({"engine": "transformers"}, {}, ("transformers", None, {})),
         ({"engine": "server"}, {}, ("auto", None, {})),
+        (VLLM | {"engine": "server"}, {}, ("auto", "bitsandbytes", {})),
         (VLLM | {"engine": "vllm"}, {}, ("vllm", *VLLM.values())),
         (VLLM | {"engine": "vllm"}, {"engine": "transformers"}, ("transformers", None, {})),
     ],

@@ -37,7 +37,7 @@ def group_advantages(rewards: Tensor, scale: str = "group", eps: float = 1e-6) -
         if ((rewards < 0) | (rewards > 1)).any():
             raise InputError(
                 "objective.scale_rewards=mean (maxrl) is for rewards from 0 to 1: change "
-                "reward.incorrect, reward.weights or the function, or choose another scale"
+                "reward.incorrect, reward.overlong_penalty, reward.weights or the function"
             )
         deviation = deviation / (rewards.nanmean(-1, keepdim=True) + eps)
     return deviation.nan_to_num(0.0)

@@ -254,7 +254,7 @@ def _fault(prompt: Any, templated: bool) -> str:
     if isinstance(prompt, str):
         if re.match(r'\[\s*{\s*"(role|content)"', prompt.strip()):
             return "the prompt is messages as JSON text: store them as a list"
-        return "" if prompt.strip() or not templated else "the prompt is empty"
+        return "" if prompt.strip() else "the prompt is empty"
     if templated and isinstance(prompt, list) and prompt and all(map(_is_message, prompt)):
         return ""
     expected = "text or a list of {role, content} messages" if templated else "text"

@@ -53,8 +53,6 @@ MEMORY = {
     "train.offload_activations",
 }
 """Keys that a memory setting follows from."""
-DEFAULTS = flatten(Config(model="-", output_dir="-", data={"source": "-"}).model_dump(mode="json"))
-"""Stand in for keys that an older version's checkpoint does not know."""
 FIXED = ("lora.r", "lora.lora_alpha", "lora.use_rslora", "lora.target_modules")
 """Keys that may not change even with --force: adapter or optimiser would not fit."""
 
@@ -197,7 +195,6 @@ def check_resume(folder: Path, config: dict[str, Any], force: bool) -> str:
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
     """The keys whose values differ, with a description of each change."""
-    before = DEFAULTS | before
     return {
         key: f"{key} {before.get(key)} -> {now.get(key)}"
         for key in sorted(before.keys() | now.keys())

@@ -112,7 +112,7 @@ def finish(parts: Iterable[Means]) -> dict[str, float | None]:
             numbers[name] += number
     means = {name: sums[name] / numbers[name] if numbers[name] else None for name in numbers}
     for name in filter(lambda name: name.startswith("reward_std"), numbers):
-        rewards, number = name.replace("reward_std", "reward"), numbers[name]
+        rewards, number = name.replace("reward_std", "reward", 1), numbers[name]
         squares = max(0.0, sums[name] - sums[rewards] ** 2 / number)
         means[name] = math.sqrt(squares / (number - 1)) if number > 1 else None
     return means

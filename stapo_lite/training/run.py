@@ -74,7 +74,6 @@ class Run:
     """The state of a training run.
 
     Attributes:
-        environment: hardware, versions and data, as in environment.json.
         generate: makes groups of completions, by the engine alone or in several turns; takes and
             returns what `RolloutEngine.generate` does. With `rollout.function` it also takes
             changes of `RolloutSettings`, such as `temperature`.
@@ -90,7 +89,6 @@ class Run:
     accelerator: Accelerator
     prompts: Sequence[Prompt]
     tokenizer: Any
-    environment: dict[str, str]
     rewards: RewardModel
     learner: Learner
     engine: RolloutEngine

@@ -124,20 +124,34 @@ def test_an_interrupted_evaluation_continues(run, finished, tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"seed": 1}, "output_dir=.*eval holds samples of another config: choose another"),
+        ({"seed": 1}, "output_dir=.*eval holds samples of another config or adapter"),
         ({"output_dir": "."}, "output_dir=. is not empty"),
         ({"adapter": "nowhere"}, "adapter=nowhere: no adapter in PEFT's format"),
         ({"data__max_prompt_length": 3}, "aime24.jsonl, row 1: the prompt has .* tokens"),
         ({"benchmarks": ["aime24.jsonl", "aime24.jsonl"]}, "benchmarks: an id occurs twice"),
         ({"benchmarks": ["mine.jsonl", "no.jsonl"]}, "benchmarks=no.jsonl: no such file"),
+        ({"benchmarks": ["odd.jsonl"]}, r"odd.jsonl: a row cannot be read \(KeyError\('problem'\)"),
         ({"rollout__quantization": "fp8"}, "rollout.quantization=fp8 needs vLLM"),
     ],
 )
 def test_bad_input_is_one_line(run, finished, tmp_path, monkeypatch, changes, message):
     monkeypatch.chdir(tmp_path)
+    write_lines(tmp_path / "odd.jsonl", [{"question": "say four", "answer": "4"}])
     run()
     with pytest.raises(InputError, match=message):
         run(**changes)
+
+
+def test_samples_of_an_adapter_that_has_learned_since_are_refused(tmp_path):
+    tree = {"model": "-", "adapter": str(tmp_path), "output_dir": str(tmp_path / "eval")}
+    config, weights = load_eval_config(tree), tmp_path / "adapter_model.safetensors"
+    weights.write_bytes(b"before")
+    for _ in range(2):
+        with evaluation.open_folder(config):
+            pass
+    weights.write_bytes(b"after")
+    with pytest.raises(InputError, match="holds samples of another config or adapter"):
+        evaluation.open_folder(config)
 
 
 def problem(gold, ordered=False, tolerance=0.0, thinking=False):

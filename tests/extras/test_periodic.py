@@ -133,12 +133,14 @@ def test_an_adapter_is_kept_if_its_score_beats_the_best(tmp_path, results, kept)
     assert read_object(path) == (before | {"score": 0.6, "step": 3} if kept else before)
 
 
-@pytest.mark.parametrize("key", ["best", "limit", "temperature"])
-def test_another_evaluations_best_does_not_count(tmp_path, key):
+@pytest.mark.parametrize("key", ["best", "limit", "temperature", "step"])
+def test_the_best_of_another_evaluation_or_a_step_not_made_does_not_count(tmp_path, key):
     config = load_config(MINIMAL, {"evaluation.steps": 1, "evaluation.best": "reward"})
     settings = config.evaluation.model_dump(mode="json", exclude={"steps"})
     path = tmp_path / "best" / "score.json"
-    write_object(path, {"score": 0.5, "step": 1, "evaluation": settings | {key: 0.7}})
+    before = {"score": 0.5, "step": 4 if key == "step" else 1}
+    other = settings if key == "step" else settings | {key: 0.7}
+    write_object(path, before | {"evaluation": other})
     run = Mock(folder=tmp_path, config=config)
     run.progress.step = 3
     periodic.keep_best(run, "reward", {"reward": 0.1})

@@ -93,7 +93,7 @@ def adapters(url):
 @pytest.mark.parametrize("lag", [0, 2])
 def test_versions_are_loaded_as_long_as_they_have_requests(server, make_policy, tmp_path, lag):
     before, policy, left = adapters(server), make_policy(), range(4 - lag, 5)
-    (tmp_path / "stapo_lite-0123cdef" / "v9").mkdir(parents=True)  # by a run that was killed
+    (tmp_path / ".adapters-0123cdef" / "v9").mkdir(parents=True)  # by a run that was killed
     with connected(tmp_path, server, max_lag=lag) as engine:
         for version in (1, 2, 3, 4):
             engine.publish(policy, version)

@@ -117,18 +117,6 @@ def test_resuming_with_another_config_names_the_key(write_config, tmp_path, caps
     assert note in capsys.readouterr().out
 
 
-def test_a_key_that_an_older_version_did_not_know_changes_nothing_at_its_default(tmp_path):
-    before = load_config(MINIMAL).model_dump()
-    del before["rollout"]["skip_special_tokens"], before["objective"]["stare"]
-    state = {"progress": {}, "config": before}
-    (tmp_path / "state.json").write_text(json.dumps(state), encoding="utf-8")
-    now = load_config(MINIMAL).model_dump()
-    assert check_resume(tmp_path, now, force=False) == f"resuming {tmp_path}"
-    now["objective"]["stare"]["weight"] = 1.1
-    with pytest.raises(InputError, match=r"objective.stare.weight 1.0 -> 1.1"):
-        check_resume(tmp_path, now, force=False)
-
-
 def test_a_half_written_adapter_is_replaced_on_resume(write_config, tmp_path):
     run(write_config(train__max_steps=2))
     adapter = tmp_path / "run" / "adapter"

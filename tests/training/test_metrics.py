@@ -56,8 +56,10 @@ def test_means_add_up_over_mini_batches_by_hand():
         {"a": (3.0, 2), "b": (torch.tensor(1.0), torch.tensor(4)), "c": (0.0, 0)},
         {"a": (1.0, 8), "reward": (6.0, 3), "reward_std": (14.0, 3)},  # of 1, 2 and 3
         {"reward/f": (5.0, 1), "reward_std/f": (25.0, 1)},
+        {"reward/reward_std": (6.0, 3), "reward_std/reward_std": (14.0, 3)},
     ]
     rewards = {"reward": 2.0, "reward_std": 1.0, "reward/f": 5.0, "reward_std/f": None}
+    rewards |= {"reward/reward_std": 2.0, "reward_std/reward_std": 1.0}
     assert finish(parts) == {"a": 0.4, "b": 0.25, "c": None} | rewards
 
 

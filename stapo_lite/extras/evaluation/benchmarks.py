@@ -6,6 +6,7 @@ from typing import Any
 
 from stapo_lite.config import Data
 from stapo_lite.data.prompts import load_rows
+from stapo_lite.errors import explained
 
 SOURCES = {
     "aime24": Data(source="HuggingFaceH4/aime_2024", prompt_column="problem"),
@@ -41,15 +42,14 @@ def load_benchmark(name: str, limit: int | None = None) -> tuple[str, int, list[
         limit: take only the first `limit` problems.
 
     Raises:
-        InputError: there is no such benchmark or file.
-        KeyError: a row lacks problem or answer.
-        ValueError: a tolerance is not a number.
+        InputError: there is no such benchmark or file, or a row lacks problem or answer.
     """
     stem = Path(name).stem
     short = next((known for known in SOURCES if stem.startswith(known)), stem)
     data = SOURCES.get(name) or Data(source=name, prompt_column="problem")
     rows = islice(load_rows(data, key="benchmarks"), limit)
-    problems = [read_row(row, data, number) for number, row in enumerate(rows)]
+    with explained(f"benchmarks={name}: a row cannot be read"):
+        problems = [read_row(row, data, number) for number, row in enumerate(rows)]
     return short, NUM_SAMPLES.get(short, 1), problems
 
 

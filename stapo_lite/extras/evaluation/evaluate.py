@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from datetime import timedelta
+from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -94,15 +95,18 @@ def open_folder(config: EvalConfig) -> AbstractContextManager:
     """Lock the folder of an evaluation that begins or continues.
 
     Raises:
-        InputError: it holds something else, or an evaluation with another config; or another
-            process has locked it.
+        InputError: it holds something else, or an evaluation with another config or adapter; or
+            another process has locked it.
     """
     folder, given = Path(config.output_dir), to_yaml(config, given=True)
+    if config.adapter:  # its path stays when its run goes on
+        weights = Path(config.adapter, "adapter_model.safetensors").read_bytes()
+        given += f"# adapter: {sha256(weights).hexdigest()}\n"
     path = folder / "config.yaml"
     if not path.exists():
         check_new(folder)
     elif path.read_text(encoding="utf-8") != given:
-        raise InputError(f"output_dir={folder} holds samples of another config: choose another")
+        raise InputError(f"output_dir={folder} holds samples of another config or adapter")
     locked = lock(folder)
     write_text(path, given)
     return locked

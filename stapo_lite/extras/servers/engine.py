@@ -87,10 +87,10 @@ class ServerEngine(RolloutEngine):
         self._dtype, self._sampling = dtype, sampling
         self._max_lag, self._accelerator = rollout.max_lag, accelerator
         # Each start gets its own names: a resumed run reuses version numbers for new weights.
-        (name,) = broadcast_object_list([f"stapo_lite-{secrets.token_hex(4)}"])
+        (name,) = broadcast_object_list([f".adapters-{secrets.token_hex(4)}"])
         self._folder = folder.absolute() / name
         if accelerator.is_main_process:
-            for left in folder.glob("stapo_lite-*"):  # by a run that was killed
+            for left in folder.glob(".adapters-*"):  # by a run that was killed
                 shutil.rmtree(left)
         self._ahead: dict[int, Future] = {}
         self._asked: dict[Future, int] = {}
