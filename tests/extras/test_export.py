@@ -206,7 +206,7 @@ def test_pushing_a_merged_model_with_its_card(hub, make_run, tmp_path, capsys):
     assert (card.data.datasets, card.data.base_model) == (["me/sums"], None)
     for text in (
         "| data | `me/sums en train` |",
-        "| adapter | rank 8, alpha 16, trained on a base in 4 bits (nf4) |",
+        "| adapter | rank 8, alpha 16, trained on a base in nf4 |",
         "| steps | 2 of 64 prompts x 8 completions of at most 2048 tokens |",
         "-0.500 in the first step, 0.250 in the last",
         "| aime24 | 30 | 32 | 50.0",
