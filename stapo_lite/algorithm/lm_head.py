@@ -98,8 +98,9 @@ def top_tokens(
         ids [N, k] int64, and their probabilities at the temperature, [N, k] fp32.
     """
     _, v = chunk_sizes(len(hidden), weight, memory_bytes)
-    with torch.autocast(hidden.device.type, enabled=False):
-        logits = _all_logits(hidden, Head(weight, bias, temperature), v)
+    head = Head(weight, bias, temperature)
+    with torch.autocast(hidden.device.type, enabled=False), _bf16_products(weight):
+        logits = torch.cat([part.clone() for *_, part in _logit_tiles(hidden, head, v)], 1)
     best = logits.softmax(1).topk(k)
     return best.indices, best.values
 
@@ -159,12 +160,6 @@ class _FrozenHead(torch.autograd.Function):
         for direction, gradient in zip(directions, gradients, strict=False):
             d_hidden.addcmul_(direction, gradient[:, None])
         return d_hidden, None, None, None, None
-
-
-def _all_logits(hidden, head, v) -> Tensor:
-    """[n, V] fp32, computed in tiles of v columns."""
-    with _bf16_products(head.weight):
-        return torch.cat([logits.clone() for *_, logits in _logit_tiles(hidden, head, v)], 1)
 
 
 def _sweep(hidden, head, targets, v, count: int):

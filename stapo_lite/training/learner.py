@@ -39,7 +39,7 @@ class Learner:
     progress: Progress
 
     def __post_init__(self) -> None:
-        self.gather: Collective = partial(gather_values, accelerator=self.accelerator)
+        self.gather: Collective = gather_values
         self.reduce: Collective = partial(self.accelerator.reduce, reduction="sum")
 
     def agree(self) -> MemorySetting:

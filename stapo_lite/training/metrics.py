@@ -11,7 +11,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
@@ -118,10 +117,9 @@ def finish(parts: Iterable[Means]) -> dict[str, float | None]:
     return means
 
 
-def gather_values(values: Tensor, accelerator: Accelerator) -> Tensor:
-    """Concatenate 1-D tensors of different lengths over the processes."""
-    if accelerator.num_processes == 1:
-        return values
-    padded = accelerator.pad_across_processes(values, pad_index=math.nan)
-    gathered = accelerator.gather(padded)
-    return gathered[~gathered.isnan()]
+def gather_values(values: Tensor) -> Tensor:
+    """Concatenate 1-D tensors of different lengths over the processes.
+
+    Collective: every rank must call it.
+    """
+    return torch.cat(gather_object([values.cpu()])).to(values.device)
