@@ -8,6 +8,7 @@ from helpers import LONG, PROMPTS, SAMPLING, gap, generate
 from transformers import AutoTokenizer
 
 from stapo_lite.config import Prompting
+from stapo_lite.extras.transformers_engine import TransformersEngine
 from stapo_lite.extras.turns.episodes import run_episodes
 from stapo_lite.extras.turns.tools import Chat
 from stapo_lite.rollout.engine import Decoding
@@ -153,3 +154,22 @@ def test_a_new_version_does_not_see_the_cache_of_the_one_before(engine, make_pol
         groups = generate(engine, LONG)
         assert gap(policy, groups).max() < 1e-4
         assert gap(other, groups).mean() > 1e-2
+
+
+def test_stop_tokens_of_a_turn_come_in_addition(engine, make_policy, tokenizer):
+    if isinstance(engine, TransformersEngine):
+        pytest.skip("it takes no options of a turn")
+    engine.publish(make_policy(), next(VERSIONS))
+    usual, added, ends = set(SAMPLING.stop_token_ids), {3, 4, 5, 6, 7, 8}, set()
+
+    async def turn(episode):
+        await episode.generate(stop_token_ids=list(added))
+        *before, last = episode.token_ids
+        assert not (usual | added) & set(before)
+        assert episode.finished == (last in usual | added)
+        if episode.finished:
+            ends.add(last in added)
+
+    chat = Chat(tokenizer, Prompting())
+    run_episodes(engine, SAMPLING, chat, turn, PROMPTS * 8, [*range(24)])
+    assert ends == {False, True}

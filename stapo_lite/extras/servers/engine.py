@@ -193,7 +193,7 @@ class ServerEngine(RolloutEngine):
             RunError: all have failed.
         """
         stops = list(self._sampling.stop_token_ids)
-        body = parameters | {"stop_token_ids": stops, "return_token_ids": True}
+        body = {"stop_token_ids": stops, "return_token_ids": True} | parameters
         first = parameters["seed"] % len(self._servers)
         async with self._slots:
             version = self._version

@@ -96,6 +96,8 @@ class Episode:
         stop = options.get("stop")
         if stop:
             options["include_stop_str_in_output"] = True
+        if "stop_token_ids" in options:  # they end a turn in addition to the usual ones
+            options["stop_token_ids"] = [*self._sampling.stop_token_ids, *options["stop_token_ids"]]
         so_far = Prompt("", self.prompt.token_ids + self.token_ids, None)
         decoding = Decoding(limit, self._sampling.temperature, 1.0, logprobs=True, options=options)
         self.busy = True
