@@ -36,7 +36,7 @@ from matplotlib.figure import Figure
 from scipy.stats import CensoredData, binomtest, ecdf
 from study_csv import add_results_option, steps_paths
 
-from stapo_lite.training.log import markdown
+from stapo_lite.extras.evaluation.results import markdown
 
 BASE, MASK = "justrl", "stapo"
 LAST = slice(-50, None)

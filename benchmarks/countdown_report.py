@@ -24,7 +24,7 @@ import numpy as np
 from experiments_report import Steps, column, difference, draw, load, mean, smooth, trained
 from study_csv import add_results_option, steps_paths
 
-from stapo_lite.training.log import markdown
+from stapo_lite.extras.evaluation.results import markdown
 
 BASE = "justrl"
 LAST, EVERY = slice(-50, None), slice(None)

@@ -29,7 +29,7 @@ from matplotlib.axes import Axes
 from scipy.stats import permutation_test
 from study_csv import add_results_option, read_rows, run_key, steps_paths
 
-from stapo_lite.training.log import markdown
+from stapo_lite.extras.evaluation.results import markdown
 
 COLOURS = (
     "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#999999",

@@ -147,10 +147,9 @@ def measure(setup: Setup, completions: Sequence[Completion]) -> list[dict[str, A
     lines: list[dict[str, Any]] = [{} for _ in completions]
     for rows in split_by_tokens([sequence_length(c) for c in completions], 4096):
         part = [completions[row] for row in rows]
-        hidden = setup.policy.hidden_states(part)
-        statistics = setup.policy.score(part, hidden)
+        statistics = setup.policy.statistics(part)
         rare = (statistics.logprobs.exp() < RARE).nonzero()[:, 0]
-        ids, probabilities = setup.policy.top_tokens(hidden[rare], TOP)
+        ids, probabilities = setup.policy.top_tokens(setup.policy.hidden_states(part)[rare], TOP)
         alternatives = zip(ids.tolist(), probabilities.tolist(), strict=True)
         best = dict(zip(rare.tolist(), alternatives, strict=True))
         start = 0

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 
 from stapo_lite.config import Config, batch_arithmetic, to_yaml
 from stapo_lite.data.prompts import check_rows, load_rows, make_prompts, stop_token_ids
@@ -36,12 +37,7 @@ from stapo_lite.extras.turns.episodes import RolloutFunction, find_function, run
 from stapo_lite.extras.turns.frequencies import ToolFrequencies
 from stapo_lite.extras.turns.tools import Chat
 from stapo_lite.files import check_new, lock, read_object, write_text
-from stapo_lite.model.loading import (
-    find_adapter,
-    find_start,
-    load_tokenizer,
-    load_weights,
-)
+from stapo_lite.model.loading import find_adapter, find_start, load_tokenizer, load_weights
 from stapo_lite.model.one_base import base_on
 from stapo_lite.model.policy import make_optimizer, make_policy
 from stapo_lite.model.processes import resolve_dtype
@@ -99,10 +95,7 @@ class Inputs(NamedTuple):
 
 @contextmanager
 def open_run(
-    config: Config,
-    resume: bool = False,
-    force: bool = False,
-    python: PythonInputs = NOTHING,
+    config: Config, resume: bool = False, force: bool = False, python: PythonInputs = NOTHING
 ) -> Iterator[Run]:
     """Open a run, new or resumed, for `training.loop.train`, and close it: adapter and checkpoint
     are written at its end, and also if the caller stops early. If something interrupts it (an
@@ -170,7 +163,8 @@ def check_inputs(
     resumed = resume and bool(checkpoint.list_checkpoints(folder))
     if not resume:
         check_new(folder)
-    dtype = resolve_dtype(config.dtype, config.rollout.quantization)
+    # The first process's: each times it on a CPU.
+    dtype = gather_object([resolve_dtype(config.dtype, config.rollout.quantization)])[0]
     config = config.model_copy(update={"dtype": dtype})
     check_options(engine, config.rollout, dtype)
     prompts, tokenizer, stop_tokens = load_prompts(config, python.rows, accelerator.print)
@@ -196,18 +190,13 @@ def check_checkpoint(
     Raises:
         InputError: it may not continue with this config (`check_resume`).
     """
-    newest = checkpoint.newest_checkpoint(Path(config.output_dir)) if resume else None
-    if newest is not None:
-        accelerator.print(checkpoint.check_resume(newest, config.model_dump(mode="json"), force))
-    return newest
+    if not resume or not (saved := checkpoint.list_checkpoints(Path(config.output_dir))):
+        return None
+    accelerator.print(checkpoint.check_resume(saved[-1], config.model_dump(mode="json"), force))
+    return saved[-1]
 
 
-def build(
-    inputs: Inputs,
-    newest: Path | None,
-    accelerator: Accelerator,
-    closing: ExitStack,
-) -> Run:
+def build(inputs: Inputs, newest: Path | None, accelerator: Accelerator, closing: ExitStack) -> Run:
     """Load everything a run needs; the engine, which may fail, before the trainer's weights.
 
     Args:

@@ -6,7 +6,7 @@ Slow imports are inside the functions, so that --help and usage errors respond a
 import sys
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from typer import Argument, Option, Typer
 
@@ -170,7 +170,7 @@ def export_command(
     run_folder: RunFolder,
     out: Annotated[Path, Option(help="folder to write")],
     merge: Annotated[bool, Option("--merge", help="merge the adapter into its base")] = False,
-    dtype: Annotated[str, Option(help="float32, bfloat16 or float16")] = "bfloat16",
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16",
     base_model: Annotated[
         str | None, Option(help="the base in full precision; by default the run's model")
     ] = None,

@@ -43,12 +43,9 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     Raises:
         InputError: no such file, or a line is not a JSON object.
     """
-    objects = []
     with explained(f"{path}: cannot be read", OSError), path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                objects.append(_parse(line, f"{path}, line {number}"))
-    return objects
+        lines = enumerate(file, start=1)
+        return [_parse(line, f"{path}, line {n}") for n, line in lines if line.strip()]
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

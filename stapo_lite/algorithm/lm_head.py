@@ -53,16 +53,16 @@ def token_statistics(
     """Statistics of softmax((hidden W^T + bias) / temperature) for each token.
 
     Args:
-        hidden: [N, D] fp32, bf16 or fp16; row n predicts `targets[n]`.
+        hidden: [n, D] fp32, bf16 or fp16; row i predicts `targets[i]`.
         weight: [V, D], the dtype of `hidden`; the rows of the LM head, tied or not.
-        targets: [N] int64 in [0, V).
+        targets: [n] int64 in [0, V).
         bias: [V] or None.
         temperature: the sampling temperature, > 0.
         memory_bytes: workspace; sets the chunk sizes.
         differentiable_entropy: give entropy a gradient too, for a third product.
 
     Returns:
-        TokenStatistics of [N] fp32. Gradients flow to `hidden` from `logprobs`, and with
+        TokenStatistics of [n] fp32. Gradients flow to `hidden` from `logprobs`, and with
         `differentiable_entropy` from `entropy`.
 
     Raises:
@@ -92,10 +92,10 @@ def top_tokens(
     memory_bytes: int = 256 << 20,
 ) -> tuple[Tensor, Tensor]:
     """The k most probable tokens of a few hidden states, the most probable first. Arguments are as
-    in `token_statistics`, but all logits are in memory, [N, V] fp32.
+    in `token_statistics`, but all logits are in memory, [n, V] fp32.
 
     Returns:
-        ids [N, k] int64, and their probabilities at the temperature, [N, k] fp32.
+        ids [n, k] int64, and their probabilities at the temperature, [n, k] fp32.
     """
     _, v = chunk_sizes(len(hidden), weight, memory_bytes)
     head = Head(weight, bias, temperature)

@@ -22,15 +22,12 @@ from stapo_lite.config import S2T, Objective, Stare
 from stapo_lite.types import Masks, TokenStatistics
 
 Collective = Callable[[Tensor], Tensor]
-"""`gather` concatenates 1-D tensors of any length from all processes; `reduce` sums tensors over
-all processes. Every rank must call them, even with an empty share."""
+"""`gather` concatenates 1-D tensors of any length from all processes in host memory; `reduce` sums
+tensors over all processes. Every rank must call them, even with an empty share."""
 
 
 def find_masks(
-    statistics: TokenStatistics,
-    batch: MiniBatch,
-    objective: Objective,
-    gather: Collective,
+    statistics: TokenStatistics, batch: MiniBatch, objective: Objective, gather: Collective
 ) -> Masks:
     """Find the masks of this process's share of a mini-batch.
 

@@ -34,8 +34,8 @@ class MiniBatch:
     """[N] fp32"""
     old: TokenStatistics | None = None
     """Statistics of the policy before the step's first update, [N]; 0 for tokens whose statistics
-    no update needs. None for the step's first mini-batch: the old policy is then the current one,
-    so every ratio is 1 and its gradient is that of the log-probability."""
+    no update needs. None for the step's first mini-batch: the old policy is then the current
+    one."""
 
     def select(self, rows: Sequence[int]) -> list[Completion]:
         """The completions of these rows."""
@@ -54,10 +54,9 @@ class MiniBatch:
         Args:
             salts: one for each completion.
         """
-        scores = [torch.zeros(0)]
-        for completion, salt in zip(self.completions, salts, strict=True):
-            scores.append(random_scores(completion.token_ids, salt))
-        return send(torch.cat(scores), self.rows.device)
+        ids = [completion.token_ids for completion in self.completions]
+        scores = torch.cat([torch.zeros(0), *map(random_scores, ids, salts)])
+        return send(scores, self.rows.device)
 
 
 def pack(completions: Sequence[Completion], device: torch.device | str) -> MiniBatch:

@@ -4,7 +4,6 @@ Only sums and weights, no means: denominators cover the whole mini-batch, across
 processes. `update.add_micro_batch` combines them.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -183,22 +182,9 @@ def sequence_weights(
     """
     if aggregation == "sequence-mean":
         return (1 / (counts.clamp(min=1) * totals.counted_sequences)).float()
-    factor = 1 / _denominator(totals, aggregation, max_completion_length)
-    return torch.full_like(counts, factor, dtype=torch.float32)
-
-
-def loss_scale(totals: Totals, aggregation: str, max_completion_length: int) -> float:
-    """The loss scale for float16, whose smallest number is 6e-8: a power of two that multiplies the
-    loss and divides the gradient. A kept token then weighs about 1/128, so that sums over a
-    micro-batch do not overflow."""
-    denominator = _denominator(totals, aggregation, max_completion_length)
-    return 2.0 ** (round(math.log2(denominator)) - 7)
-
-
-def _denominator(totals: Totals, aggregation: str, max_completion_length: int) -> int:
-    if aggregation == "constant":
-        return totals.sequences * max_completion_length
-    return totals.tokens
+    constant = totals.sequences * max_completion_length
+    denominator = constant if aggregation == "constant" else totals.tokens
+    return torch.full_like(counts, 1 / denominator, dtype=torch.float32)
 
 
 def logit_gradient_norm(gradient: Tensor, logprobs: Tensor, collision: Tensor) -> Tensor:

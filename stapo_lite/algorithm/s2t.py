@@ -42,17 +42,8 @@ def linear_quantile(values: Tensor, quantile: float) -> float | None:
     Returns:
         None if there are no values.
     """
-    return linear_quantiles(values, [quantile])[0]
-
-
-def linear_quantiles(values: Tensor, quantiles: Sequence[float]) -> list[float | None]:
-    """`linear_quantile` for several quantiles at once.
-
-    Uses numpy, in float64: `torch.quantile` refuses more than 2**24 values.
-    """
-    if values.numel() == 0:
-        return [None] * len(quantiles)
-    return np.quantile(values.double().cpu().numpy(), quantiles).tolist()
+    # numpy in float64: `torch.quantile` refuses more than 2**24 values.
+    return np.quantile(values.double().cpu().numpy(), quantile).item() if len(values) else None
 
 
 def spurious_mask(candidates: Tensor, score: Tensor, threshold: float | None) -> Tensor:

@@ -154,7 +154,7 @@ class Reward(Section):
     overlong_penalty: NonNegativeFloat = 0.0
     """DAPO's penalty for a completion of full length."""
     overlong_buffer: Share = 0.2
-    """Last share of `max_completion_length`, over which it grows linearly."""
+    """Last share of `max_completion_length`, over which the penalty grows from 0."""
     function_timeout: float = Field(300.0, gt=0, le=1e9)
     """Seconds that a call of your reward function may take."""
 
@@ -312,9 +312,10 @@ class Objective(Section):
     sampler_correction: Annotated[
         Literal["token-truncate", "icepop", "sequence-mask", "off"], _ON_OFF
     ] = "token-truncate"
-    """With `old_logprobs=trainer`, weight by q, the trainer's probability before the step / the
-    engine's: min(q, `sampler_cap`); q, or 0 outside of 1 / cap to cap; the product of the
-    sequence's q, or 0 above the cap."""
+    """With `old_logprobs=trainer`, a weight on each token's loss, from q, the trainer's probability
+    before the step / the engine's. `token-truncate`: min(q, `sampler_cap`); `icepop`: q, or 0
+    outside of 1 / cap to cap; `sequence-mask`: the product of the sequence's q, or 0 above the
+    cap."""
     sampler_cap: float = Field(2.0, ge=1)
     """Largest weight of `sampler_correction`."""
     teacher_adapter: UserPath | None = None
@@ -491,22 +492,24 @@ class Config(Preset):
         )
 
     def conflicts(self) -> Conflicts:
-        return [
-            *self._reward_conflicts(),
-            *self._size_conflicts(),
-            *self._engine_conflicts(),
-        ]
-
-    def _reward_conflicts(self) -> Conflicts:
-        reward, rollout, evaluation = self.reward, self.rollout, self.evaluation
+        objective, rollout, train = self.objective, self.rollout, self.train
+        evaluation = self.evaluation
+        corrected = objective.old_logprobs == "rollout" or objective.sampler_correction != "off"
+        must_share = rollout.share_base == "on" or self.quantization == "fp8"
+        name = self.quantization_in_vllm or "null"
         return [
             (
-                self.objective.teacher_server and rollout.temperature != 1,
+                train.batch_size % train.mini_batch_size,
+                f"train.batch_size={train.batch_size} is not divisible by train.mini_batch_size="
+                f"{train.mini_batch_size}",
+            ),
+            (
+                objective.teacher_server and rollout.temperature != 1,
                 f"rollout.temperature={rollout.temperature}: a server scores at a temperature of "
                 "1; set it to 1",
             ),
             (
-                not reward.functions and not self.objective.distills,
+                not self.reward.functions and not objective.distills,
                 "reward.functions=[]: give one, or a teacher (objective.teacher_adapter or "
                 "objective.teacher_server)",
             ),
@@ -520,24 +523,6 @@ class Config(Preset):
                 "evaluation.source and evaluation.best need evaluation.steps: set it, such as to "
                 "20",
             ),
-        ]
-
-    def _size_conflicts(self) -> Conflicts:
-        train = self.train
-        return [
-            (
-                train.batch_size % train.mini_batch_size,
-                f"train.batch_size={train.batch_size} is not divisible by train.mini_batch_size="
-                f"{train.mini_batch_size}",
-            ),
-        ]
-
-    def _engine_conflicts(self) -> Conflicts:
-        objective, rollout = self.objective, self.rollout
-        corrected = objective.old_logprobs == "rollout" or objective.sampler_correction != "off"
-        must_share = rollout.share_base == "on" or self.quantization == "fp8"
-        name = self.quantization_in_vllm or "null"
-        return [
             (
                 rollout.max_lag and not corrected,
                 f"rollout.max_lag={rollout.max_lag} needs a correction for older adapters: set "
@@ -591,8 +576,8 @@ class EvalConfig(Preset):
     limit: PositiveInt | None = None
     """First N problems of each benchmark."""
     decoding: Literal["training-aligned", "justrl"] = "training-aligned"
-    """Temperature and top-p: 1.0 and 1.0 as in training, or 0.7 and 0.9 as in the paper's
-    revision."""
+    """Temperature and top-p, the two settings of the paper: 1.0 and 1.0 as in training, or 0.7 and
+    0.9 as in JustRL."""
     dtype: Dtype = "auto"
     """As in a run."""
     seed: int = Field(0, ge=0, lt=2**31)

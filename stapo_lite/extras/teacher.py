@@ -72,8 +72,7 @@ class AdapterTeacher(Teacher):
         self._folder = folder
 
     def on_train_begin(self, run: Run) -> None:
-        parameters = run.policy.parameters
-        self._values = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        self._values = run.policy.copy_values()
         with run.policy.holding(self._values):
             load_adapter(run.policy.model, self._folder)  # into these values
 

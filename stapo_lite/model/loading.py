@@ -292,10 +292,8 @@ def find_adapter(lora: Lora, adapter: str, key: str) -> Path:
         with explained(f"{key}={folder}: neither a folder nor on the Hub"):
             folder = Path(snapshot_download(adapter, allow_patterns="adapter_*"))
     its = read_adapter(folder)
-    differing = []
-    for name in ("r", "lora_alpha", "use_rslora"):
-        if getattr(its, name) != getattr(lora, name):
-            differing.append(name)
+    scale = ("r", "lora_alpha", "use_rslora")
+    differing = [name for name in scale if getattr(its, name) != getattr(lora, name)]
     if set(lora.target_modules) not in ({"all-linear"}, set(its.target_modules)):
         differing.append("target_modules")
     if differing:

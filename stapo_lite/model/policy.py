@@ -33,7 +33,7 @@ def make_policy(base: Any, config: Config, start: Path | None = None) -> "Policy
     if start is not None:
         load_adapter(policy.model, start)
         if config.objective.beta:
-            policy.set_reference()
+            policy.reference = policy.copy_values()
     return policy
 
 
@@ -58,7 +58,7 @@ class Policy:
         self._offload = False
         self._temperature = config.rollout.temperature
         self._head_memory = int(config.train.lm_head_memory_gb * 2**30)
-        self._reference: dict[str, Tensor] = {}
+        self.reference: dict[str, Tensor] = {}
 
     @property
     def device(self) -> torch.device:
@@ -81,10 +81,22 @@ class Policy:
         adapter's values are left."""
         self.model = self._causal_lm = None
 
-    def statistics(self, completions: Sequence[Completion]) -> TokenStatistics:
+    def statistics(
+        self, completions: Sequence[Completion], differentiable_entropy: bool = False
+    ) -> TokenStatistics:
         """Log-probability (with gradient), entropy and collision probability of every completion
-        token, [n] fp32, completion by completion."""
-        return self.score(completions, self.hidden_states(completions))
+        token, [n] fp32, completion by completion.
+
+        Args:
+            differentiable_entropy: give entropy a gradient too.
+        """
+        targets = [token for completion in completions for token in completion.token_ids]
+        return token_statistics(
+            self.hidden_states(completions),
+            targets=send(torch.tensor(targets, dtype=torch.int64), self.device),
+            differentiable_entropy=differentiable_entropy,
+            **self._lm_head,
+        )
 
     def hidden_states(self, completions: Sequence[Completion]) -> Tensor:
         """Hidden states that predict the completion tokens, [n, D] in the head's dtype, completion
@@ -118,26 +130,6 @@ class Policy:
             decoded = self._causal_lm.get_decoder()(input_ids=input_ids, use_cache=False)
         return decoded.last_hidden_state
 
-    def score(
-        self,
-        completions: Sequence[Completion],
-        hidden: Tensor,
-        differentiable_entropy: bool = False,
-    ) -> TokenStatistics:
-        """Like `statistics`, from hidden states that are known.
-
-        Args:
-            hidden: [n, D], from `hidden_states` of the same completions.
-            differentiable_entropy: give entropy a gradient too.
-        """
-        targets = [token for completion in completions for token in completion.token_ids]
-        return token_statistics(
-            hidden,
-            targets=send(torch.tensor(targets, dtype=torch.int64), self.device),
-            differentiable_entropy=differentiable_entropy,
-            **self._lm_head,
-        )
-
     def top_tokens(self, hidden: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Ids and probabilities of the k most probable tokens, both [n, k], for [n, D] hidden
         states."""
@@ -158,11 +150,7 @@ class Policy:
     def reference_logprobs(self, completions: Sequence[Completion]) -> Tensor:
         """Log-probabilities of the KL term's reference, [n] fp32. The reference is the adapter that
         training started from, if `lora.adapter` names one, else the base without an adapter."""
-        if self._reference:
-            reference = self.holding(self._reference)
-        else:
-            reference = self.model.disable_adapter()
-        with reference:
+        with self.holding(self.reference) if self.reference else self.model.disable_adapter():
             return self.statistics(completions).logprobs
 
     @contextmanager
@@ -181,11 +169,9 @@ class Policy:
             for name, parameter in self.parameters.items():
                 parameter.data = now[name]
 
-    def set_reference(self) -> None:
-        """Make the adapter as it is now the reference of the KL term."""
-        self._reference = {
-            name: parameter.detach().clone() for name, parameter in self.parameters.items()
-        }
+    def copy_values(self) -> dict[str, Tensor]:
+        """Copies of the adapter's values, by the names in `parameters`."""
+        return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
 
     def adapter_tensors(self, dtype: str) -> dict[str, Tensor]:
         """Copies of the adapter's values in host memory, by PEFT's names in a saved adapter."""

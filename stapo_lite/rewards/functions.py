@@ -191,7 +191,7 @@ class LocalFunction:
             values = self._loop.submit(values).result()
         try:
             return check_scores(self._name, list(map(plain, values)), len(completions))
-        except SandboxError as error:
+        except (SandboxError, TypeError, ValueError) as error:
             fix = "fix it, then resume=True"
             raise RunError(f"reward_funcs: {self._name} {error}; {fix}") from None
 

@@ -94,11 +94,7 @@ def take_snapshot(progress: Progress, policy: Policy, optimizer: torch.optim.Opt
 
 
 def save_checkpoint(
-    run_folder: Path,
-    snapshot: Snapshot,
-    policy: Policy,
-    config: dict,
-    limit: int,
+    run_folder: Path, snapshot: Snapshot, policy: Policy, config: dict, limit: int
 ) -> bool:
     """Write `checkpoint-<step>` under a temporary name, sync it and rename it; then delete all but
     the newest `limit`.
@@ -145,7 +141,7 @@ def load_checkpoint(
         InputError: they do not fit the model or the optimiser.
     """
     with explained(f"{folder}: does not fit this run"):
-        state = read_state(folder)
+        state = read_object(folder / "state.json")
         load_adapter(policy.model, folder)
         moments = torch.load(folder / "optimizer.pt", "cpu", weights_only=True)  # runs no code
         # Learning rate and weight decay are those of the config.
@@ -158,15 +154,6 @@ def load_checkpoint(
     return progress
 
 
-def read_state(folder: Path) -> dict[str, Any]:
-    """The checkpoint's `state.json`: its `progress` and `config`.
-
-    Raises:
-        InputError: it cannot be read.
-    """
-    return read_object(folder / "state.json")
-
-
 def check_resume(folder: Path, config: dict[str, Any], force: bool) -> str:
     """Check that a checkpoint may continue with this config.
 
@@ -177,7 +164,8 @@ def check_resume(folder: Path, config: dict[str, Any], force: bool) -> str:
         InputError: a key of FIXED has changed; or, without `force`, any other key that affects what
             the run computes.
     """
-    changes = differences(flatten(read_state(folder)["config"]), flatten(config))
+    before = read_object(folder / "state.json")["config"]
+    changes = differences(flatten(before), flatten(config))
     changed = ", ".join(changes.values())
     for key in changes:
         if key.startswith(FIXED):
@@ -206,8 +194,3 @@ def list_checkpoints(run_folder: Path) -> list[Path]:
     """A run's checkpoints, oldest first."""
     folders = [path for path in run_folder.glob("checkpoint-*") if FOLDER.fullmatch(path.name)]
     return sorted(folders, key=lambda path: int(path.name.removeprefix("checkpoint-")))
-
-
-def newest_checkpoint(run_folder: Path) -> Path | None:
-    """A run's newest checkpoint; None if it has none yet."""
-    return next(reversed(list_checkpoints(run_folder)), None)

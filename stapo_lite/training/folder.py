@@ -1,7 +1,7 @@
-"""The logs in a run folder: their names, and how they are cut back if the run is resumed."""
+"""The logs in a run folder: every `*.jsonl`, those of callbacks included. Each line has its `step`,
+by which they are cut back if the run is resumed."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +12,13 @@ COMPLETIONS_FILE = "completions.jsonl"
 ENVIRONMENT_FILE = "environment.json"
 
 
-def existing_logs(folder: Path) -> Iterator[Path]:
-    """The files that get lines during a run, those of callbacks included; each line has its
-    `step`."""
-    return folder.glob("*.jsonl")
-
-
 def flush_logs(folder: Path) -> None:
     """Write all lines of the logs to the disk.
 
     Raises:
         OSError: they cannot be written.
     """
-    for path in existing_logs(folder):
+    for path in folder.glob("*.jsonl"):
         sync(path)
 
 
@@ -35,7 +29,7 @@ def drop_later_lines(folder: Path, step: int) -> None:
     Raises:
         InputError: a file is not a log; then none was changed.
     """
-    sizes = {path: size_up_to_step(path, step or -1) for path in existing_logs(folder)}
+    sizes = {path: size_up_to_step(path, step or -1) for path in folder.glob("*.jsonl")}
     for path, size in sizes.items():
         os.truncate(path, size)
 

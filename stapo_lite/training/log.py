@@ -4,10 +4,8 @@ terminal."""
 import logging
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
-from tabulate import tabulate
 from tqdm.auto import tqdm
 
 from stapo_lite.config import Log
@@ -97,7 +95,3 @@ def shorten(text: str, limit: int = 300) -> str:
     """Beginning and end of a text, on one line."""
     text = text.strip().replace("\n", "\\n")
     return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
-
-
-markdown = partial(tabulate, headers="firstrow", tablefmt="github", disable_numparse=True)
-"""Rows of texts as a table with aligned columns; the first row is its head."""

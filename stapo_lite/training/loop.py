@@ -16,13 +16,7 @@ import torch
 from accelerate.utils import gather_object
 
 from stapo_lite.algorithm.advantages import group_advantages
-from stapo_lite.algorithm.microbatches import (
-    MiniBatch,
-    cut_evenly,
-    deal,
-    pack,
-    sequence_length,
-)
+from stapo_lite.algorithm.microbatches import MiniBatch, cut_evenly, deal, pack, sequence_length
 from stapo_lite.config import Config, Objective
 from stapo_lite.data.prompts import set_text
 from stapo_lite.errors import RunError
@@ -142,10 +136,7 @@ def assign_advantages(groups: Sequence[Sequence[Completion]], config: Config) ->
 def without_truncated(groups: Sequence[Sequence[Completion]]) -> list[list[Completion]]:
     """The groups, with truncated completions replaced by copies with an all-False loss mask: they
     are not in the loss, nor in its denominator unless that is constant."""
-    result = []
-    for group in groups:
-        result.append([leave_out(c) if c.truncated else c for c in group])
-    return result
+    return [[leave_out(c) if c.truncated else c for c in group] for group in groups]
 
 
 def leave_out(completion: Completion) -> Completion:

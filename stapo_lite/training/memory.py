@@ -27,9 +27,10 @@ T = TypeVar("T")
 MARGIN = 0.04
 """Share of the card that is left free, for fragmentation in the allocators."""
 ENOUGH_TOKENS = 4096
-"""Tokens of a micro-batch that keep a card busy: with fewer, checkpointing layers costs less."""
+"""Tokens of a micro-batch that keep a card busy: rather than use fewer, checkpoint the layers."""
 ADAPTER_BYTES = 12
-"""Of a trained parameter between updates: its value and AdamW's two states, in fp32."""
+"""Of a trained parameter, in fp32: between updates its value and AdamW's two states; in an update,
+beside its value, gradient and states."""
 
 
 class MemorySetting(NamedTuple):

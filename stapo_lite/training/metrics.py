@@ -5,7 +5,7 @@ and processes add up. Until then they stay on the device.
 """
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -32,21 +32,18 @@ def rollout_means(rollouts: Rollouts, step: int) -> Means:
     """What this process sampled for a step. Until `finish`, deviations are squares."""
     groups = rollouts.sampled
     completions, batch = list(chain(*groups)), list(chain(*rollouts.batch))
-    rewards: list[tuple[str, float]] = []
+    rewards = defaultdict[str, list[float]](list, reward=[])  # there, even without a value
     for completion in completions:
-        for name, score in completion.scores.items():
-            rewards += [(f"reward/{name}", score), (f"reward_std/{name}", score**2)]
-        if (reward := completion.reward) is not None:
-            rewards += [("reward", reward), ("reward_std", reward**2)]
-    numbers = Counter(name for name, _ in rewards)
-    sums = dict.fromkeys(numbers, 0.0)
-    for name, value in rewards:
-        sums[name] += value
+        scores = {f"/{name}": score for name, score in completion.scores.items()}
+        if completion.reward is not None:
+            scores[""] = completion.reward
+        for name, score in scores.items():
+            rewards[f"reward{name}"].append(score)
+            rewards[f"reward_std{name}"].append(score**2)
     rewarded = [group for group in groups if any(c.reward is not None for c in group)]
     number, written = len(completions), sum(c.written for c in completions)
     return {
-        "reward": (0.0, 0),  # there, even without a value
-        **{name: (sums[name], numbers[name]) for name in sums},
+        **{name: (sum(values), len(values)) for name, values in rewards.items()},
         "zero_variance_groups": (sum(not has_variance(group) for group in rewarded), len(rewarded)),
         "overlong_penalty": (sum(c.overlong_penalty for c in batch), len(batch)),
         "completion_length": (sum(len(c.token_ids) for c in completions), number),
@@ -118,8 +115,8 @@ def finish(parts: Iterable[Means]) -> dict[str, float | None]:
 
 
 def gather_values(values: Tensor) -> Tensor:
-    """Concatenate 1-D tensors of different lengths over the processes.
+    """Concatenate 1-D tensors of different lengths over the processes, in host memory.
 
     Collective: every rank must call it.
     """
-    return torch.cat(gather_object([values.cpu()])).to(values.device)
+    return torch.cat(gather_object([values.cpu()]))

@@ -5,11 +5,12 @@ import math
 
 import torch
 
+from stapo_lite.algorithm.masks import find_masks
 from stapo_lite.algorithm.microbatches import MiniBatch, pack
 from stapo_lite.training.learner import Learner
 from stapo_lite.training.statistics import blank_statistics
 from stapo_lite.training.update import accumulate_gradient, weigh_tokens
-from stapo_lite.types import Completion, Masks, Prompt
+from stapo_lite.types import Completion, Prompt
 
 
 def rehearse(learner: Learner) -> None:
@@ -21,7 +22,7 @@ def rehearse(learner: Learner) -> None:
     Raises:
         RunError: a single sequence of full length is too much.
     """
-    policy = learner.policy
+    policy, objective = learner.policy, learner.config.objective
     states = []  # stand-ins for the optimiser's, which its first step allocates
     if not learner.optimizer.state:
         states = [torch.empty_like(p) for p in policy.parameters.values() for _ in range(2)]
@@ -29,18 +30,11 @@ def rehearse(learner: Learner) -> None:
     while tried != learner.budget.setting:
         tried = learner.budget.setting
         batch = largest_batch(learner)
-        ones = torch.ones_like(batch.advantages)
-        masks = Masks(
-            keep=batch.loss_mask,
-            silenced=~batch.loss_mask,
-            amplification=ones,
-            statistics=blank_statistics(batch),
-            tau_h=None,
-        )
+        masks = find_masks(blank_statistics(batch), batch, objective, learner.gather)
         longest = len(batch.completions[0].token_ids)
-        weights = weigh_tokens(masks, batch, learner.config.objective, longest, learner.reduce)
-        assert weights is not None
-        accumulate_gradient(learner, batch, masks, weights)
+        factors = weigh_tokens(masks, batch, objective, longest, learner.reduce)
+        assert factors is not None
+        accumulate_gradient(learner, batch, masks, factors)
         learner.optimizer.zero_grad()
         learner.agree()
     del states
@@ -51,7 +45,8 @@ def largest_batch(learner: Learner) -> MiniBatch:
     config, tokens = learner.config, learner.budget.setting.tokens
     rows = math.ceil(tokens / config.max_sequence_length)
     row = config.max_sequence_length if rows == 1 else tokens // rows
-    prompt = Prompt("", [0] * min(config.data.max_prompt_length, row - 1), None)
-    length = row - len(prompt.token_ids)
+    # Mostly completions, since the LM head reads only those.
+    length = min(config.rollout.max_completion_length, row - 1)
+    prompt = Prompt("", [0] * (row - length), None)
     completion = Completion(prompt, [0] * length, [0.0] * length, True, 0, advantage=1.0)
     return pack([completion] * rows, learner.policy.device)

@@ -11,7 +11,6 @@ transformers, before the first layer); an update waits for thresholds, counts an
 
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +21,6 @@ from stapo_lite.algorithm.objective import (
     TokenLoss,
     Totals,
     k3,
-    loss_scale,
     sampler_correction,
     segment_sum,
     sequence_log_ratio,
@@ -42,14 +40,6 @@ from stapo_lite.training.statistics import (
 from stapo_lite.types import Gradient, Masks, Update
 
 
-class Weights(NamedTuple):
-    """What makes the mini-batch's loss the plain sum of factor times token loss."""
-
-    factors: Tensor
-    """[N] fp32"""
-    totals: Totals
-
-
 def update(learner: Learner, batch: MiniBatch) -> Update:
     """Update the policy once on a mini-batch, of which every process has a share.
 
@@ -58,10 +48,10 @@ def update(learner: Learner, batch: MiniBatch) -> Update:
     config, objective = learner.config, learner.config.objective
     masks = find_masks(mask_statistics(learner, batch), batch, objective, learner.gather)
     longest = config.rollout.max_completion_length
-    weights = weigh_tokens(masks, batch, objective, longest, learner.reduce)
-    if weights is None:
+    factors = weigh_tokens(masks, batch, objective, longest, learner.reduce)
+    if factors is None:
         return Update(token_means(batch, masks))
-    gradient = accumulate_gradient(learner, batch, masks, weights)
+    gradient = accumulate_gradient(learner, batch, masks, factors)
     grad_norm, finite = clip_gradient(learner, gradient)
     if not finite:
         learner.skip(grad_norm)
@@ -75,7 +65,7 @@ def update(learner: Learner, batch: MiniBatch) -> Update:
 
 def weigh_tokens(
     masks: Masks, batch: MiniBatch, objective: Objective, longest: int, reduce: Collective
-) -> Weights | None:
+) -> Tensor | None:
     """Find the denominator, over the mini-batch on all processes, before the first gradient: if
     micro-batches divided by their own counts, a token's weight would depend on the cut.
 
@@ -83,6 +73,7 @@ def weigh_tokens(
         longest: `rollout.max_completion_length`, Dr. GRPO's constant.
 
     Returns:
+        The factor on each token's loss, [N] fp32, so that the mini-batch's loss is a plain sum;
         None if no kept token has a gradient.
     """
     counted = masks.keep if objective.renormalize else batch.loss_mask
@@ -93,22 +84,21 @@ def weigh_tokens(
     *totals, with_a_gradient = map(int, reduce(torch.stack(numbers)).tolist())
     if not with_a_gradient:
         return None
-    per_sequence = sequence_weights(counts, Totals(*totals), objective.aggregation, longest)
-    return Weights(per_sequence[batch.rows], Totals(*totals))
+    return sequence_weights(counts, Totals(*totals), objective.aggregation, longest)[batch.rows]
 
 
 def accumulate_gradient(
-    learner: Learner, batch: MiniBatch, masks: Masks, weights: Weights
+    learner: Learner, batch: MiniBatch, masks: Masks, factors: Tensor
 ) -> Gradient:
     """Add up the gradient of the mini-batch's loss, micro-batch by micro-batch, in the parameters'
     `grad`."""
-    objective, scale = learner.config.objective, gradient_scale(learner, weights.totals)
+    objective, scale = learner.config.objective, gradient_scale(learner, factors)
 
     def run(micro_batches: Iterable[list[int]]) -> Gradient:
         learner.optimizer.zero_grad()  # left by a try with too large micro-batches
         done = blank_gradient(batch)
         for rows in micro_batches:
-            loss = add_micro_batch(learner.policy, batch, rows, masks, weights, objective, done)
+            loss = add_micro_batch(learner.policy, batch, rows, masks, factors, objective, done)
             (scale * loss).backward()
         return done
 
@@ -120,13 +110,18 @@ def accumulate_gradient(
     return done
 
 
-def gradient_scale(learner: Learner, totals: Totals) -> float:
-    """The loss scale in float16, a power of two; 1 in any other dtype."""
-    if learner.policy.dtype != torch.float16:
+def gradient_scale(learner: Learner, factors: Tensor) -> float:
+    """The loss scale for float16, whose smallest number is 6e-8: a power of two that multiplies the
+    loss and divides the gradient. A token then weighs about 1/128, so that sums over a micro-batch
+    do not overflow. 1 in any other dtype.
+
+    Args:
+        factors: [N], from `weigh_tokens`.
+    """
+    if learner.policy.dtype != torch.float16 or not len(factors):
         return 1.0
-    longest = learner.config.rollout.max_completion_length
-    scale = loss_scale(totals, learner.config.objective.aggregation, longest)
-    return scale / 2.0 ** math.ceil(learner.progress.backoff)
+    usual = math.log2(factors.median())
+    return 2.0 ** (-round(usual) - 7 - math.ceil(learner.progress.backoff))
 
 
 def add_micro_batch(
@@ -134,7 +129,7 @@ def add_micro_batch(
     batch: MiniBatch,
     rows: list[int],
     masks: Masks,
-    weights: Weights,
+    factors: Tensor,
     objective: Objective,
     done: Gradient,
 ) -> Tensor:
@@ -147,10 +142,9 @@ def add_micro_batch(
         Its derivative is the same, and 0 for a masked token even if w is infinite.
     """
     completions, tokens = batch.select(rows), batch.tokens(rows)
-    keep, factors = masks.keep[tokens], weights.factors[tokens]
+    keep, factors = masks.keep[tokens], factors[tokens]
     ref_logprobs = policy.reference_logprobs(completions) if objective.beta else None
-    hidden = policy.hidden_states(completions)
-    now = policy.score(completions, hidden, differentiable_entropy=objective.entropy_coef > 0)
+    now = policy.statistics(completions, differentiable_entropy=objective.entropy_coef > 0)
     logprobs = now.logprobs.detach()
     old_logprobs, correction, capped = ratio_denominator(batch, tokens, logprobs, objective)
     correction = correction * masks.amplification[tokens]
@@ -171,11 +165,7 @@ def add_micro_batch(
 
 
 def bounded_loss(
-    batch: MiniBatch,
-    tokens: Tensor,
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    objective: Objective,
+    batch: MiniBatch, tokens: Tensor, logprobs: Tensor, old_logprobs: Tensor, objective: Objective
 ) -> TokenLoss:
     """The token loss of the config's method, from the ratio of each token or of its sequence.
 

@@ -101,7 +101,7 @@ def test_the_page_fits_screens_and_escapes_its_tokens(make_run, tmp_path, open_p
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     finding = page.locator("h1 + p").inner_text()
     assert finding.startswith("20.00% of all tokens were spurious")  # 10, 20 and 30
-    assert "S2T silenced them (low-entropy). Their gradient was 20.00% of all" in finding
+    assert "S2T was on (silence=low-entropy). Their gradient was 20.00% of all" in finding
     page.fill("[name=text]", "你好")
     assert page.locator("#tokens .context").inner_text().strip() == f"{HOSTILE}{HOSTILE}你好"
     assert page.locator("#tokens .alternatives").inner_text() == "0.600 rather⏎this\n0.200 ␣that"

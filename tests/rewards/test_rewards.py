@@ -247,5 +247,7 @@ def test_a_function_of_the_caller_that_fails_ends_the_run():
     pair = [completion("a"), completion("b")]
     with pytest.raises(RunError, match="reward_funcs: own returned 1 values, not 2; fix it"):
         score(["own"], pair, {"own": lambda **_: [1.0]})
+    with pytest.raises(RunError, match="reward_funcs: own 'NoneType' .* is not iterable; fix it"):
+        score(["own"], pair, {"own": lambda **_: None})  # a `return` is missing
     with pytest.raises(ZeroDivisionError):
         score(["own"], pair, {"own": lambda **_: 1 / 0})

@@ -23,8 +23,8 @@ from safetensors.torch import load_file
 
 from stapo_lite.errors import RunError
 from stapo_lite.extras.transformers_engine import TransformersEngine
+from stapo_lite.files import read_object
 from stapo_lite.training import checkpoint
-from stapo_lite.training.checkpoint import read_state
 from stapo_lite.training.folder import read_metrics
 from stapo_lite.training.log import step_line
 from stapo_lite.training.run import Run
@@ -77,7 +77,7 @@ def test_too_many_faults_in_a_row_end_the_run_with_a_checkpoint(
     metrics = [(m["updates"], m.get("reward") is None) for m in read_metrics(tmp_path / "run")]
     assert metrics == [(0, not skipped)] * 2
     assert checkpoints(tmp_path / "run") == ["checkpoint-2"]
-    progress = read_state(tmp_path / "run" / "checkpoint-2")["progress"]
+    progress = read_object(tmp_path / "run" / "checkpoint-2" / "state.json")["progress"]
     assert (progress["prompts_drawn"], progress["skipped_in_a_row"]) == (8, skipped)
 
 

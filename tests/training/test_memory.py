@@ -22,11 +22,11 @@ from stapo_lite import assemble
 from stapo_lite.algorithm.microbatches import pack
 from stapo_lite.config import load_config
 from stapo_lite.errors import RunError
+from stapo_lite.files import read_object
 from stapo_lite.model.sizes import Sizes
 from stapo_lite.training import memory
-from stapo_lite.training.checkpoint import read_state
 from stapo_lite.training.memory import MemoryBudget, MemorySetting
-from stapo_lite.training.rehearsal import rehearse
+from stapo_lite.training.rehearsal import largest_batch, rehearse
 from stapo_lite.types import Completion, Prompt
 
 OUT = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -163,6 +163,18 @@ def test_the_rehearsal_runs_the_largest_micro_batch(make_policy, begin, shapes, 
         assert parameter.grad is None
 
 
+def test_the_rehearsals_rows_are_completions_as_far_as_they_may_be(make_policy):
+    """Since the LM head reads only those: 4 of 20 tokens, and 19 of 20."""
+    learner, lengths = make_learner(make_policy(), objective(), max_tokens=40), []
+    for prompt, completion in ((20, 4), (4, 20)):
+        keys = {"max_prompt_length": prompt, "max_completion_length": completion}
+        learner.config = load_config(MINIMAL, keys)
+        rows = largest_batch(learner).completions
+        assert [len(c.prompt.token_ids) + len(c.token_ids) for c in rows] == [20, 20]
+        lengths.append(len(rows[0].token_ids))
+    assert lengths == [4, 19]
+
+
 def gathered(other, mine):
     """What two processes gather."""
     return [*mine, other]
@@ -255,7 +267,7 @@ def test_a_resumed_run_keeps_its_setting_unless_keys_change(write_config, tmp_pa
     with memory_for(policies[0], 128):
         assert next(training)["microbatch_tokens"] == 128
     training.close()
-    state = read_state(tmp_path / "run" / "checkpoint-2")
+    state = read_object(tmp_path / "run" / "checkpoint-2" / "state.json")
     assert state["progress"]["memory"] == [False, True, 128]
     assert next(steps(write_config(), resume=True))["microbatch_tokens"] == 128
     given = write_config(train__max_tokens_per_microbatch=64)

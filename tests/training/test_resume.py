@@ -17,7 +17,7 @@ from helpers import RARELY_RIGHT, adapter_bytes, checkpoints, run, steps, withou
 from stapo_lite.config import load_config
 from stapo_lite.errors import InputError
 from stapo_lite.files import read_object, size_up_to_step
-from stapo_lite.training.checkpoint import list_checkpoints, read_state
+from stapo_lite.training.checkpoint import list_checkpoints
 from stapo_lite.training.folder import read_metrics
 
 
@@ -34,7 +34,7 @@ def outcome(folder: Path):
     """All that a run leaves behind, but for times and its own name."""
     left = []
     for path in [folder / "adapter", *list_checkpoints(folder)]:
-        state = read_state(path) if path.name != "adapter" else {}
+        state = read_object(path / "state.json") if path.name != "adapter" else {}
         state.pop("config", None)
         files = sorted(path.glob("*.safetensors")) + sorted(path.glob("*.pt"))
         left.append((path.name, state, [file.read_bytes() for file in files]))
@@ -155,7 +155,7 @@ def test_a_damaged_checkpoint_runs_no_code_and_the_one_before_it_serves(write_co
 
 def test_a_checkpoint_holds_progress_and_config(write_config, tmp_path):
     run(write_config())
-    state = read_state(tmp_path / "run" / "checkpoint-4")
+    state = read_object(tmp_path / "run" / "checkpoint-4" / "state.json")
     expected = {"step": 4, "prompts_drawn": 16, "memory": [False, False, 256]}
     expected |= {"skipped_in_a_row": 0, "backoff": 0}
     assert state["progress"] == expected

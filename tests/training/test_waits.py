@@ -12,7 +12,8 @@ from torch.overrides import TorchFunctionMode
 from stapo_lite.training.update import update
 
 PACKAGE = str(ROOT / "stapo_lite")
-PLACES = {"weigh_tokens", "linear_quantiles", "silence", "find_masks", "clip_gradient"}
+PLACES = {"weigh_tokens", "gather_values", "linear_quantile", "silence", "find_masks"}
+PLACES |= {"clip_gradient"}
 """Functions that may wait: for counts, for thresholds, and for the gradient's norm."""
 NAMES = ["item", "tolist", "cpu", "numpy", "nonzero", "masked_select"]
 NAMES += ["__bool__", "__int__", "__float__", "__index__"]

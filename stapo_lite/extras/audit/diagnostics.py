@@ -8,12 +8,7 @@ from torch import Tensor
 
 from stapo_lite.algorithm.microbatches import MiniBatch
 from stapo_lite.algorithm.objective import logit_gradient_norm
-from stapo_lite.algorithm.s2t import (
-    candidate_mask,
-    linear_quantile,
-    linear_quantiles,
-    spurious_mask,
-)
+from stapo_lite.algorithm.s2t import candidate_mask, linear_quantile, spurious_mask
 from stapo_lite.training.callbacks import Callback
 from stapo_lite.training.learner import Learner
 from stapo_lite.training.metrics import Means, finish, masked_sum, mean
@@ -49,8 +44,9 @@ class Diagnostics(Callback):
 
     def on_step_end(self, run: Run, metrics: dict[str, Any], rollouts: Rollouts) -> None:
         entropies = torch.cat([torch.zeros(0, device=run.policy.device), *self._entropies])
-        low, median, high = linear_quantiles(run.learner.gather(entropies), (0.1, 0.5, 0.9))
-        metrics |= {"entropy_p10": low, "entropy_p50": median, "entropy_p90": high}
+        every = run.learner.gather(entropies)
+        for percent in (10, 50, 90):
+            metrics[f"entropy_p{percent}"] = linear_quantile(every, percent / 100)
         metrics |= finish(self._parts)
         self._parts, self._entropies = [], []
 

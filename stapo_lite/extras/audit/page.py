@@ -72,8 +72,8 @@ def audit(run_folder: str | Path, out: str | Path | None = None) -> Path:
 def find_spurious(metrics: pd.DataFrame, s2t: S2T) -> str:
     """A sentence about a run's spurious tokens."""
     names = ["spurious_share", "spurious_gradient_share"]
-    share, gradient = metrics.reindex(columns=names).astype(float).mean()
-    fate = f"S2T silenced them ({s2t.silence})" if s2t.enabled else "S2T was off"
+    share, gradient = metrics.reindex(columns=names).astype(float).mean().fillna(0)
+    fate = f"S2T was on (silence={s2t.silence})" if s2t.enabled else "S2T was off"
     return (
         f"{share:.2%} of all tokens were spurious (rare, rewarded, and where the model was sure of "
         f"something else); {fate}. Their gradient was {gradient:.2%} of all, counted before any "

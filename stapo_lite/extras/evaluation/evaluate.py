@@ -23,23 +23,10 @@ from stapo_lite.config import EvalConfig, to_yaml
 from stapo_lite.data.prompts import stop_token_ids
 from stapo_lite.errors import InputError
 from stapo_lite.extras.evaluation.results import results_page
-from stapo_lite.extras.evaluation.samples import (
-    Task,
-    benchmark_tasks,
-    draw,
-    grade,
-    sample_line,
-)
+from stapo_lite.extras.evaluation.samples import Task, benchmark_tasks, draw, grade, sample_line
 from stapo_lite.extras.evaluation.scores import summarise
 from stapo_lite.extras.transformers_engine import TransformersEngine
-from stapo_lite.files import (
-    append_lines,
-    check_new,
-    lock,
-    read_lines,
-    write_lines,
-    write_text,
-)
+from stapo_lite.files import append_lines, check_new, lock, read_lines, write_lines, write_text
 from stapo_lite.model.loading import load_tokenizer, load_weights, read_adapter
 from stapo_lite.model.processes import check_launch, resolve_dtype
 from stapo_lite.rollout.engine import Decoding, RolloutEngine, RolloutSettings
@@ -71,11 +58,7 @@ def evaluate(config: EvalConfig) -> dict[str, Any] | None:
     lora = read_adapter(Path(config.adapter)) if config.adapter else None
     tokenizer, model_eos = load_tokenizer(config.model, [])
     tasks = benchmark_tasks(
-        config,
-        tokenizer,
-        config.benchmarks,
-        config.rollout.num_samples,
-        config.limit,
+        config, tokenizer, config.benchmarks, config.rollout.num_samples, config.limit
     )
     with open_folder(config) if state.is_main_process else nullcontext():
         done = read_samples(config)
@@ -119,11 +102,7 @@ def read_samples(config: EvalConfig) -> dict[int, dict[str, Any]]:
 
 
 def open_evaluation_engine(
-    name: str,
-    config: EvalConfig,
-    lora: Any | None,
-    stops: tuple[int, ...],
-    device: torch.device,
+    name: str, config: EvalConfig, lora: Any | None, stops: tuple[int, ...], device: torch.device
 ) -> RolloutEngine:
     """Start an engine with the model, and with the adapter if there is one.
 

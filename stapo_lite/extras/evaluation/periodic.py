@@ -127,7 +127,7 @@ def keep_best(run: Run, metric: str, results: dict[str, Any]) -> None:
     path = run.folder / "best" / "score.json"
     settings = run.config.evaluation.model_dump(mode="json", exclude={"steps"})
     before = read_object(path) if path.exists() else {}
-    # A run that was killed and went back has not made the later ones.
+    # A run that was killed and resumed may find its own later best: those steps come again.
     comparable = before.get("evaluation") == settings and before["step"] < run.progress.step
     if now is not None and (not comparable or now > before["score"]):
         run.policy.save_adapter(path.parent)

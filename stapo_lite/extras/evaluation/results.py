@@ -1,11 +1,14 @@
 """Results of evaluations as Markdown tables, aligned for a terminal; shares in per cent."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from pandas import DataFrame
+from tabulate import tabulate
 
-from stapo_lite.training.log import markdown
+markdown = partial(tabulate, headers="firstrow", tablefmt="github", disable_numparse=True)
+"""Rows of texts as a table with aligned columns; the first row is its head."""
 
 EVALUATIONS_FILE = "evaluations.jsonl"
 """In a run folder: a line per evaluation."""

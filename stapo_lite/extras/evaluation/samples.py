@@ -72,17 +72,10 @@ def held_out_tasks(config: Config, tokenizer: Any) -> list[Task]:
     held_out = data.model_copy(update=changes)
     rows = list(islice(load_rows(held_out, "evaluation.source"), settings.limit))
     prompts = make_prompts(
-        rows,
-        tokenizer,
-        held_out,
-        graded="math" in config.reward.functions,
-        key="evaluation.source",
+        rows, tokenizer, held_out, graded="math" in config.reward.functions, key="evaluation.source"
     )
-    tasks: list[Task] = []
-    for prompt, _ in product(prompts, range(settings.num_samples or 1)):
-        seed = derived_seed(config.seed, "held out", len(tasks))
-        tasks.append(Task(prompt, seed, {}))
-    return tasks
+    samples = enumerate(prompt for prompt in prompts for _ in range(settings.num_samples or 1))
+    return [Task(prompt, derived_seed(config.seed, "held out", i), {}) for i, prompt in samples]
 
 
 def draw(
@@ -90,9 +83,7 @@ def draw(
 ) -> Iterator[tuple[int, Completion]]:
     """Yield each task's index and its completion, with its text, as they finish."""
     draws = engine.stream(
-        [task.prompt for task in tasks],
-        [task.seed for task in tasks],
-        [decoding] * len(tasks),
+        [task.prompt for task in tasks], [task.seed for task in tasks], [decoding] * len(tasks)
     )
     for index, completion in progress_bar("evaluate", "sample", len(tasks), draws):
         set_text(completion, tokenizer, True)

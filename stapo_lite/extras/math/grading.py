@@ -29,7 +29,7 @@ class Question(NamedTuple):
     `answers.equivalent`."""
 
     gold: Any
-    """A bare final answer, as text or number."""
+    """Text or number; may be a whole solution, as for `answers.equivalent`."""
     response: str
     finished: bool = True
     ordered: bool = False
