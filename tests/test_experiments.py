@@ -134,7 +134,7 @@ def test_finished_runs_are_collected(tmp_path):
     assert keys == [("grpo", 9), ("stapo", 9), ("stapo", 10)]
     assert (runs[0]["overrides"], runs[0]["torch"], runs[0]["peft"]) == ("a=b 'c=d e'", "2.0", "")
     measured = [(row["step"], row["reward"], row["held_out_nll"]) for row in steps]
-    assert measured == [("0", "", "3.33333e-08"), ("1", "0.666667", "1")]
+    assert measured == [("0", "", "3.3333e-08"), ("1", "0.66667", "1")]
     texts = [path.read_text("utf-8") for path in files]
     files[-1].write_text(texts[-1].rpartition("stapo,10")[0], "utf-8")  # killed before this one
     study_csv.collect_results(tmp_path, "study", tmp_path / "work")
