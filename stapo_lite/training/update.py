@@ -112,16 +112,16 @@ def accumulate_gradient(
 
 def gradient_scale(learner: Learner, factors: Tensor) -> float:
     """The loss scale for float16, whose smallest number is 6e-8: a power of two that multiplies the
-    loss and divides the gradient. A token then weighs about 1/128, so that sums over a micro-batch
-    do not overflow. 1 in any other dtype.
+    loss and divides the gradient. The token of the least weight then weighs about 1/128: none
+    underflows, and sums over a micro-batch do not overflow. 1 in any other dtype.
 
     Args:
         factors: [N], from `weigh_tokens`.
     """
     if learner.policy.dtype != torch.float16 or not len(factors):
         return 1.0
-    usual = math.log2(factors.median())
-    return 2.0 ** (-round(usual) - 7 - math.ceil(learner.progress.backoff))
+    least = math.log2(factors.min())
+    return 2.0 ** (-round(least) - 7 - math.ceil(learner.progress.backoff))
 
 
 def add_micro_batch(

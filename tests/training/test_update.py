@@ -85,6 +85,8 @@ def test_the_scale_of_float16_grows_after_64_good_updates(make_policy):
     for learner.progress.backoff in (4.0, 4 - 1 / 64, 3.0):
         scales.append(gradient_scale(learner, torch.full([9], 1e-3)))
     assert scales == [0.5, 0.5, 1.0]  # 2 ** (10 - 7 - 4), as 1e-3 is about 2 ** -10
+    # Most sequences have no kept token, and the weight of one; a long one's tokens count.
+    assert gradient_scale(learner, torch.tensor([1 / 8, 1 / 8, 2.0**-20])) == 2.0 ** (20 - 7 - 3)
 
 
 def compare(policy, model, completions, case, *, later, rel=1e-5, exact=None, s2t=None, **options):
