@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 
 from stapo_lite.config import Config, batch_arithmetic, to_yaml
 from stapo_lite.data.prompts import check_rows, load_rows, make_prompts, stop_token_ids
@@ -163,8 +162,7 @@ def check_inputs(
     resumed = resume and bool(checkpoint.list_checkpoints(folder))
     if not resume:
         check_new(folder)
-    # The first process's: each times it on a CPU.
-    dtype = gather_object([resolve_dtype(config.dtype, config.rollout.quantization)])[0]
+    dtype = resolve_dtype(config.dtype, config.rollout.quantization)
     config = config.model_copy(update={"dtype": dtype})
     check_options(engine, config.rollout, dtype)
     prompts, tokenizer, stop_tokens = load_prompts(config, python.rows, accelerator.print)

@@ -52,6 +52,8 @@ def resolve_dtype(dtype: str, quantization: str | None) -> str:
     That is measured, since instructions do not tell: of two CPUs with `avx512_bf16` one has half of
     float32's speed in bfloat16, the other five times it (benchmarks/README.md).
 
+    Collective: every rank must call it, and gets the first one's answer.
+
     Args:
         quantization: vLLM's. The layers of `bitsandbytes` cannot compute in float32, so they get
             bfloat16 on any CPU.
@@ -59,6 +61,7 @@ def resolve_dtype(dtype: str, quantization: str | None) -> str:
     if dtype != "auto":
         return dtype
     import torch
+    from accelerate.utils import gather_object
 
     if torch.cuda.is_available():
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
@@ -70,4 +73,4 @@ def resolve_dtype(dtype: str, quantization: str | None) -> str:
         # Short and often, so that some find the cores idle even beside other work.
         return min(timeit.repeat(lambda: square @ square, number=1, repeat=50))
 
-    return min("float32", "bfloat16", key=seconds)
+    return gather_object([min("float32", "bfloat16", key=seconds)])[0]
