@@ -54,9 +54,9 @@ class MiniBatch:
         Args:
             salts: one for each completion.
         """
-        ids = [completion.token_ids for completion in self.completions]
-        scores = torch.cat([torch.zeros(0), *map(random_scores, ids, salts)])
-        return send(scores, self.rows.device)
+        pairs = zip(self.completions, salts, strict=True)
+        scores = [random_scores(completion.token_ids, salt) for completion, salt in pairs]
+        return send(torch.cat([torch.zeros(0), *scores]), self.rows.device)
 
 
 def pack(completions: Sequence[Completion], device: torch.device | str) -> MiniBatch:
