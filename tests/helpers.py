@@ -18,7 +18,6 @@ from accelerate import Accelerator
 from random_model import VOCABULARY, qwen3
 from transformers import AutoTokenizer
 
-from stapo_lite.algorithm.masks import find_masks
 from stapo_lite.algorithm.microbatches import pack
 from stapo_lite.assemble import open_run
 from stapo_lite.cli import main as cli
@@ -33,7 +32,7 @@ from stapo_lite.training.learner import Learner
 from stapo_lite.training.loop import train
 from stapo_lite.training.memory import MemoryBudget, MemorySetting
 from stapo_lite.training.metrics import finish
-from stapo_lite.training.statistics import mask_inputs, measure
+from stapo_lite.training.statistics import measure
 from stapo_lite.training.update import update
 from stapo_lite.types import Completion, Prompt, TokenStatistics
 
@@ -113,17 +112,18 @@ def randomise_adapter(policy: Policy, seed: int, scale: float = 0.1, only: str =
 
 
 def fake_completions(seed, advantages, longest=LONGEST, vocabulary=VOCABULARY):
-    """Completions of random tokens and lengths, one for each advantage."""
+    """Completions of random tokens, lengths and adapter versions, one for each advantage."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low, high):
         return int(torch.randint(low, high, (), generator=generator))
 
     completions = []
-    for advantage in advantages:
+    for version, advantage in enumerate(advantages):
         prompt = Prompt("", [draw(4, vocabulary) for _ in range(draw(1, 12))], answer="")
         ids = [draw(4, vocabulary) for _ in range(draw(1, longest + 1))]
-        completions.append(Completion(prompt, ids, [-1.0] * len(ids), True, 0, advantage=advantage))
+        logprobs = [-1.0] * len(ids)
+        completions.append(Completion(prompt, ids, logprobs, True, version, advantage=advantage))
     return completions
 
 
@@ -255,13 +255,6 @@ def make_budget(tokens):
         return tokens
     setting = MemorySetting(offload=False, checkpointing=False, tokens=tokens)
     return MemoryBudget(setting, lambda checkpointing, offload: None)
-
-
-def masks_of(policy, completions, objective):
-    """The masks of a first update, which needs a pass for them."""
-    batch, budget = packed(policy, completions), make_budget(10_000)
-    statistics = measure(policy, batch, mask_inputs(completions, objective), budget)
-    return find_masks(statistics, batch, objective, gather=lambda values: values)
 
 
 def measured(policy, completions):
