@@ -6,6 +6,7 @@ NO_S2T = {"silence": None}
 HIGH_4 = {"epsilon_high": 4.0}
 CASES = {
     "stapo": ({}, {}),
+    "another quantile": ({"s2t": {"quantile": 0.3}}, {"q": 0.3}),
     "paper-v1": ({"s2t": {"preset": "paper-v1"}}, {"population": "all", "q": 0.8}),
     "article": (
         {"s2t": {"preset": "article", "tau_p": 0.05}},
@@ -21,6 +22,10 @@ CASES = {
     ),
     "dapo": ({"algorithm": "dapo"}, NO_S2T),
     "20-entropy": ({"algorithm": "20-entropy"}, NO_S2T | {"top": 0.2, "renormalize": False}),
+    "20-entropy renormalized": (
+        {"algorithm": "20-entropy", "renormalize": True},
+        NO_S2T | {"top": 0.2},
+    ),
     "grpo": (
         {"algorithm": "grpo"},
         NO_S2T | {"aggregation": "sequence-mean", "epsilon_high": 0.2, "beta": 0.04},
@@ -83,12 +88,24 @@ CASES = {
     "no correction": ({"sampler_correction": "off"}, {"correction": "off"}),
     "rollout": ({"old_logprobs": "rollout"}, {"old_is_rollout": True, "correction": "off"}),
 }
-NAMES = ["stapo", "random", "20-entropy", "grpo", "dr-grpo", "cispo, low", "gspo", "dppo", "sapo"]
-NAMES += ["stare, both", "icepop", "stapo with everything", "sequence-mask"]
-INVARIANT = {name: CASES[name][0] for name in NAMES}
-INVARIANT["paper-v1 of the current policy"] = {
-    "s2t": {"preset": "paper-v1", "statistics": "current"}
-}
+INVARIANT = {
+    name: CASES[name][0]
+    for name in (
+        "stapo",
+        "random",
+        "20-entropy",
+        "grpo",
+        "dr-grpo",
+        "cispo, low",
+        "gspo",
+        "dppo",
+        "sapo",
+        "stare, both",
+        "icepop",
+        "stapo with everything",
+        "sequence-mask",
+    )
+} | {"paper-v1 of the current policy": {"s2t": {"preset": "paper-v1", "statistics": "current"}}}
 
 
 def tolerance(case):

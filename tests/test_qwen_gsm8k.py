@@ -1,28 +1,16 @@
-"""The report of the runs of a real Qwen: differences by hand, and its figure."""
+"""The report of the runs of a real Qwen, as a command: differences by hand, samples, its figure."""
 
-import subprocess
-import sys
-
+import pandas as pd
 import pytest
 import qwen_gsm8k_report as report
-from helpers import ROOT
-from pandas import read_csv
 
 from stapo_lite.files import write_lines
 
-STEP = dict.fromkeys(
-    [
-        *report.CURVES,
-        "candidate_share",
-        "spurious_share",
-        "spurious_gradient_share",
-        "truncated_share",
-        "sampler_gap_mean",
-        "seconds_rollout",
-        "seconds_update",
-    ],
-    0.5,
+MEASURED = (
+    "candidate_share spurious_share spurious_gradient_share truncated_share sampler_gap_mean "
+    "seconds_rollout seconds_update"
 )
+STEP = dict.fromkeys([*report.CURVES, *MEASURED.split()], 0.5)
 
 
 def evaluation(folder, *rights):
@@ -34,41 +22,30 @@ def evaluation(folder, *rights):
             length = {"truncated": problem == 1, "tokens": 10 * (problem + 1)}
             samples.append(names | length | {"response": "so:\n```" if problem == 1 else "4"})
             verdicts.append(names | {"correct": bool(right)})
-    folder.mkdir()
     write_lines(folder / "samples-0.jsonl", samples)
     write_lines(folder / "verdicts.jsonl", verdicts)
-    return folder
 
 
-def test_changes_are_paired_by_problem(tmp_path):
-    before = evaluation(tmp_path / "before", (0, 0), (1, 0), (1, 1))
-    after = evaluation(tmp_path / "after", (0, 1), (1, 1), (1, 1))
-    table = report.compare(before, [after]).set_index(["evaluation", "score"])
-    assert table.loc[("before", "right"), "mean"] == pytest.approx(1 / 2)
-    right = table.loc[("after", "right")]
-    assert right[["mean", "change"]].tolist() == pytest.approx([5 / 6, 1 / 3])
+def test_changes_are_paired_by_problem(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("stapo", "before", "after"):
+        (tmp_path / name).mkdir()
+    write_lines(tmp_path / "stapo" / "metrics.jsonl", [STEP | {"step": step} for step in (1, 2)])
+    evaluation(tmp_path / "before", (0, 0), (1, 0), (1, 1))
+    evaluation(tmp_path / "after", (0, 1), (1, 1), (1, 1))
+    options = "stapo --before before --after after --figure a.png --results results"
+    monkeypatch.setattr("sys.argv", ["qwen_gsm8k_report.py", *options.split()])
+    report.main()
+    scores = pd.read_csv("results/scores.csv").set_index(["evaluation", "score"])
+    means = [("before", "right"), ("after", "right"), ("after", "tokens"), ("after", "code")]
+    assert scores["mean"][means].tolist() == pytest.approx([1 / 2, 5 / 6, 20, 1 / 3], rel=1e-5)
     # Problems change by 0.5, 0.5 and 0, so that no resample's mean is outside of these.
-    assert right["change from"] == 0.0
-    assert right["change to"] == 0.5
-    cut = table.loc[("after", "cut off")]
-    assert cut[["mean", "change", "change to"]].tolist() == pytest.approx([1 / 3, 0, 0])
-    assert table.loc[("after", "tokens"), "mean"] == pytest.approx(20)
-    assert table.loc[("after", "code"), "mean"] == pytest.approx(1 / 3)
-
-
-def test_the_report_as_a_command(tmp_path):
-    (tmp_path / "stapo").mkdir()
-    lines = [STEP | {"step": step} for step in (1, 2)]
-    write_lines(tmp_path / "stapo" / "metrics.jsonl", lines)
-    before = evaluation(tmp_path / "before", (0, 0), (1, 0))
-    after = evaluation(tmp_path / "after", (0, 1), (1, 1))
-    command = [sys.executable, ROOT / "benchmarks" / "qwen_gsm8k_report.py", tmp_path / "stapo"]
-    command += ["--before", before, "--after", after]
-    command += ["--figure", tmp_path / "a.png", "--results", tmp_path / "results"]
-    subprocess.run([str(part) for part in command], check=True)
-    assert (tmp_path / "a.png").stat().st_size > 10_000
-    right = read_csv(tmp_path / "results" / "right.csv")
-    assert right["after"].tolist() == [0, 1, 1, 1]
-    assert len(read_csv(tmp_path / "results" / "metrics.csv")) == 2
+    changes = scores.loc["after", ["change", "change from", "change to"]]
+    assert changes.loc["right"].tolist() == pytest.approx([1 / 3, 0, 0.5], rel=1e-5)
+    assert changes.loc["cut off"].tolist() == [0, 0, 0]
+    assert scores["mean"]["after", "cut off"] == pytest.approx(1 / 3, rel=1e-5)
+    assert pd.read_csv("results/right.csv")["after"].tolist() == [0, 1, 1, 1, 1, 1]
+    assert pd.read_csv("results/metrics.csv")["step"].tolist() == [1, 2]
     shown = (tmp_path / "results" / "samples.md").read_text(encoding="utf-8")
     assert "## 1\n\nbefore, right:\n\n    so:\n    ```\n\nafter, right:\n" in shown
+    assert (tmp_path / "a.png").stat().st_size > 10_000

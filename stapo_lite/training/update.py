@@ -138,8 +138,9 @@ def add_micro_batch(
     sum over kept tokens of  factor * (correction * token loss + beta * k3 - entropy_coef * H)
 
     Returns:
-        [] float64, a surrogate with the gradient of that loss: -w log pi replaces the token loss.
-        Its derivative is the same, and 0 for a masked token even if w is infinite.
+        [] float64, a surrogate with the gradient of that loss: -w log pi replaces the token loss
+        and has the same derivative. A masked token's is 0 w, which is 0, since no ratio is
+        infinite (`LARGEST_LOG_RATIO`).
     """
     completions, tokens = batch.select(rows), batch.tokens(rows)
     keep, factors = masks.keep[tokens], factors[tokens]
@@ -161,7 +162,7 @@ def add_micro_batch(
         (weight, token.clipped_low, token.clipped_high, capped),
     )
     done.loss.add_(masked_sum(factors * (correction * token.loss + others.detach()), keep))
-    return masked_sum(factors * (others - weight.where(keep, 0.0) * now.logprobs), keep)
+    return masked_sum(factors * (others - weight * now.logprobs), keep)
 
 
 def bounded_loss(

@@ -13,6 +13,17 @@ from stapo_lite.algorithm.s2t import (
 from stapo_lite.algorithm.stare import highest_of_lowest
 
 
+def test_mask_of_two_completions_by_hand():
+    probability = torch.tensor([[0.001, 0.001, 0.5, 0.0019], [0.001, 0.001, 0.5, 0.001]])
+    entropy = torch.tensor([[0.1, 2.0, 0.1, 1.0], [0.1, 2.0, 0.1, 0.1]])
+    candidates = candidate_mask(probability.log(), torch.tensor([[1.0], [-1.0]]), tau_p=0.002)
+    assert candidates.tolist() == [[True, True, False, True], [False] * 4]
+    tau_h = linear_quantile(entropy[candidates], quantile=0.75)
+    assert tau_h == pytest.approx(1.5)  # of 0.1, 1.0, 2.0: half-way from 1 to 2
+    spurious = spurious_mask(candidates, entropy, tau_h)
+    assert spurious.tolist() == [[True, False, False, True], [False] * 4]
+
+
 def test_inequalities_of_s2t_are_strict():
     logprobs = torch.tensor([math.log(0.25), math.log(0.25) - 1e-6])
     for advantage, expected in ((1.0, [False, True]), (0.0, [False, False])):

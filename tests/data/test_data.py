@@ -9,13 +9,7 @@ import torch
 from transformers import AutoTokenizer
 
 from stapo_lite.config import Data
-from stapo_lite.data.prompts import (
-    load_rows,
-    make_prompts,
-    prompt_text,
-    set_text,
-    stop_token_ids,
-)
+from stapo_lite.data.prompts import load_rows, make_prompts, prompt_text, set_text, stop_token_ids
 from stapo_lite.errors import InputError
 from stapo_lite.extras.math.answers import equivalent, final_answer
 from stapo_lite.files import write_lines
@@ -27,6 +21,7 @@ ASKED = "<|im_start|>user\n2+2? Go.<|im_end|>\n<|im_start|>assistant\n"
 QUESTION = {"role": "user", "content": "2+2?"}
 CHAT = [QUESTION, {"role": "assistant", "content": "2+2 ="}]
 TURNS = [{"role": "system", "content": "Own."}, {"role": "user", "content": "1?"}, QUESTION]
+PARTS = [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]
 BEFORE = "<|im_start|>system\nOwn.<|im_end|>\n<|im_start|>user\n1?<|im_end|>\n"
 
 
@@ -48,9 +43,10 @@ def render(tokenizer, *prompts, graded=True, **data):
         ("2+2?", {"system_prompt": "Short.", "prompt_suffix": " Go."}, SYSTEM + ASKED),
         (CHAT, {"prompt_suffix": " Go."}, ASKED + "2+2 ="),
         (TURNS, {"system_prompt": "Short.", "prompt_suffix": " Go."}, BEFORE + ASKED),
+        ([QUESTION | {"content": PARTS}], {"prompt_suffix": " Go."}, ASKED),
         ("2+2=", {"apply_chat_template": False}, "2+2="),
     ],
-    ids=["text is a user turn", "an answer is continued", "own system message", "no template"],
+    ids=["a user turn", "an answer is continued", "own system message", "parts", "no template"],
 )
 def test_prompts_as_the_model_reads_them(tokenizer, prompt, prompting, text):
     (rendered,) = render(tokenizer, prompt, **prompting)
@@ -99,7 +95,7 @@ def test_fields_of_messages_reach_the_chat_template_unless_they_are_null(tokeniz
     )
     (prompt,) = render(tokenizer, [call, QUESTION | {"x": None}])
     assert tokenizer.decode(prompt.token_ids) == "[{'a': {'content': ['b']}}]False2+2?False"
-    assert prompt_text([call, QUESTION]) == "\n2+2?"
+    assert prompt_text([call, QUESTION | {"content": PARTS}]) == "\n2+2?"
 
 
 TEXT = {"apply_chat_template": False}
@@ -109,11 +105,7 @@ DROPPING = {"max_prompt_length": 40, "filter_overlong_prompts": True}
 @pytest.mark.parametrize(
     ("prompts", "data", "message"),
     [
-        (
-            [[{"role": "assistant", "content": None}]],
-            {},
-            "row 1: the prompt must be text or a list",
-        ),
+        ([[QUESTION | {"content": None}]], {}, "the prompt must be text or a list"),
         ([[QUESTION, {"value": "2"}]], {}, "the prompt must be text or a list"),
         ([[]], {}, r"row 1: the prompt must be text or a list .*, got \[\]"),
         ([np.array([QUESTION])], {}, "the prompt must be text or a list"),
@@ -123,7 +115,7 @@ DROPPING = {"max_prompt_length": 40, "filter_overlong_prompts": True}
         (["a" * 60], DROPPING, "no prompt is left"),
         (["p"], {"answer_column": "gold"}, "row 1: data.answer_column=gold is neither text nor"),
         ([json.dumps(CHAT)], {}, "the prompt is messages as JSON text: store them as a list"),
-        ([[{"role": "user", "content": [{"type": "image"}]}]], {}, "must be text or a list"),
+        ([[QUESTION | {"content": [{"type": "image"}]}]], {}, "the prompt must be text or a list"),
     ],
 )
 def test_rows_that_are_no_prompts(tokenizer, prompts, data, message):
@@ -136,13 +128,6 @@ def test_overlong_prompts_may_be_dropped_and_answers_missing_if_nothing_grades_t
     assert [p.answer for p in kept] == ["0", "2"]
     ungraded = render(tokenizer, "p", "q", graded=False, answer_column="gold")
     assert [p.answer for p in ungraded] == [None, None]
-
-
-def test_a_message_may_have_parts_of_text(tokenizer):
-    parts = [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]
-    (prompt,) = render(tokenizer, [{"role": "user", "content": parts}], prompt_suffix=" Go.")
-    assert tokenizer.decode(prompt.token_ids) == ASKED
-    assert prompt_text(prompt.prompt) == "2+2?"
 
 
 def test_images_are_refused(tokenizer):
@@ -184,32 +169,25 @@ def test_chat_templates_that_are_missing_or_refuse(tokenizer):
 
 
 def test_rows_of_every_kind_of_source(tmp_path):
-    # What looks like a date stays text.
     rows = [{"prompt": "when?", "answer": "2024-01-01", "x": 2}]
-    rows.append({"prompt": "q", "answer": "3", "x": 4})
     write_lines(tmp_path / "a.JSONL", rows)
-    assert load_rows(Data(source=str(tmp_path / "a.JSONL"))) == rows
-    parquet, like_the_hub = tmp_path / "a.parquet", tmp_path / "data-set"
-    datasets.Dataset.from_list(rows).to_parquet(parquet)
-    assert list(load_rows(Data(source=str(parquet)))) == rows
-    like_the_hub.mkdir()
-    parquet.rename(like_the_hub / "test.parquet")
-    assert list(load_rows(Data(source=str(like_the_hub), split="test"))) == rows
-    rows = [{"prompt": "when?", "answer": "yes", "x": 2}, {"prompt": "q", "answer": "3", "x": 4}]
+    assert load_rows(Data(source=str(tmp_path / "a.JSONL"))) == rows  # with the date as text
+    rows = [{"prompt": "when?", "answer": "yes", "x": 2}, {"prompt": "q", "answer": "no", "x": 4}]
     table = datasets.Dataset.from_list(rows)
     table.to_csv(tmp_path / "a.csv", index=False)
+    table.to_parquet(tmp_path / "a.parquet")
     (tmp_path / "a.json").write_text(json.dumps(rows))
-    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
     table.save_to_disk(tmp_path / "saved")
     datasets.DatasetDict({"train": table, "test": table}).save_to_disk(tmp_path / "splits")
-    for name in ("a.csv", "a.json", "a.jsonl.gz", "saved", "splits"):
-        found = list(load_rows(Data(source=str(tmp_path / name))))
-        assert [{k: str(v) for k, v in row.items()} for row in found] == [
-            {k: str(v) for k, v in row.items()} for row in rows
-        ]
-    parquet.write_bytes(b"PAR1 not really")
-    for source in (like_the_hub, parquet, "no-user/no-data-set", "json:no", "none:dumps"):
+    like_the_hub, broken = tmp_path / "data-set", tmp_path / "broken.parquet"
+    like_the_hub.mkdir()
+    table.to_parquet(like_the_hub / "test.parquet")
+    assert list(load_rows(Data(source=str(like_the_hub), split="test"))) == rows
+    for name in ("a.csv", "a.parquet", "a.json", "a.jsonl.gz", "saved", "splits"):
+        assert list(load_rows(Data(source=str(tmp_path / name)))) == rows
+    broken.write_bytes(b"PAR1 not really")
+    for source in (like_the_hub, broken, "no-user/no-data-set", "json:no", "none:dumps"):
         with pytest.raises(InputError, match="neither a readable") as error:
             load_rows(Data(source=str(source)))
         assert "\n" not in str(error.value)

@@ -1,6 +1,5 @@
 """Evaluation during training, and the best adapter."""
 
-import json
 import re
 from unittest.mock import Mock, call
 
@@ -18,7 +17,8 @@ from stapo_lite.training.folder import read_metrics
 
 
 def test_the_best_adapter_is_kept_over_a_resumption(write_config, tmp_path, monkeypatch):
-    folder, judged = tmp_path / "run", []
+    """By held-out rows that have the same seeds each time."""
+    folder, judged, stream = tmp_path / "run", [], Mock(wraps=TransformersEngine.stream)
     score = RewardModel.score
 
     def note(self, completions, seed, step):
@@ -27,6 +27,7 @@ def test_the_best_adapter_is_kept_over_a_resumption(write_config, tmp_path, monk
             judged.append((step, completions))
 
     monkeypatch.setattr(RewardModel, "score", note)
+    monkeypatch.setattr(TransformersEngine, "stream", lambda *given: stream(*given))
     changes = {
         "evaluation": held_out_rows(tmp_path, num_samples=2, limit=2),
         "log": {"save_steps": 1, "save_total_limit": 9},
@@ -39,6 +40,9 @@ def test_the_best_adapter_is_kept_over_a_resumption(write_config, tmp_path, monk
     steps = [line["step"] for line in lines]
     assert steps == [step - 1 for step, _ in judged] == [0, 1, 2, 3, 4, 5]
     assert all(len(completions) == 4 for _, completions in judged)
+    seeds = [[*each.args[2]] for each in stream.call_args_list if len(each.args[2]) == 4]
+    assert seeds == seeds[:1] * 6
+    assert len(set(seeds[0])) == 4
     rewards = [sum(c.reward for c in completions) / 4 for _, completions in judged]
     for name in ("reward", "reward/parity:even"):
         assert [line[name] for line in lines] == rewards
@@ -109,62 +113,30 @@ def test_benchmarks_while_a_run_trains(write_config, tiny_model, tmp_path, monke
 
 
 @pytest.mark.parametrize(
-    ("results", "kept"),
+    ("results", "before", "kept"),
     [
-        ({"reward": 0.6}, True),
-        ({"reward": 0.5}, False),
-        ({"reward": 0.1, "reward/mine": 0.6}, True),
-        ({"reward": 0.6, "reward/mine": None}, False),
-        ({"benchmarks": {"mine": {"avg": 0.1}}, "average": {"avg": 0.6}}, True),
-        ({"benchmarks": {"mine": {"avg": 0.6}}, "average": {"avg": 0.1}}, False),
+        ({"reward": 0.6}, {}, True),
+        ({"reward": 0.5}, {}, False),
+        ({"reward": 0.1, "reward/mine": 0.6}, {}, True),
+        ({"reward": 0.6, "reward/mine": None}, {}, False),
+        ({"benchmarks": {"mine": {"avg": 0.1}}, "average": {"avg": 0.6}}, {}, True),
+        ({"benchmarks": {"mine": {"avg": 0.6}}, "average": {"avg": 0.1}}, {}, False),
+        ({"reward": 0.6}, {"score": 0.9, "limit": 4}, True),  # of another evaluation
+        ({"reward": 0.6}, {"score": 0.9, "best": "mine"}, True),
+        ({"reward": 0.6}, {"score": 0.9, "step": 4}, True),  # of a step that will come again
     ],
 )
-def test_an_adapter_is_kept_if_its_score_beats_the_best(tmp_path, results, kept):
+def test_an_adapter_is_kept_if_its_score_beats_the_best(tmp_path, results, before, kept):
     metric = "average" if "average" in results else [*results][-1]
     config = load_config(MINIMAL, {"evaluation.steps": 1, "evaluation.best": metric})
     run = Mock(folder=tmp_path, config=config)
     run.progress.step = 3
     settings = config.evaluation.model_dump(mode="json", exclude={"steps"})
-    before = {"score": 0.5, "step": 1, "evaluation": settings}
-    path = tmp_path / "best" / "score.json"
-    write_object(path, before)
+    changes = {key: before[key] for key in before.keys() & settings.keys()}
+    best = {"score": 0.5, "step": 1} | before | {"evaluation": settings | changes}
+    (tmp_path / "best").mkdir()
+    write_lines(tmp_path / "best" / "score.json", [best])
     periodic.keep_best(run, metric, results)
     assert run.policy.mock_calls == [call.save_adapter(tmp_path / "best")] * kept
-    assert read_object(path) == (before | {"score": 0.6, "step": 3} if kept else before)
-
-
-@pytest.mark.parametrize("key", ["best", "limit", "temperature", "step"])
-def test_the_best_of_another_evaluation_or_a_step_not_made_does_not_count(tmp_path, key):
-    config = load_config(MINIMAL, {"evaluation.steps": 1, "evaluation.best": "reward"})
-    settings = config.evaluation.model_dump(mode="json", exclude={"steps"})
-    path = tmp_path / "best" / "score.json"
-    before = {"score": 0.5, "step": 4 if key == "step" else 1}
-    other = settings if key == "step" else settings | {key: 0.7}
-    write_object(path, before | {"evaluation": other})
-    run = Mock(folder=tmp_path, config=config)
-    run.progress.step = 3
-    periodic.keep_best(run, "reward", {"reward": 0.1})
-    assert read_object(path) == {"score": 0.1, "step": 3, "evaluation": settings}
-
-
-def test_held_out_rows_have_the_same_seeds_at_each_step(write_config, tmp_path, monkeypatch):
-    seeds = []
-    stream = TransformersEngine.stream
-
-    def note(engine, prompts, own, decodings):
-        if len(own) == 6:  # neither the step's completions nor benchmarks, of which there are none
-            seeds.append(list(own))
-        return stream(engine, prompts, own, decodings)
-
-    monkeypatch.setattr(TransformersEngine, "stream", note)
-    held_out = held_out_rows(tmp_path, num_samples=2)
-    run(write_config(train__max_steps=2, evaluation=held_out, rollout__self_check=False))
-    first, *others = seeds
-    assert len(others) == 2
-    assert len(set(first)) == 6
-    assert others == [first] * 2
-
-
-def write_object(path, value):
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(value), encoding="utf-8")
+    new = {"score": 0.6, "step": 3, "evaluation": settings}
+    assert read_object(tmp_path / "best" / "score.json") == (new if kept else best)

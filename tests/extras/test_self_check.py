@@ -1,7 +1,6 @@
 """The check of an engine before the first step, with engines that are wrong in one way each."""
 
 import dataclasses
-import json
 from contextlib import nullcontext
 from functools import partial
 
@@ -14,6 +13,7 @@ from stapo_lite.errors import RunError
 from stapo_lite.extras import self_check
 from stapo_lite.extras.self_check import check_engine
 from stapo_lite.extras.transformers_engine import TransformersEngine
+from stapo_lite.files import read_object
 from stapo_lite.types import Completion, Prompt
 
 WRONG = "it computes another model, another adapter or at another temperature"
@@ -111,7 +111,7 @@ def test_its_figure_is_kept(write_config, tmp_path, engine):
         pytest.importorskip("vllm", reason="vLLM is not installed")
     cache = {"kv_cache_memory_bytes": 1 << 28}
     run(write_config(train__max_steps=1, rollout__engine=engine, rollout__vllm=cache))
-    environment = json.loads((tmp_path / "run" / "environment.json").read_text(encoding="utf-8"))
+    environment = read_object(tmp_path / "run" / "environment.json")
     assert float(environment["self_check"].removesuffix(" nats between engine and trainer")) < 1e-3
 
 

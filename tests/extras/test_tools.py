@@ -207,14 +207,9 @@ def test_coroutines_of_one_turn_run_side_by_side_plain_tools_in_the_main_thread(
     assert chat.tokenizer.decode(tokens_of_the_model(completion)) == script + script
 
 
+@pytest.mark.parametrize("blocks", ["tool", "coroutine"])
 @pytest.mark.parametrize(
-    ("blocks", "number", "error"),
-    [
-        ("tool", signal.SIGINT, KeyboardInterrupt),
-        ("tool", signal.SIGTERM, Terminated),
-        ("coroutine", signal.SIGINT, KeyboardInterrupt),
-        ("coroutine", signal.SIGTERM, Terminated),
-    ],
+    ("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)]
 )
 def test_a_tool_that_hangs_can_be_interrupted(tiny_model, blocks, number, error):
     before = signal.getsignal(signal.SIGTERM)

@@ -99,10 +99,14 @@ def test_a_turn_may_be_withdrawn_while_it_is_sampled(run):
 
 def test_a_turn_joins_those_in_progress_and_its_episode_goes_on_at_once(run):
     """An engine that finishes the newest turn first: the first episode to ask has its two turns
-    before another one, that waited for something else, has its first."""
-    order = []
+    before another one, that waited for something else, has its first. Each has its own seed."""
+    order, seeds = [], []
 
     class NewestFirst(TransformersEngine):
+        def add(self, index, prompt, seed, decoding):
+            seeds.append(seed)
+            super().add(index, prompt, seed, decoding)
+
         def step(self):
             index = max(self._asked)
             self._asked = {index: self._asked.pop(index)} | self._asked
@@ -119,6 +123,7 @@ def test_a_turn_joins_those_in_progress_and_its_episode_goes_on_at_once(run):
     run(two_turns, NewestFirst)
     turns = [pair for pair in order if pair]
     assert turns == [(me, turn) for me in reversed(range(ALL)) for turn in range(2)]
+    assert len(set(seeds)) == len(seeds) == 2 * ALL
 
 
 def test_a_turn_ends_with_its_stop_string():
@@ -126,19 +131,3 @@ def test_a_turn_ends_with_its_stop_string():
     assert until_stop("a = b\nc", ["=>", "\n"]) == "a = b\n"
     assert until_stop("a + b", ["="]) == "a + b"  # a stop token ended it
     assert until_stop("why (", ["(", "?"]) == "why ("
-
-
-def test_each_turn_of_each_completion_has_draws_of_its_own(run):
-    asked = []
-
-    class Noted(TransformersEngine):
-        def add(self, index, prompt, seed, decoding):
-            asked.append(seed)
-            super().add(index, prompt, seed, decoding)
-
-    async def two_turns(episode):
-        await episode.generate(1)
-        await episode.generate(1)
-
-    run(two_turns, Noted)
-    assert len(set(asked)) == len(asked) == 2 * ALL

@@ -1,6 +1,7 @@
 """The loop: sampling, advantages, mini-batches, seeds and rates."""
 
 import importlib
+import itertools
 from types import SimpleNamespace
 from typing import get_args
 from unittest.mock import Mock
@@ -158,9 +159,16 @@ def test_a_seed_decides_prompts_draws_and_the_first_adapter(make_policy):
     for run.config in (SimpleNamespace(seed=0), SimpleNamespace(seed=1)):
         seeds += Run.share(run, 2).seeds
     assert len(set(seeds)) == 4
-    assert derived_seed(1, 23) != derived_seed(12, 3)
     first, second = (make_policy(seed=seed).parameters for seed in (0, 1))
     assert any(not torch.equal(first[name], second[name]) for name in first if "lora_A" in name)
+
+
+def test_no_two_runs_or_samples_share_a_seed():
+    numbers = itertools.product(range(4), range(100), range(8))
+    seeds = {derived_seed(derived_seed(a, b), c) for a, b, c in numbers}
+    assert len(seeds) == 4 * 100 * 8
+    assert derived_seed(1, 23) != derived_seed(12, 3)
+    assert all(0 <= seed < 2**63 for seed in seeds)
 
 
 HALF = 2**0.5 / 2
@@ -195,7 +203,8 @@ def test_soft_overlong_punishment_enters_the_advantage(write_config, user_reward
 def test_groups_are_in_the_order_of_their_prompts_whichever_process_made_them(
     write_config, tmp_path, monkeypatch
 ):
-    expected = run(write_config(train__max_steps=2))
-    monkeypatch.setattr(loop, "gather_object", lambda pairs: pairs[::-1])
-    found = run(write_config(train__max_steps=2, output_dir=str(tmp_path / "reversed")))
+    changes = {"train__max_steps": 2, "train__batch_size": 4, "train__mini_batch_size": 2}
+    expected = run(write_config(**changes))
+    monkeypatch.setattr("stapo_lite.training.loop.gather_object", lambda pairs: pairs[::-1])
+    found = run(write_config(**changes, output_dir=str(tmp_path / "reversed")))
     assert without_times(found) == without_times(expected)

@@ -12,8 +12,9 @@ from pathlib import Path
 import interrupted
 import pytest
 import torch
-from helpers import RARELY_RIGHT, VLLM, adapter_bytes, checkpoints, run, steps, without_times
+from helpers import RARELY_RIGHT, adapter_bytes, checkpoints, run, steps, without_times
 
+from stapo_lite.config import load_config
 from stapo_lite.errors import InputError
 from stapo_lite.files import read_object, size_up_to_step
 from stapo_lite.training.checkpoint import list_checkpoints
@@ -152,6 +153,19 @@ def test_a_damaged_checkpoint_runs_no_code_and_the_one_before_it_serves(write_co
     assert without_times(read_metrics(tmp_path / "run")) == without_times(whole)
 
 
+def test_a_checkpoint_holds_progress_and_config(write_config, tmp_path):
+    run(write_config())
+    state = read_object(tmp_path / "run" / "checkpoint-4" / "state.json")
+    expected = {"step": 4, "prompts_drawn": 16, "memory": [False, False, 256]}
+    expected |= {"skipped_in_a_row": 0, "backoff": 0}
+    assert state["progress"] == expected
+    assert state["config"] == load_config(tmp_path / "run" / "config.yaml").model_dump()
+    environment = read_object(tmp_path / "run" / "environment.json")
+    versions = {"torch", "transformers", "peft", "accelerate", "stapo_lite", "processes"}
+    assert versions < set(environment)
+    assert environment["engine"] == "transformers"
+
+
 def test_a_log_ends_where_its_run_goes_on(tmp_path):
     path = tmp_path / "metrics.jsonl"
     first, second, third = '{"step": 0}\n', '{"step": 2, "é": 1}\n', '{"step": 3}\n'
@@ -176,7 +190,8 @@ def test_with_vllm_a_resumed_step_draws_the_same(write_config, tmp_path, monkeyp
         return groups
 
     monkeypatch.setattr(VLLMEngine, "generate", note)
-    rollout = VLLM | {"num_generations": 4, "max_completion_length": 8}
+    rollout = {"engine": "vllm", "num_generations": 4, "max_completion_length": 8}
+    rollout["vllm"] = {"kv_cache_memory_bytes": 1 << 27}
     config = write_config(rollout=rollout, train__max_steps=3, log__save_steps=1)
     run(config)
     shutil.rmtree(tmp_path / "run" / "checkpoint-3")

@@ -37,8 +37,6 @@ def test_a_run_leaves_everything_behind_but_secrets(write_config, tmp_path, caps
     on_cpu = f"CPU with {os.cpu_count()} cores"
     assert environment["hardware"] == on_cpu or torch.cuda.is_available()
     assert environment["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
-    assert {"transformers", "peft", "accelerate", "stapo_lite", "processes"} < set(environment)
-    assert environment["engine"] == "transformers"
     export(folder, folder / "export", dtype="float32")
     written = b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
     output, errors = capsys.readouterr()

@@ -47,6 +47,11 @@ CASES = {
         | {"epsilon": 3e-4, "epsilon_high": 4e-4},
     ),
     "sapo": ({"algorithm": "sapo"}, {"loss_type": "sapo"}),
+    "icepop": ({"algorithm": "dapo", "sampler_correction": "icepop"}, DAPO),
+    "no clip-higher, sequence mask": (
+        {"algorithm": "dapo", "sampler_correction": "sequence-mask", "epsilon_high": 0.2},
+        DAPO | {"epsilon_high": 0.2},
+    ),
 }
 
 

@@ -48,16 +48,20 @@ def caller():
     return "elsewhere"
 
 
-KINDS = [{}, {"algorithm": "grpo"}, {"algorithm": "20-entropy"}]
-KINDS += [{"sampler_correction": "sequence-mask"}]
+KINDS = {
+    "stapo": objective(),
+    "grpo": objective("grpo"),
+    "20-entropy": objective("20-entropy"),
+    "sequence-mask": objective(sampler_correction="sequence-mask"),
+}
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["first update", "later update"])
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_update_waits_in_few_places_and_never_for_a_micro_batch(make_policy, kind, later):
     counts, policy, completions = [], make_policy(), fake_completions(3, ADVANTAGES)
     for max_tokens in (10_000, 1):
-        learner = make_learner(policy, objective(**kind), max_tokens)
+        learner = make_learner(policy, KINDS[kind], max_tokens)
         batch = packed(policy, completions, measured(policy, completions) if later else None)
         with Waits() as waits:
             assert update(learner, batch).changed
