@@ -249,9 +249,11 @@ def test_no_unneeded_forward_passes(make_policy, statistics, later, passes):
     assert rows == {True: [1, 1, 1], False: [1, 1, 1] * passes}
 
 
-def test_a_silenced_tokens_ratio_may_be_infinite(make_policy):
+@pytest.mark.parametrize("token_loss", ["clip", "sapo"])
+def test_a_silenced_tokens_ratio_may_be_infinite(make_policy, token_loss):
     """And so may the KL term's: the gradient is that of the other tokens."""
-    found, kind = [], objective(beta=0.1, s2t={"statistics": "current"})
+    kind = objective(beta=0.1, token_loss=token_loss, s2t={"statistics": "current"})
+    found = []
     parts = [torch.zeros(len(c.token_ids)) for c in fake_completions(3, ADVANTAGES)]
     for _ in range(2):
         policy = make_policy()
