@@ -101,11 +101,13 @@ STUDIES = {
     # The learning rate of `countdown` is chosen by these, without a look at any mask.
     "countdown-1.5e-3": RATE._replace(overrides=[*RATE.overrides, "train.learning_rate=1.5e-3"]),
     "countdown-2e-3": RATE,
-    # The rules of these are in break_report.py. Calibration has seeds 100 to 105, `break` 0 to 11.
+    # The rules of these are in break_report.py. Calibration had seeds 100 to 105; two of six runs
+    # broke at 2.5e-3. `break` has seeds 0 to 11.
     **{
         f"break-{rate}": at_rate(rate, "justrl")
         for rate in ("2.1e-3", "2.25e-3", "2.5e-3", "2.75e-3")
     },
+    "break": at_rate("2.5e-3", "justrl", "stapo", "random", "full"),
     "writing": Study(
         (
             "stapo",
