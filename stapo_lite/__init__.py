@@ -3,7 +3,7 @@
 
     from stapo_lite import Trainer
 
-    trainer = Trainer(config="configs/quickstart.yaml")
+    trainer = Trainer(config="config.yaml")
     for metrics in trainer:
         print(metrics["reward"])
 

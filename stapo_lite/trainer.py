@@ -121,6 +121,7 @@ class Trainer:
         """
         config, folder = self.config, Path(self.config.output_dir)
         prompting = config.data.model_dump(include=set(Prompting.model_fields))
+        del prompting["max_prompt_length"]  # benchmarks may have longer ones
         as_trained = {"max_completion_length", "quantization"}
         if config.rollout.engine != "server":
             as_trained |= {"engine", "vllm"}

@@ -86,9 +86,10 @@ def test_an_evaluation_is_as_the_training(tree, tmp_path, monkeypatch, rollout, 
     monkeypatch.setattr("stapo_lite.trainer.evaluate", lambda config: config)
     prompting = {"system_prompt": "Be brief.", "chat_template_kwargs": {"a": 1}}
     rollout = rollout | {"max_completion_length": 9}
-    trainer = Trainer(config=tree | {"data": prompting, "rollout": rollout}, train_dataset=ROWS)
-    config = trainer.evaluate(limit=3, data={"max_prompt_length": 99}, rollout=evaluated)
-    assert config.data == EvalPrompting(**prompting, prompt_suffix="", max_prompt_length=99)
+    data = prompting | {"max_prompt_length": 99}  # benchmarks have longer ones
+    trainer = Trainer(config=tree | {"data": data, "rollout": rollout}, train_dataset=ROWS)
+    config = trainer.evaluate(limit=3, rollout=evaluated)
+    assert config.data == EvalPrompting(**prompting, prompt_suffix="")
     assert (config.limit, config.rollout.max_completion_length, config.dtype) == (3, 9, "float32")
     assert (config.rollout.engine, config.rollout.quantization, config.rollout.vllm) == engine
     assert config.adapter == str(tmp_path / "run" / "adapter")

@@ -120,7 +120,7 @@ def make_prompts(
         elif not data.filter_overlong_prompts:
             raise InputError(
                 f"{where}: the prompt has {count} tokens, data.max_prompt_length is {longest}; "
-                "raise it, or drop such rows (data.filter_overlong_prompts=true)"
+                "raise it, or drop such rows of data.source (data.filter_overlong_prompts=true)"
             )
     if not prompts:
         raise InputError(f"{key}={data.source}: no prompt is left")

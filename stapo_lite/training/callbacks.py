@@ -10,7 +10,7 @@
             if (metrics.get("reward") or 0.0) >= self.enough:
                 run.stop_reason = f"reward {metrics['reward']:.2f}"
 
-    Trainer(config="configs/quickstart.yaml", callbacks=[StopAtReward(0.95)]).train()
+    Trainer(config="config.yaml", callbacks=[StopAtReward(0.95)]).train()
 
 The loop calls callbacks in every process, in the order of `assemble.make_callbacks`, the user's
 last. One that raises ends the run with an error that names it. A step's seconds exclude them.

@@ -188,7 +188,7 @@ def test_the_card_of_an_adapter_without_rewards_names_no_local_path(make_run, tm
 
 
 def test_pushing_a_merged_model_with_its_card(hub, make_run, tmp_path, capsys):
-    data = {"source": "me/sums", "subset": "en", "prompt_suffix": "\nThink!"}
+    data = {"source": "me/sums-1.5", "subset": "en", "prompt_suffix": "\nThink!"}
     data["chat_template_kwargs"] = {"enable_thinking": False}
     run, out, cut = make_run(quantization="nf4", data=data), tmp_path / "out", tmp_path / "cut"
     hub.files["me/open"], hub.created["me/open"] = {}, {"visibility": "public"}
@@ -203,9 +203,9 @@ def test_pushing_a_merged_model_with_its_card(hub, make_run, tmp_path, capsys):
     assert f"pushed: {hub.url}/me/merged" in capsys.readouterr().out
     assert [n for n, content in files.items() if str(tmp_path.parent).encode() in content] == []
     card = ModelCard.load(out / "README.md")
-    assert (card.data.datasets, card.data.base_model) == (["me/sums"], None)
+    assert (card.data.datasets, card.data.base_model) == (["me/sums-1.5"], None)
     for text in (
-        "| data | `me/sums en train` |",
+        "| data | `me/sums-1.5 en train` |",
         "| adapter | rank 8, alpha 16, trained on a base in nf4 |",
         "| steps | 2 of 64 prompts x 8 completions of at most 2048 tokens |",
         "-0.500 in the first step, 0.250 in the last",

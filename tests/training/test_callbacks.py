@@ -69,8 +69,11 @@ def test_a_callback_that_fails_is_named_and_the_run_can_be_resumed(write_config,
 def test_the_example_of_the_docs_ends_a_run(write_config, tmp_path, capsys):
     page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    config = str(write_config(log__save_steps=0))
-    exec(example.replace("configs/quickstart.yaml", config).replace("0.95", "0.5"), {})
+    toy = {"configs/quickstart.yaml": str(write_config(log__save_steps=0)), "0.95": "0.5"}
+    toy["runs/enough"] = str(tmp_path / "run")
+    for ours, small in toy.items():
+        example = example.replace(ours, small)
+    exec(example, {})
     assert re.search(r"^reward \d\.\d\d: the run ends after step 1$", capsys.readouterr().out, re.M)
     assert (tmp_path / "run" / "adapter").exists()
     assert len(read_metrics(tmp_path / "run")) == 1

@@ -90,7 +90,7 @@ _SPELLINGS = r"""
 ½ → \\frac{1}{2}
 ¼ → \\frac{1}{4}
 ¾ → \\frac{3}{4}
-° → ^\\circ
+°|\\degree(?![a-z]) → ^\\circ
 √\s*(.?) → \\sqrt \1
 ∞\s*(.?) → \\infty \1
 ±\s*(.?) → \\pm \1
@@ -105,6 +105,7 @@ _SPELLINGS = r"""
 ^\s*\\text\{([^{}]*)\}|\\text\{([^{}]*\b(?:and|or)\b[^{}]*|[A-J])\} → \1\2
 [\s.,;:\\]+$|(?<=[a-zA-Z]{2})!$ →
 (?i)^.*\b(?:answer|result)\s+is:?\s* →
+(?i)\b(?:about|approximately|exactly|only|simply|therefore|thus|equal to)\s+(?=[-\d\\(]) →
 (?i)^[^\d$\\]*(?:\b(?:is|are|option|choice)\b:?|[a-z]{4}:)\s*(?=[-\d$\\(]|(?-i:[A-J])\b) →
 ,?\s*(?:\\text\{\s*)?(?:\bfor (?:all|every|any|each)\b|\\forall)[^,;=]*?(?=$|,|\band\b|\bor\b) → \t
 ,\s*[a-z]\s*\\in\s*\\mathbb\s*\{?[A-Z]\}?(?:[_^]\S+)?\s*$ →
@@ -129,29 +130,32 @@ _SPELLINGS = r"""
 (\d*)\.(\d*)\\(?:overline|bar)\{(\d+)\} → \1.\2\3\3\3\3\3\3\3
 ^\s*(?:(\d{4,}),(\d{1,2})|(0),(\d{3,}))\s*$ → \1\3.\2\4
 \s*(?:\\?%|\\text\{\s*percent\w*\s*\}|\bpercent(?:age)?\b|\bpct\b) → %
-# \frac{1}{3} \approx 0.33, \{1, 2\}, (C), C. 12, 1 \pm 2
+# (x, y) = (1, 2), \frac{1}{3} \approx 0.33, \{1, 2\}, (C), C. 12, 1 \pm 2
+^\s*\([^()=]*,[^()=]*\)\s*=\s*(?=[(\[]) →
 ^[^\d=,;]*\\approx|(?<=\S)\s*\\approx[^,;]*$ →
 ^\s*(?:\\\{((?:(?!\\\}).)*)\\\}|\{([^{}]*)\})\s*$ → \1\2
 ^\s*([A-Ja-df-h])\)$|(?<![^,\s])\(\s*([A-Ja-df-h])\s*\)(?=\s*(?:,|$|\tor)) → \1\2
 ^\s*\(?([A-Ja-df-h])[).:]\s*(?!.*\b[A-J]\b)(\S.*) → \1\n\2
-([^,;()\[\]]*)\\pm([^,;()\[\]]*) → \1+\2,\1-\2
+([^,;()\[\]]*)\\pm(?![a-z])([^,;()\[\]]*) → \1+\2,\1-\2
 """  # noqa: RUF001
 """Rules that bring an answer to one spelling: a pattern and its replacement on each line, from top
 to bottom. A choice with its value becomes two lines, which are two readings of the answer."""
 _UNITS = r"""
-# \text{ cm}^2, minutes, ^\circ
+# \text{ cm}^2, minutes, ^\circ, ^\circ C
+\\cdot\s*(?=\\text\{) →
 (?<=\\pi)\s*\\text\{[^{}\d]*\}(?:\^\d)?$ →
 (?<=[\d})])\s*(?:\\text\{(?:[^{}\d]|[_^]\{?-?\d\}?)*\}(?:[_^](?:\w|\{[^{}]*\}))?[\s/]*)+$ →
-(?<=[\d}])\s+[a-zA-Z]{4,}(?:[a-zA-Z\s]|\^\d)*$|\s*\^\s*\{?\\circ\s*\}?$ →
+(?<=[\d}])\s+[a-zA-Z]{4,}(?:[a-zA-Z\s]|\^\d)*$ →
+\s*\^\s*\{?\\circ\s*\}?\s*(?:[CF]|\\text\{[^{}]*\})?$ →
 """
 _NUMBERS = (
     _UNITS
     + r"""
 (?<=\d)(?<!\d{4})(?:,|\{,\}|\s)(?=\d{3}(?!\d)) →
 \s*\\times10\^\{([+-]?\d+)\} → e\1
-# 1.6cm, 10 m/s^2, 310 K, 5 ft
+# 1.6cm, 10 m/s^2, 310 K, 5 ft, 12 per day
 (?<=\d)\s*(?:(?:[kMG]?(?:eV|Hz|Pa)|[kcmn][mgs]|erg|(?<=[\s/])[mgsKJNWVACTL])(?:\^-?\d)?[\s/]*)+$ →
-(?<=\d)\s+(?:ft|in|oz|lbs?|hrs?|mins?|secs?|mph|km/h)(?:\^\d)?$ →
+(?<=\d)\s+(?:ft|in|oz|lb|hr|km/h|[a-z]{3}[a-z\s]*)(?:\^\d)?$ →
 # 75 %, 1 4/5, -1 -4/5
 %$ → e-2
 ^([+-])\s+ → \1
