@@ -12,9 +12,9 @@ import pkgutil
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -263,9 +263,16 @@ def check_function(function: RolloutFunction, where: str) -> None:
         raise InputError(f"{where}: must be a coroutine function (async def)")
 
 
+@cache
+def episode_loop() -> LoopThread:
+    """The event loop of all episodes of this process: what their coroutines keep from one step to
+    the next, such as an HTTP client or a semaphore, is tied to it."""
+    return LoopThread("episodes")
+
+
 class Conversations:
-    """Runs episodes: their coroutines in a loop of their own, what they ask for in this thread,
-    between the engine's steps."""
+    """Runs episodes: their coroutines in `episode_loop`, what they ask for in this thread, between
+    the engine's steps."""
 
     def __init__(self, engine: RolloutEngine):
         self._engine = engine
@@ -299,10 +306,8 @@ class Conversations:
         Raises:
             Exception: raised by one of them, or by the engine.
         """
-        with (
-            progress_bar("rollout", "episode", len(episodes)) as bar,
-            closing(LoopThread("episodes")) as loop,
-        ):
+        loop = episode_loop()
+        with progress_bar("rollout", "episode", len(episodes)) as bar:
             running = {loop.submit(run_one(function, episode)) for episode in episodes}
             for each in running:
                 # An idle engine waits for work.
@@ -320,6 +325,8 @@ class Conversations:
                         running.remove(ended)
                         bar.update()
             finally:
+                for each in running:
+                    each.cancel()
                 self._engine.abort()
 
     def _catch_up(self) -> None:
