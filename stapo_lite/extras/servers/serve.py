@@ -62,7 +62,10 @@ def become_server(config: Config, host: str, port: int) -> None:
     environment["VLLM_LOGGING_LEVEL"] = "WARNING"
     if on_cpu:  # compiling costs the first request ten seconds and gains nothing
         environment["TORCH_COMPILE_DISABLE"] = "1"
+    environment |= os.environ | {"VLLM_API_KEY": api_key()}
+    # The trainer's setting of torch's allocator breaks vLLM's all-reduce between cards.
+    del environment["PYTORCH_CUDA_ALLOC_CONF"]
     address = f"rollout.engine=server rollout.servers=[http://{host}:{port}]"
     print(f"serving {flags[1]}: {address}", flush=True)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags]
-    os.execve(sys.executable, command, environment | os.environ | {"VLLM_API_KEY": api_key()})
+    os.execve(sys.executable, command, environment)
