@@ -52,7 +52,8 @@ def resolve_dtype(dtype: str, quantization: str | None) -> str:
     That is measured, since instructions do not tell: of two CPUs with `avx512_bf16` one has half of
     float32's speed in bfloat16, the other five times it (benchmarks/README.md).
 
-    Collective: every rank must call it, and gets the first one's answer.
+    Collective: every rank must call it. All get float16 if the card of one needs it, or the first
+    CPU's answer.
 
     Args:
         quantization: vLLM's. The layers of `bitsandbytes` cannot compute in float32, so they get
@@ -64,7 +65,8 @@ def resolve_dtype(dtype: str, quantization: str | None) -> str:
     from accelerate.utils import gather_object
 
     if torch.cuda.is_available():
-        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+        return max(gather_object(["bfloat16" if native else "float16"]))
     if quantization == "bitsandbytes":
         return "bfloat16"
 

@@ -48,7 +48,9 @@ class Learner:
         Collective: every rank must call it.
         """
         settings = gather_object([self.budget.setting])
-        self.budget.use(max(settings, key=MemorySetting.saved))
+        most = max(settings, key=MemorySetting.saved)
+        if most != self.budget.setting:
+            self.budget.use(most)
         return self.budget.setting
 
     def set_learning_rate(self, learning_rate: float) -> None:

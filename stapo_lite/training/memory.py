@@ -157,13 +157,14 @@ def card_memory() -> float | None:
 
 def vllm_share(config: Config) -> float | None:
     """The share of the card for an engine in this process: the config's, or all that is free but
-    the adapter, its optimiser and a margin; beside a base of the trainer's own also that, and its
-    activations. None without a card."""
+    the adapter, its optimiser, a second adapter (the self-check's, a reference's or a teacher's)
+    and a margin; beside a base of the trainer's own also that, and its activations. None without a
+    card."""
     given, memory = config.rollout.gpu_memory_utilization, free_memory()
     if given is not None or memory is None:
         return given
     (free, total), sizes = memory, count_sizes(config)
-    trainer = ADAPTER_BYTES * sizes.adapter
+    trainer = (ADAPTER_BYTES + 4) * sizes.adapter
     if not config.may_share_base:
         tokens = max(ENOUGH_TOKENS, config.max_sequence_length)
         trainer += sizes.base + count_activations(config, tokens, checkpointing=True)
@@ -193,6 +194,8 @@ def propose(config: Config, parameters: int) -> MemorySetting:
     least = min(gather_object([free - ADAPTER_BYTES * parameters - int(MARGIN * total)]))
     for proposal in PROPOSALS:
         setting = proposal._replace(**given)
+        if setting.offload:  # without checkpoints it would move everything, weights included
+            setting = setting._replace(checkpointing=True)
         tokens = max(setting.tokens, config.max_sequence_length)
         if count_activations(config, tokens, setting.checkpointing) <= least:
             break

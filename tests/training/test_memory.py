@@ -225,7 +225,8 @@ def proposed(*overrides):
         (30_720, ["max_tokens_per_microbatch=512"], setting(512)),
         (163_840, ["gradient_checkpointing=true"], setting(16_384, True)),
         (40_959, ["gradient_checkpointing=false"], setting(2048)),
-        (163_840, ["offload_activations=true"], setting(16_384, False, True)),
+        (163_840, ["offload_activations=true"], setting(16_384, True, True)),
+        (1, ["gradient_checkpointing=false"], setting(2048, True, True)),
         (1, ["offload_activations=false"], setting(2048, True)),
         (None, [], setting(16_384, True)),  # without a card
         (None, ["gradient_checkpointing=false", "max_tokens_per_microbatch=99"], setting(99)),
@@ -241,9 +242,9 @@ def test_the_first_setting_that_fits_every_card_is_proposed(card, room, given, e
 @pytest.mark.parametrize(
     ("free", "given", "share"),
     [
-        (60_000, "share_base=auto", (60_000 - 12 * 1000) / 100_000 - 0.04),
+        (60_000, "share_base=auto", (60_000 - 16 * 1000) / 100_000 - 0.04),
         # beside the base, and activations of 4,096 tokens
-        (60_000, "share_base=off", (60_000 - 12 * 1000 - 20_000 - 4096) / 100_000 - 0.04),
+        (60_000, "share_base=off", (60_000 - 16 * 1000 - 20_000 - 4096) / 100_000 - 0.04),
         (60_000, "gpu_memory_utilization=0.5", 0.5),
         (None, "share_base=auto", None),
     ],
