@@ -42,7 +42,7 @@ _THOUGHT = re.compile(
 )
 _TAGGED = re.compile(r"(?is)<((?:final_?)?answer|solution)>\s*(\S.*?)\s*</\1>")
 _BRACES = _nested(r"[^{}\\]|\\[\s\S]", r"\{", r"\}")
-_BOX = re.compile(rf"(?:\\(?:boxed|fbox)\s*\{{\s*)++(?!\}})({_BRACES})\}}")
+_BOX = re.compile(rf"(?:\\?\b(?:boxed|fbox)\s*\{{\s*)++(?!\}})({_BRACES})\}}")
 _GAP = re.compile(  # what may stand between two boxes of one list
     r"(?:[^.!?:\n]{0,40}?\b(?:and|or)\b)?(?:\\q?quad|\\text\s*\{|[\s$,;&()\[\]{}\\])*"
     r"(?:[a-zA-Z]\w*(?:_\{\w+\})?\s*=\s*)?"
@@ -63,7 +63,8 @@ _STATED = re.compile(
         \b(?i:answer|(?:correct|right|best)\ (?:option|choice))s?\b
         (?:[a-z\ ]{{0,40}}?\b(?:is|are)\b|\W*:):?
         | <(?i:answer|solution)> | \#{{4}}(?!\s*\d+[.)]\s)
-    )(?!.*\bWait\b)[\s*]*(?:
+    )(?!.*\bWait\b)(?!\s*(?:indeed\s)?(?:correct|helpful|wrong)\b)
+    [\s*]*(?:(?:indeed|definitely|therefore|thus)\s+)?(?:
         (\$\$.+?\$\$|\\\[.+?\\\]|\S(?:(?!\b[a-zA-Z]{{2,}}(?:\s+[a-zA-Z]{{2,}}){{2}})[^\n])*?)
         (?=\.?\s*(?:\n|$)|\.\s|I\ hope|<[|/]|\s\((?:[a-z]{{3}}|\d+\\?%)
             |,?\s(?:not|since|because|as|so|which|where)\b)
@@ -85,8 +86,6 @@ _SPELLINGS = r"""
 （|⟨|\\langle → (
 ）|⟩|\\rangle → )
 [−–] → -
-² → ^2
-³ → ^3
 ½ → \\frac{1}{2}
 ¼ → \\frac{1}{4}
 ¾ → \\frac{3}{4}
@@ -100,14 +99,17 @@ _SPELLINGS = r"""
 ≠\s*(.?) → \\ne \1
 ≈\s*(.?) → \\approx \1
 ∈\s*(.?) → \\in \1
-# Words: \textbf{(C)}, `The answer is 12`, `Total: 12`, `f(n) = n for all n`, `k \in \mathbb{Z}`
+# Words: \textbf{(C)}, 12^{th}, `The answer is 12`, `f(n) = n for all n`, `k \in \mathbb{Z}`
 \\(?:text\w*|mbox|math(?:rm|bf|it|sf))\s*\{ → \\text{
 ^\s*\\text\{([^{}]*)\}|\\text\{([^{}]*\b(?:and|or)\b[^{}]*|[A-J])\} → \1\2
 [\s.,;:\\]+$|(?<=[a-zA-Z]{2})!$ →
+(?<=\d)\s*\^?\s*(?:\{?\s*\\text)?\s*\{?\s*(?:st|nd|rd|th)\b(?:\s*\}){0,2} →
 (?i)^.*\b(?:answer|result)\s+is:?\s* →
-(?i)\b(?:about|approximately|exactly|only|simply|therefore|thus|equal to)\s+(?=[-\d\\(]) →
+(?i)\b(?:about|approximately|exactly|only|simply|equal to)\s+(?=[-\d\\(]) →
+(?i)\b(?:indeed|definitely|therefore|thus)\s+(?=[-\d\\(]) →
 (?i)^[^\d$\\]*(?:\b(?:is|are|option|choice)\b:?|[a-z]{4}:)\s*(?=[-\d$\\(]|(?-i:[A-J])\b) →
 ,?\s*(?:\\text\{\s*)?(?:\bfor (?:all|every|any|each)\b|\\forall)[^,;=]*?(?=$|,|\band\b|\bor\b) → \t
+[\s,]+\(?\\text\{\s*\(?(?:for|where)\b(?:(?!\b(?:and|or)\b)[^,;])*$ →
 ,\s*[a-z]\s*\\in\s*\\mathbb\s*\{?[A-Z]\}?(?:[_^]\S+)?\s*$ →
 ,?\s*(?<![a-zA-Z])and(?![a-z]) → ,
 (?<![a-zA-Z\\])or(?![a-z])|\\lor|\\vee → \tor\t
@@ -121,19 +123,22 @@ _SPELLINGS = r"""
 (?<![a-zA-Z\\])(?:np\.)?(?=(?:arc)?(?:sqrt|pi|infty|sin|cos|tan|ln|log)(?![a-z])) → \\
 \\sqrt\s*(?:\(([^()]*)\)|(\d+)) → \\sqrt{\1\2}
 (?<![\w.^])(\d+)\s*/\s*(\d+)(?![\d.]) → \\frac{\1}{\2}
+^\((\w+)\)_ → \1_
+(?<=\d)_\{\((\d+)\)\}$ → _{\1}
 ([_^])\{(\w)\} → \1\2
+(?<=\d)_\{?\(?(?:10|\\text\{\s*(?:ten|base (?:ten|10))\s*\})\)?\}?$ →
 # Numbers: 5 million, 1.04 x 10^-3, 0.\overline{3}, 1000,99 and 0,111, 28 percent
 (?<=\d)\s*(?:\\text\{\s*)?thousand\b\s*\}? → \\times10^3
 (?<=\d)\s*(?:\\text\{\s*)?million\b\s*\}? → \\times10^6
 (?<=\d)\s*(?:\\text\{\s*)?billion\b\s*\}? → \\times10^9
-(?<=[\d.])\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*\{?\s*([+-]?\s*\d+)\s*\}? → \\times10^{\1}
+(?<=[\d.])\s*(?:\\times|\\cdot|[*x×])\s*10\s*\^\s*\{?\s*([+-]?\s*\d+)(?:\s*\})? → \\times10^{\1}
 (\d*)\.(\d*)\\(?:overline|bar)\{(\d+)\} → \1.\2\3\3\3\3\3\3\3
 ^\s*(?:(\d{4,}),(\d{1,2})|(0),(\d{3,}))\s*$ → \1\3.\2\4
 \s*(?:\\?%|\\text\{\s*percent\w*\s*\}|\bpercent(?:age)?\b|\bpct\b) → %
 # (x, y) = (1, 2), \frac{1}{3} \approx 0.33, \{1, 2\}, (C), C. 12, 1 \pm 2
-^\s*\([^()=]*,[^()=]*\)\s*=\s*(?=[(\[]) →
+(?<![\w)}])\([^()=]*,[^()=]*\)\s*=\s*(?=[(\[]) →
 ^[^\d=,;]*\\approx|(?<=\S)\s*\\approx[^,;]*$ →
-^\s*(?:\\\{((?:(?!\\\}).)*)\\\}|\{([^{}]*)\})\s*$ → \1\2
+^\s*(?:[a-z]\s*\\in\s*)?(?:\\\{((?:(?!\\\}).)*)\\\}|\{([^{}]*)\})\s*$ → \1\2
 ^\s*([A-Ja-df-h])\)$|(?<![^,\s])\(\s*([A-Ja-df-h])\s*\)(?=\s*(?:,|$|\tor)) → \1\2
 ^\s*\(?([A-Ja-df-h])[).:]\s*(?!.*\b[A-J]\b)(\S.*) → \1\n\2
 ([^,;()\[\]]*)\\pm(?![a-z])([^,;()\[\]]*) → \1+\2,\1-\2
@@ -153,8 +158,9 @@ _NUMBERS = (
     + r"""
 (?<=\d)(?<!\d{4})(?:,|\{,\}|\s)(?=\d{3}(?!\d)) →
 \s*\\times10\^\{([+-]?\d+)\} → e\1
-# 1.6cm, 10 m/s^2, 310 K, 5 ft, 12 per day
-(?<=\d)\s*(?:(?:[kMG]?(?:eV|Hz|Pa)|[kcmn][mgs]|erg|(?<=[\s/])[mgsKJNWVACTL])(?:\^-?\d)?[\s/]*)+$ →
+# 1.6cm, 10 m/s^2, 310 K, 2 cm^{-1}, 5 ft, 12 per day
+\^\{(-\d)\} → ^\1
+(?<=\d)\s*(?:(?:[kMG]?(?:eV|Hz|Pa)|[kcmn][mgs]|erg|Å|(?<=[\s/])[mgsKJNWVACTL])(?:\^-?\d)?[\s/]*)+$ →
 (?<=\d)\s+(?:ft|in|oz|lb|hr|km/h|[a-z]{3}[a-z\s]*)(?:\^\d)?$ →
 # 75 %, 1 4/5, -1 -4/5
 %$ → e-2
@@ -168,9 +174,13 @@ _SYMBOLS = (
     _UNITS
     + r"""
 # x^{\prime}, \frac{dx}{dt}, \dot{x} and x' become x_{dt}
+\\frac\{d\^2\s*(\\[a-z]+|\w)(?:_(\w))?\s*\}\{d\s*(\w)\^2\} → \1_{dd\3\2}
+\\ddot\s*\{?\s*(\\[a-z]+|\w)\s*\}?(?:_(\w))? → \1_{ddt\2}
 \^\s*\{?\\prime\s*\}? → '
-\\frac\{d\s*(\w)\}\{d\s*(\w)\} → \1_{d\2}
-\\dot\s*\{?\s*(\w)\}?|([a-zA-Z])' → \1\2_{dt}
+\\frac\{d\s*(\\[a-z]+|\w)\}\{d\s*(\w)\} → \1_{d\2}
+\\dot\s*\{?\s*(\\[a-z]+|\w)\s*\}?(?:_(\w))?|([a-zA-Z])' → \1\3_{dt\2}
+# The constant of integration: C e^{-2t}, C_1 \cos t and c e^{-2t}
+(?<![\\a-zA-Z_])C(?=(?:_\d|_\{\d\})?\s*(?:e\s*\^|\\(?:cos|sin)|x\s*\^|\}\{x\s*\^)) → c
 # The parser makes capitals small: E_1, \Omega and L_{\odot} become q_{uE1}, q_{uOmega}, q_{uLodot}
 _\s*\{\\text\{\s*(\w+)\s*\}\}|_\s*\{\\(\w+)\} → _{\1\2}
 (?:\\([A-Z][a-z]+)|(?<!bb\{)(?<![\\_])(?<!_\{)([A-Z]))(?:_\{(\w+)\}|_(\w))? → q_{u\1\2\3\4}
@@ -178,10 +188,11 @@ _\s*\{\\text\{\s*(\w+)\s*\}\}|_\s*\{\\(\w+)\} → _{\1\2}
 (?<![\\_])(?<!\\[a-zA-Z])(?<![a-zA-Z]{2})i(?![a-zA-Z]{2}) → {I}
 """
 )
+_SUPERSCRIPTS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
 _NUMBER = re.compile(r"[+-]?(?:(?:\d+\s+-?)?\d+/0*[1-9]\d*|(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d{1,3})?)")
 _DECIMAL = re.compile(r"[^.]*?(?<![\d.])(?=[0.]*[1-9](?:\.?\d){5})\d*\.(\d+)[^.]*")
 _LITERAL = re.compile(
-    r"(?![ei])[a-zA-Z]|[A-Z][a-z]{2,}|(?i:yes|no|[a-z]{4,})|[0-9A-Z]+_(?:\d|\{\d+\})"
+    r"(?![ei])[a-zA-Z]|[A-Z][a-z]{2,}|(?i:yes|no|[a-z]{4,})|-?[0-9A-Z]+_(?:\d|\{\d+\})"
 )
 _PROSE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}[\s,]+[a-zA-Z]{2,}|(?<![_\d])\d+\s+\d")
 _TUPLES = re.compile(r"([(\[])([^()\[\]\n]*;[^()\[\]\n]*)([)\]])\n\1(.*)\3")
@@ -271,7 +282,7 @@ def _reference(gold: Any) -> str:
 
 def _rewrite(text: str, table: str = _SPELLINGS) -> str:
     """Apply the rules of a table, from top to bottom."""
-    text = text[:LONGEST]
+    text = re.sub("[⁻⁰¹²³⁴-⁹]+", lambda m: f"^{{{m[0].translate(_SUPERSCRIPTS)}}}", text[:LONGEST])
     for pattern, replacement in re.findall(r"(.+) →(.*)", table):
         text = re.sub(pattern, replacement.strip(), text)
     return text
@@ -310,7 +321,11 @@ def _same(gold: str, answer: str, tolerance: Rational) -> bool:
     if pair := _TUPLES.fullmatch(f"{gold}\n{answer}".replace(",", ";")):
         return _equal(pair[2], pair[4], True, tolerance)
     if "=" not in gold:
-        answer = re.split("(?<![<>!])=", answer)[-1]
+        answer = re.split(r"(?<![<>!])=|\\equiv", answer)[-1]
+    elif "=" not in answer:
+        gold = re.sub(r"^\s*[a-zA-Z](?:_\w|_\{[^{}]*\})?(?:\([^()=]*\))?\s*=(?=[^=]*$)", "", gold)
+    if "mod" not in gold:
+        answer = re.sub(r"\s*(?:\\text\{\s*)?\(?\\?[pb]?mod\b.*", "", answer)
     if "\n" in gold + answer:
         return any(
             _same(*reading, tolerance) for reading in product(gold.split("\n"), answer.split("\n"))
