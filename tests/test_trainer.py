@@ -155,7 +155,7 @@ def test_several_turns(tree, tmp_path, monkeypatch):
     written = [logprob for logprob, own in tokens if own]
     assert len(written) == sum(len(c.token_ids) - len(c.prompt.columns["wanted"]) for c in first)
     assert metrics[0]["sampled_nll"] == pytest.approx(-sum(written) / len(written), rel=1e-5)
-    assert metrics[0]["completion_length"] == sum(len(c.token_ids) for c in first) / 16
+    assert metrics[0]["completion_length"] == sum(c.written for c in first) / 16
     assert metrics[0]["sampler_gap_mean"] < 1e-5
     write_lines(tmp_path / "held.jsonl", ROWS[:3])
     held = {"source": str(tmp_path / "held.jsonl"), "steps": 10, "temperature": 0.5}

@@ -46,7 +46,7 @@ def rollout_means(rollouts: Rollouts, step: int) -> Means:
         **{name: (sum(values), len(values)) for name, values in rewards.items()},
         "zero_variance_groups": (sum(not has_variance(group) for group in rewarded), len(rewarded)),
         "overlong_penalty": (sum(c.overlong_penalty for c in batch), len(batch)),
-        "completion_length": (sum(len(c.token_ids) for c in completions), number),
+        "completion_length": (written, number),
         "truncated_share": (sum(c.truncated for c in completions), number),
         "lag_mean": (sum(step - c.adapter_version for c in completions), number),
         "sampled_nll": (-sum(sum(c.rollout_logprobs) for c in completions), written),

@@ -70,7 +70,8 @@ def test_a_metric_is_missing_until_it_has_a_value_and_then_null(write_config, us
     )
     metrics = run(write_config(train__max_steps=3))
     assert [m["updates"] for m in metrics] == [0, 2, 0]
-    for name in ("loss", "entropy", "candidate_share", "sampler_gap_mean"):
+    assert metrics[0]["spurious_share"] == metrics[0]["silenced_share"] == 0.0
+    for name in ("loss", "entropy", "candidate_gradient_share", "sampler_gap_mean"):
         assert name not in metrics[0]
         assert metrics[1][name] is not None
         assert metrics[2][name] is None

@@ -15,6 +15,8 @@ from stapo_lite.training.metrics import Means, finish, masked_sum, mean
 from stapo_lite.training.run import Run
 from stapo_lite.types import Gradient, Masks, Rollouts, Update
 
+KINDS = ("candidate", "spurious", "negative_rare", "negative_sure")
+
 
 class Diagnostics(Callback):
     """Adds these metrics to those of each step; goes before `RunLog`."""
@@ -25,6 +27,9 @@ class Diagnostics(Callback):
 
     def on_update(self, run: Run, batch: MiniBatch, update: Update) -> None:
         if update.masks is None or update.gradient is None:
+            if not update.skipped:  # no token has an advantage, as each kind must
+                tokens = batch.loss_mask.sum()
+                self._parts.append({f"{kind}_share": (0, tokens) for kind in KINDS})
             return
         active = batch.loss_mask & (batch.advantages != 0)
         _, entropy, collision = update.gradient.statistics
@@ -88,10 +93,7 @@ def describe_tokens(
         tau_h = linear_quantile(learner.gather(entropy[population]), s2t.quantile)
     negative = batch.loss_mask & (batch.advantages < 0)
     rare = negative & candidate_mask(logprobs, -batch.advantages, s2t.tau_p)
-    kinds = {
-        "candidate": candidate,
-        "spurious": spurious_mask(candidate, entropy, tau_h),
-        "negative_rare": spurious_mask(rare, entropy, tau_h),
-        "negative_sure": negative & (-torch.expm1(logprobs) < s2t.tau_p),
-    }
+    spurious, rare = (spurious_mask(mask, entropy, tau_h) for mask in (candidate, rare))
+    sure = negative & (-torch.expm1(logprobs) < s2t.tau_p)
+    kinds = dict(zip(KINDS, (candidate, spurious, rare, sure), strict=True))
     return TokenDetails(logprobs, entropy, norm, tau_h, kinds)

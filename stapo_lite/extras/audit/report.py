@@ -14,7 +14,7 @@ from stapo_lite.training.run import Run
 
 ROWS = {
     "reward": "reward",
-    "sampled_nll": "entropy [nats]",
+    "sampled_nll": "-ln pi [nats]",
     "silenced_share": "silenced share",
     "completion_length": "completion length",
     "tokens_per_second": "tokens/s",

@@ -54,8 +54,9 @@ class TokenLog(Callback):
         values = torch.stack([tokens.logprobs.exp(), tokens.entropy, norms], 1)
         names = ("probability", "entropy", "gradient_norm")
         known = {"tau_h": tokens.tau_h, "kind": "other"}
-        positive = (batch.loss_mask & (batch.advantages > 0)).nonzero()[:, 0]
-        for numbers in values[thin(positive, self._limit)].tolist():
+        rewarded = batch.loss_mask & (batch.advantages > 0)
+        others = (rewarded & ~tokens.kinds["candidate"]).nonzero()[:, 0]
+        for numbers in values[thin(others, self._limit)].tolist():
             self._others.append(known | dict(zip(names, map(_short, numbers), strict=True)))
         places = tokens.kinds["candidate"].nonzero()[:, 0]
         # Not the salt of the `random` ablation, whose scores decide what is silenced.
@@ -66,7 +67,7 @@ class TokenLog(Callback):
             numbers = map(_short, values[place].tolist())
             candidate |= known | dict(zip(names, numbers, strict=True))
             candidate["advantage"] = _short(batch.advantages[place].item())
-            candidate["kind"] = "kept" if update.masks.keep[place] else "silenced"
+            candidate["kind"] = "silenced" if update.masks.silenced[place] else "kept"
             self._candidates.append((lot, candidate))
 
     def on_step_end(self, run: Run, metrics: dict[str, Any], rollouts: Rollouts) -> None:
