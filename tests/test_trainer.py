@@ -208,7 +208,7 @@ def of_trl(prompts, trainer):
     [
         ({"train_dataset": []}, "data.source=train_dataset: must be a list of rows"),
         ({"train_dataset": iter(ROWS)}, "must be a list of rows or a datasets.Dataset"),
-        ({"reward_funcs": [len, len]}, "one is listed twice"),
+        ({"reward_funcs": [len, len]}, "a name occurs twice"),
         ({"rollout_func": spell, "tools": [len]}, "tools: a rollout_func gives them to"),
         ({"rollout_func": of_trl}, "rollout_func: must take one argument, the episode"),
         ({"rollout_func": lambda episode: None}, "rollout_func: must be a coroutine function"),

@@ -150,7 +150,7 @@ def _unknown(schema: type[Section], key: str) -> str:
     those with the most similar name."""
     by_name = _by_name(schema)
     name = key.rpartition(".")[2]
-    near = [name] if name in by_name else difflib.get_close_matches(name, by_name, n=1, cutoff=0.75)
+    near = [name] if name in by_name else difflib.get_close_matches(name, by_name, n=1, cutoff=0.83)
     meant = [repr(full) for one in near for full in by_name[one]]
     hint = f"did you mean {' or '.join(meant)}?" if meant else "docs/config.md lists all"
     return f"unknown key {key!r}: {hint}"

@@ -163,8 +163,8 @@ class Reward(Section):
         return [
             (
                 len(set(names)) < len(names),
-                f"reward.functions={names}: one is listed twice; list it once and give it a weight "
-                "(reward.weights)",
+                f"reward.functions={names}: a name occurs twice; list a function once, with a "
+                "weight (reward.weights), and give two functions two names (`__name__`)",
             ),
             (
                 weights is not None and len(weights) != len(names),

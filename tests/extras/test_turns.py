@@ -64,7 +64,7 @@ def test_an_episode_without_room_is_truncated(run):
 def after_a_turn(raises):
     async def function(episode):
         await episode.generate(max_tokens=1)
-        if episode.prompt is PROMPTS[1]:
+        if episode.prompt == PROMPTS[1]:
             raise raises
         await episode.generate()
 
@@ -138,3 +138,15 @@ def test_a_turn_ends_with_its_stop_string():
     assert until_stop("a = b\nc", ["=>", "\n"]) == "a = b\n"
     assert until_stop("a + b", ["="]) == "a + b"  # a stop token ended it
     assert until_stop("why (", ["(", "?"]) == "why ("
+
+
+def test_what_a_coroutine_adds_to_its_columns_is_its_own(run):
+    async def note(episode):
+        await episode.generate(max_tokens=1)
+        episode.prompt.columns["first"] = episode.token_ids[0]
+
+    completions = run(note)
+    found = [c.prompt.columns["first"] for c in completions]
+    assert found == [c.token_ids[0] for c in completions]
+    assert len(set(found)) > len(PROMPTS)
+    assert not any(prompt.columns for prompt in PROMPTS)

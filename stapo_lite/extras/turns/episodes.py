@@ -369,6 +369,10 @@ def run_episodes(
     sampling = replace(sampling, **changes)
     running, size = Conversations(engine), sampling.num_generations
     samples = each_sample(prompts, seeds, size)
-    episodes = [Episode(prompt, seed, sampling, chat, running) for prompt, seed in samples]
+    episodes = []
+    for prompt, seed in samples:
+        # A coroutine may add columns for the reward functions.
+        own = replace(prompt, columns=dict(prompt.columns))
+        episodes.append(Episode(own, seed, sampling, chat, running))
     running.run(function, episodes)
     return in_groups([episode.completion() for episode in episodes], size)
