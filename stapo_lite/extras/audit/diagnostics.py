@@ -28,8 +28,8 @@ class Diagnostics(Callback):
     def on_update(self, run: Run, batch: MiniBatch, update: Update) -> None:
         if update.masks is None or update.gradient is None:
             if not update.skipped:  # no token has an advantage, as each kind must
-                tokens = batch.loss_mask.sum()
-                self._parts.append({f"{kind}_share": (0, tokens) for kind in KINDS})
+                none = 0, batch.loss_mask.sum()
+                self._parts.append({f"{kind}_share": none for kind in KINDS})
             return
         active = batch.loss_mask & (batch.advantages != 0)
         _, entropy, collision = update.gradient.statistics
