@@ -34,6 +34,7 @@ WEIGHTS, LAYER = "model/model.safetensors", "model.layers.1.mlp.up_proj.weight"
 NO_YAML, NO_MODEL = "cannot be read as YAML", "not a causal language model"
 CASES = [
     (write("config.yaml", ""), "must be a YAML mapping"),
+    (write("config.yaml", "model: \xff\xfe\xfa"), NO_YAML),
     (write("config.yaml", "model: !!python/object/apply:os.system ['true']"), NO_YAML),
     (write("config.yaml", "model: a\nmodel: b\noutput_dir: o"), "the key 'model' is given twice"),
     (write("config.yaml", "[" * 5000), NO_YAML),

@@ -6,11 +6,9 @@ import qwen_gsm8k_report as report
 
 from stapo_lite.files import write_lines
 
-MEASURED = (
-    "candidate_share spurious_share spurious_gradient_share truncated_share sampler_gap_mean "
-    "seconds_rollout seconds_update"
-)
-STEP = dict.fromkeys([*report.CURVES, *MEASURED.split()], 0.5)
+MEASURED = ["candidate_share", "spurious_share", "spurious_gradient_share", "truncated_share"]
+MEASURED += ["sampler_gap_mean", "seconds_rollout", "seconds_update"]
+STEP = dict.fromkeys([*report.CURVES, *MEASURED], 0.5)
 
 
 def evaluation(folder, *rights):

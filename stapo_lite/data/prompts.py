@@ -34,16 +34,21 @@ def load_rows(data: Data, key: str = "data.source") -> Sequence[dict[str, Any]]:
         InputError: there is no such file or Hub dataset, or it has no rows.
     """
     where = f"{key}={data.source}"
-    suffix = Path(data.source).suffix.lower()
-    if suffix in (".jsonl", *LOADERS) and not Path(data.source).is_file():
+    if names_file(data.source) and not Path(data.source).is_file():
         raise InputError(f"{where}: no such file")
     kinds = (
         "neither a readable file of rows (docs/data.md), nor a dataset on the Hub, nor a "
         "package.module:function that returns rows"
     )
     with explained(f"{where}: {kinds}"):
-        rows = read_jsonl(Path(data.source)) if suffix == ".jsonl" else _read_dataset(data)
+        is_jsonl = Path(data.source).suffix.lower() == ".jsonl"
+        rows = read_jsonl(Path(data.source)) if is_jsonl else _read_dataset(data)
     return check_rows(rows, where)
+
+
+def names_file(source: str) -> bool:
+    """Whether a source ends like a file of rows; names on the Hub may have a dot, too."""
+    return Path(source).suffix.lower() in (".jsonl", *LOADERS)
 
 
 def check_rows(rows: Sequence[Any], where: str) -> Sequence[dict[str, Any]]:

@@ -49,7 +49,7 @@ class Learner:
         """
         settings = gather_object([self.budget.setting])
         most = max(settings, key=MemorySetting.saved)
-        if most != self.budget.setting:
+        if most != self.budget.setting:  # to checkpoint layers again would add hooks to them
             self.budget.use(most)
         return self.budget.setting
 

@@ -106,7 +106,6 @@ _SPELLINGS = r"""
 (?<=\d)\s*\^?\s*(?:\{?\s*\\text)?\s*\{?\s*(?:st|nd|rd|th)\b(?:\s*\}){0,2} →
 (?i)^.*\b(?:answer|result)\s+is:?\s* →
 (?i)\b(?:about|approximately|exactly|only|simply|equal to)\s+(?=[-\d\\(]) →
-(?i)\b(?:indeed|definitely|therefore|thus)\s+(?=[-\d\\(]) →
 (?i)^[^\d$\\]*(?:\b(?:is|are|option|choice)\b:?|[a-z]{4}:)\s*(?=[-\d$\\(]|(?-i:[A-J])\b) →
 ,?\s*(?:\\text\{\s*)?(?:\bfor (?:all|every|any|each)\b|\\forall)[^,;=]*?(?=$|,|\band\b|\bor\b) → \t
 [\s,]+\(?\\text\{\s*\(?(?:for|where)\b(?:(?!\b(?:and|or)\b)[^,;])*$ →

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from huggingface_hub import ModelCard, ModelCardData
 
 from stapo_lite.config import IN_PYTHON, Config, load_config, to_yaml
-from stapo_lite.data.prompts import LOADERS
+from stapo_lite.data.prompts import names_file
 from stapo_lite.errors import InputError
 from stapo_lite.extras.evaluation.results import EVALUATIONS_FILE, results_table
 from stapo_lite.files import read_lines, read_object
@@ -58,8 +58,7 @@ def model_card(name: str, run: FinishedRun, base: str, merged: bool, stops: tupl
     config, data = run.config, run.config.data
     path, teacher = Path(data.source), config.objective.teacher_adapter
     start = config.lora.adapter
-    is_file = path.suffix in (".jsonl", *LOADERS)
-    local = is_file or path.is_absolute() or path.exists() or ":" in data.source
+    local = path.is_absolute() or path.exists() or ":" in data.source or names_file(data.source)
     on_hub = not local and data.source != IN_PYTHON
     public = {"teacher_server": None, "teacher_adapter": teacher and public_name(teacher)}
     parts = [data.source, data.subset, data.split] if on_hub else [path.name]
