@@ -1,5 +1,6 @@
 """Evaluation during training, and the best adapter."""
 
+import json
 import re
 from unittest.mock import Mock, call
 
@@ -74,7 +75,9 @@ def test_a_reward_that_no_function_gave_is_null(write_config, user_reward, tmp_p
     assert not (tmp_path / "run" / "best").exists()
 
 
-def test_benchmarks_while_a_run_trains(write_config, tiny_model, tmp_path, monkeypatch, capsys):
+def test_benchmarks_while_a_run_trains(
+    write_config, tiny_model, tmp_path, monkeypatch, capsys, caplog
+):
     """They are those of the command, and change nothing in a run; a resumption repeats none."""
     benchmark, folder = tmp_path / "mine.jsonl", tmp_path / "run"
     rows = [{"problem": f"say {word}", "answer": n} for n, word in enumerate(("five", "six"))]
@@ -107,9 +110,15 @@ def test_benchmarks_while_a_run_trains(write_config, tiny_model, tmp_path, monke
     tree |= {"decoding": "justrl", "data": {"max_prompt_length": 64, "prompt_suffix": ""}}
     tree |= {"rollout": {"engine": "transformers", "num_samples": 6, "max_completion_length": 8}}
     results = evaluate(load_eval_config(tree))
+    assert "trained on" not in caplog.text
     assert results["benchmarks"] == evaluations[-1]["benchmarks"]
     samples = [line["response"] for line in read_lines(tmp_path / "e" / "samples-0.jsonl")]
     assert samples == graded[2] != graded[1] != graded[0]
+    adapter = folder / "adapter" / "adapter_config.json"
+    of_another = read_object(adapter) | {"base_model_name_or_path": "Qwen/Qwen3-8B"}
+    adapter.write_text(json.dumps(of_another))
+    assert evaluate(load_eval_config(tree)) == results
+    assert "run/adapter was trained on Qwen/Qwen3-8B" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ and `results.md`.
 """
 
 import json
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from datetime import timedelta
@@ -33,6 +34,8 @@ from stapo_lite.rollout.engine import Decoding, RolloutEngine, RolloutSettings
 from stapo_lite.rollout.make import check_options, resolve_engine
 from stapo_lite.rollout.vllm_options import vllm_version
 
+logger = logging.getLogger(__name__)
+
 VERDICT = ("benchmark", "id", "sample", "gold", "answer", "correct")
 """What `verdicts.jsonl` says of a sample."""
 
@@ -56,6 +59,8 @@ def evaluate(config: EvalConfig) -> dict[str, Any] | None:
     engine_name = resolve_engine(config.rollout.engine)
     check_options(engine_name, config.rollout, dtype)
     lora = read_adapter(Path(config.adapter)) if config.adapter else None
+    if lora and lora.base_model_name_or_path != config.model:
+        logger.warning("adapter=%s was trained on %s", config.adapter, lora.base_model_name_or_path)
     tokenizer, model_eos = load_tokenizer(config.model, [])
     tasks = benchmark_tasks(
         config, tokenizer, config.benchmarks, config.rollout.num_samples, config.limit
