@@ -101,7 +101,7 @@ def open_run(
     error, SIGTERM, Ctrl-C), a checkpoint of the last whole step is written.
 
     Args:
-        resume: continue from the newest intact checkpoint in `config.output_dir`; start anew if
+        resume: continue from the newest checkpoint in `config.output_dir`; start anew if
             there is none.
         force: continue even if keys that affect what the run computes have changed.
 

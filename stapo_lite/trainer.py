@@ -41,7 +41,7 @@ class Trainer:
         rollout_func: a coroutine function that makes a completion of several turns (docs/turns.md).
         callbacks: called after the run's own (docs/python.md).
         keys: of the config (docs/config.md). A key needs no section (`learning_rate=1e-5`), except
-            those of `evaluation={...}`.
+            those of `evaluation={...}` and `rollout={"quantization": ...}`.
 
     Attributes:
         config: the whole config, checked.
@@ -90,7 +90,7 @@ class Trainer:
         run ends there: adapter and checkpoint are written as at the last step.
 
         Args:
-            resume: continue from the newest intact checkpoint in `output_dir`; start anew if there
+            resume: continue from the newest checkpoint in `output_dir`; start anew if there
                 is none.
             force: continue even if keys that affect what the run computes have changed.
 

@@ -90,7 +90,7 @@ class Lora(Section):
     use_rslora: bool = False
     """Scale by `lora_alpha / sqrt(r)` instead."""
     target_modules: Annotated[Names, _ALL_LINEAR] = PROJECTIONS
-    """Linear layers that get an adapter, or `all-linear` but the LM head."""
+    """Linear layers that get an adapter, or `all-linear`: all but the LM head."""
 
 
 class Prompting(Section):
@@ -218,7 +218,7 @@ class Rollout(Engine):
     """`server`: steps that may be sampled ahead of the trainer."""
     share_base: Annotated[Literal["auto", "on", "off"], _ON_OFF] = "auto"
     """Train on vLLM's weights (docs/how.md#one-base-in-memory). `auto`: if `quantization` and
-    `rollout.quantization` agree; `on`: or end the run; `off`: two copies."""
+    `rollout.quantization` agree; `on`: always, or the run ends; `off`: two copies."""
     self_check: bool = True
     """Before the first step, compare engine and trainer with a random adapter (docs/faults.md)."""
 
