@@ -36,6 +36,7 @@ import statistics
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ from stapo_lite.model.processes import resolve_dtype
 from stapo_lite.training.checkpoint import Progress
 from stapo_lite.training.learner import Learner
 from stapo_lite.training.memory import MemoryBudget, MemorySetting
-from stapo_lite.training.metrics import finish
+from stapo_lite.training.metrics import gather_means
 from stapo_lite.training.statistics import measure, with_gradient
 from stapo_lite.training.update import update
 from stapo_lite.types import Completion, Prompt
@@ -88,7 +89,7 @@ class Ours:
         start = now()
         self.learner.set_learning_rate(0.0)
         done = update(self.learner, pack(self.rollouts, self.learner.policy.device))
-        metrics: Any = finish([done.means])
+        metrics: Any = gather_means([done.means])
         return {"loss": metrics["loss"], "seconds": now() - start}
 
 
@@ -201,8 +202,8 @@ def give_logprobs(rollouts: list[Completion], policy: Policy, config: Config) ->
     """Set the sampler's log-probabilities: those of the policy plus noise."""
     generator = torch.Generator().manual_seed(0)
     batch = pack(rollouts, policy.device)
-    budget = make_budget(config, policy)
-    measured = measure(policy, batch, range(len(rollouts)), budget).logprobs.cpu()
+    learner: Any = SimpleNamespace(policy=policy, budget=make_budget(config, policy))
+    measured = measure(learner, batch, range(len(rollouts))).logprobs.cpu()
     parts = measured.split([len(c.token_ids) for c in rollouts])
     for completion, logprobs in zip(rollouts, parts, strict=True):
         noise = GAP * torch.randn(len(logprobs), generator=generator)

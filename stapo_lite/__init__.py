@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from stapo_lite.trainer import Trainer
     from stapo_lite.training.callbacks import Callback
 
-if not os.path.exists("/proc/driver/nvidia/version"):  # read by torch when it is imported
+if not os.path.exists("/proc/driver/nvidia/version"):  # no card; torch's import reads both
     # vLLM's CPU backend warns of NUMA nodes that a PC lacks.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Threads that wait without spinning: a quarter faster on a CPU that something else uses too.

@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 class PythonInputs(NamedTuple):
     """What a caller in Python gives a run besides its config."""
 
-    reward_funcs: Mapping[str, Callable] | None = None
+    reward_funcs: Mapping[str, Callable] = {}
     """Functions of this process by their names in `reward.functions`."""
     rows: Sequence[dict[str, Any]] | None = None
     """The data set; None for `data.source`."""
@@ -188,9 +188,10 @@ def check_checkpoint(
     Raises:
         InputError: it may not continue with this config (`check_resume`).
     """
-    if not resume or not (saved := checkpoint.list_checkpoints(Path(config.output_dir))):
+    saved = checkpoint.list_checkpoints(Path(config.output_dir)) if resume else []
+    if not saved:
         return None
-    accelerator.print(checkpoint.check_resume(saved[-1], config.model_dump(mode="json"), force))
+    accelerator.print(checkpoint.check_resume(saved[-1], config, force))
     return saved[-1]
 
 

@@ -67,7 +67,7 @@ def _train(config: "Config", resume: bool, force: bool = False) -> None:
         sys.stdout.reconfigure(line_buffering=True)  # log files show each step as it ends
     with open_run(config, resume, force) as run:
         cards = torch.cuda.device_count()
-        if cards > 1 == run.accelerator.num_processes:
+        if cards > 1 and run.accelerator.num_processes == 1:
             print(f"on one of {cards} cards; accelerate launch -m stapo_lite.train uses all")
         for _ in train(run):
             pass
@@ -88,7 +88,7 @@ def serve_command(
     host: Annotated[
         str, Option(help="address to listen on; by default this machine only")
     ] = "127.0.0.1",
-    port: Annotated[int, Option(help="by default 8000")] = 8000,
+    port: int = 8000,
 ) -> None:
     """Serve a run's rollouts by vLLM."""
     from stapo_lite.config import load_config

@@ -18,7 +18,7 @@ class RunError(Exception):
 
 
 class Terminated(SystemExit):
-    """SIGTERM, where other reasons to exit must not end the run."""
+    """Raised at SIGTERM; what contains the SystemExit of a tool lets it through."""
 
 
 @contextmanager

@@ -144,7 +144,7 @@ def sync(path: Path) -> None:
 
 
 def check_new(folder: Path) -> None:
-    """Raise an InputError if an output folder holds anything but `.lock`, left by a start that
-    failed."""
+    """Raise an InputError if an output folder holds anything but hidden files, such as the `.lock`
+    that a failed start left."""
     if any(folder.glob("[!.]*")):
         raise InputError(f"output_dir={folder} is not empty: --resume it, or choose another folder")

@@ -31,7 +31,7 @@ from stapo_lite.training.checkpoint import Progress, list_checkpoints
 from stapo_lite.training.learner import Learner
 from stapo_lite.training.loop import train
 from stapo_lite.training.memory import MemoryBudget, MemorySetting
-from stapo_lite.training.metrics import finish
+from stapo_lite.training.metrics import gather_means
 from stapo_lite.training.statistics import measure
 from stapo_lite.training.update import update
 from stapo_lite.types import Completion, Prompt, TokenStatistics
@@ -232,7 +232,7 @@ def run_update(policy, completions, objective, *, old=None, max_tokens=10_000, *
     batch = packed(policy, completions, old)
     result = update(learner, batch)
     after = torch.cat([p.detach().flatten() for p in policy.parameters.values()])
-    metrics, run = finish([result.means]), SimpleNamespace(learner=learner, policy=policy)
+    metrics, run = gather_means([result.means]), SimpleNamespace(learner=learner, policy=policy)
     diagnostics = Diagnostics()
     diagnostics.on_update(run, batch, result)
     diagnostics.on_step_end(run, metrics, None)
@@ -261,7 +261,7 @@ def measured(policy, completions):
     """Statistics of the policy now for each completion."""
     batch, budget = pack(completions, policy.device), make_budget(10_000)
     lengths = [len(c.token_ids) for c in completions]
-    whole = measure(policy, batch, range(len(completions)), budget)
+    whole = measure(SimpleNamespace(policy=policy, budget=budget), batch, range(len(completions)))
     parts = zip(*(values.split(lengths) for values in whole), strict=True)
     return dict(zip(completions, itertools.starmap(TokenStatistics, parts), strict=True))
 
@@ -323,8 +323,8 @@ def with_template(folder, name):
 class Letters:
     """A tokenizer whose text is the token ids."""
 
-    def batch_decode(self, rows):
-        return [" ".join(map(str, row)) for row in rows]
+    def decode(self, ids):
+        return str(ids) if isinstance(ids, int) else " ".join(map(str, ids))
 
 
 def make_vllm(model, dtype, quantization=None, cache_bytes=1 << 27, share_base=False, **lora):

@@ -150,7 +150,8 @@ class _FrozenHead(torch.autograd.Function):
             directions[:, rows] = sums.div_(head.temperature)
         ctx.save_for_backward(directions)
         logprobs, entropy, collision = statistics.unbind()
-        ctx.mark_non_differentiable(collision, *(() if with_entropy else (entropy,)))
+        constants = (collision,) if with_entropy else (entropy, collision)
+        ctx.mark_non_differentiable(*constants)
         return logprobs, entropy, collision
 
     @staticmethod
@@ -190,13 +191,13 @@ def _sweep(hidden, head, targets, v, count: int):
         shifted = scale * (shifted + s * moved) + weighted.sum(1)
         if count == 2:
             sums[1].addcmul_(moved[:, None], sums[0])
-            _product(weighted.to(tile.dtype), tile, sums[1], add=True, scale=scale)
+            _product(weighted.to(tile.dtype), tile, sums[1], scale)
         torch.mul(exponentials, exponentials, out=logits)
         squares = scale.square() * squares + logits.sum(1)
         s = scale * s + exponentials.sum(1)
         m = higher
         if count:
-            _product(exponentials.to(tile.dtype), tile, sums[0], add=True, scale=scale)
+            _product(exponentials.to(tile.dtype), tile, sums[0], scale)
         del exponentials  # its memory serves the next tile
     log_s = s.log()
     sums /= s[:, None]
@@ -216,7 +217,7 @@ def _logit_tiles(hidden, head, v) -> Iterator[tuple[slice, Tensor, Tensor]]:
     buffer = hidden.new_empty(len(hidden) * v, dtype=torch.float32)
     for columns, tile in _weight_tiles(head.weight, v):
         logits = buffer[: len(hidden) * len(tile)].view(len(hidden), len(tile))
-        _product(hidden, tile.T, logits, add=False)
+        _product(hidden, tile.T, logits)
         if head.bias is not None:
             logits += head.bias[columns]
         if head.temperature != 1:
@@ -240,14 +241,14 @@ def _weight_tiles(weight, v) -> Iterator[tuple[slice, Tensor]]:
         yield slice(start, start + len(tile)), tile
 
 
-def _product(a: Tensor, b: Tensor, out: Tensor, add: bool, scale: Any = None) -> None:
-    """out = a @ b or out = scale out + a @ b, in fp32, from fp32 or (CUDA only) half-precision
-    operands."""
+def _product(a: Tensor, b: Tensor, out: Tensor, scale: Tensor | None = None) -> None:
+    """out = a @ b or, with a scale, out = scale out + a @ b, in fp32, from fp32 or (CUDA only)
+    half-precision operands."""
     if scale is not None:
         out *= scale[:, None]
     if a.dtype == torch.float32:
-        out.addmm_(a, b, beta=float(add))
-    elif add:
+        out.addmm_(a, b, beta=float(scale is not None))
+    elif scale is not None:
         torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
     else:
         torch.mm(a, b, out_dtype=torch.float32, out=out)

@@ -68,35 +68,35 @@ def token_loss(
         gate = torch.sigmoid(tau * (ratio - 1))
         gradient = 4 * gate * (1 - gate) * ratio * advantages
         never = torch.zeros_like(below)
-        return TokenLoss(-4 / tau * gate * advantages, gradient.detach(), never, never)
+        return TokenLoss(-4 / tau * gate * advantages, gradient, never, never)
     if kind == "dppo":
         moved = logprobs.exp() - (logprobs - log_ratio).exp()
         below, above = moved < -epsilon, moved > epsilon_high
         bounded = torch.zeros_like(ratio)
     clipped_low, clipped_high = (advantages < 0) & below, (advantages > 0) & above
-    value = torch.where(clipped_low | clipped_high, bounded.detach(), ratio) * advantages
-    gradient = (ratio.detach() * advantages).masked_fill(clipped_low | clipped_high, 0.0)
+    clipped = clipped_low | clipped_high
+    value = torch.where(clipped, bounded, ratio) * advantages
+    gradient = (ratio * advantages).masked_fill(clipped, 0.0)
     return TokenLoss(-value, gradient, clipped_low, clipped_high)
 
 
 def sequence_log_ratio(log_ratio: Tensor, written: Tensor, rows: Tensor, sequences: int) -> Tensor:
     """The sequence's log-ratio at each of its tokens: the mean over the tokens that the model wrote
-    (arXiv 2507.18071, eq. 7). Its gradient goes to the token's own log-ratio only (GSPO-token,
-    eq. 14), so that masked tokens get none; without a mask, the sum over the sequence has GSPO's
-    gradient.
+    (arXiv 2507.18071, eq. 7). A token's loss is differentiated by its own log-probability only
+    (GSPO-token, eq. 14), so that masked tokens get no gradient; without a mask, the sum over the
+    sequence has GSPO's gradient.
 
     Args:
-        log_ratio: [n] fp32 with gradient.
+        log_ratio: [n] fp32.
         written: [n] bool.
         rows: [n] int64 below `sequences`: the sequence of each token.
 
     Returns:
         [n] fp32.
     """
-    value = log_ratio.detach()
-    sums = segment_sum(value.where(written, 0.0), rows, sequences)
+    sums = segment_sum(log_ratio.where(written, 0.0), rows, sequences)
     means = sums / segment_sum(written, rows, sequences).clamp(min=1)
-    return means[rows].float() + (log_ratio - value)
+    return means[rows].float()
 
 
 def k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:

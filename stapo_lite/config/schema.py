@@ -586,8 +586,3 @@ class EvalConfig(Preset):
     rollout: EvalEngine = EvalEngine()
 
     _presets: ClassVar[Presets] = EVAL_PRESETS
-
-    @property
-    def max_sequence_length(self) -> int:
-        """Tokens of the longest prompt plus the longest completion."""
-        return self.data.max_prompt_length + self.rollout.max_completion_length

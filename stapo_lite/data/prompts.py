@@ -163,9 +163,9 @@ def is_answer(value: Any) -> bool:
 
 
 def _read_answer(row: Any, column: str, where: str) -> Any:
-    answer = row.get(column)
-    for name in column.split(".") if column not in row else ():
-        answer = row = row.get(name) if isinstance(row, dict) else None
+    answer = row
+    for name in [column] if column in row else column.split("."):
+        answer = answer.get(name) if isinstance(answer, dict) else None
     if hasattr(answer, "item"):  # a number of numpy or torch
         answer = answer.item()
     if not is_answer(answer):
@@ -227,15 +227,16 @@ def stop_token_ids(
     ids = {tokenizer.eos_token_id}
     ids.update([model_eos] if isinstance(model_eos, int) else model_eos or [])
     if apply_chat_template:
-        turns = [
-            {"role": "user", "content": "question"},
-            {"role": "assistant", "content": "answer"},
-        ]
-        text = tokenizer.apply_chat_template(turns, tokenize=False)
-        after = tokenizer(text.rpartition("answer")[2].lstrip(), add_special_tokens=False).input_ids
-        if after and after[0] in tokenizer.added_tokens_decoder:
-            ids.add(after[0])
+        ids.add(end_of_turn(tokenizer))
     return tuple(sorted(ids - {None}))
+
+
+def end_of_turn(tokenizer: Any) -> int | None:
+    """The special token with which the chat template ends an assistant's turn, if there is one."""
+    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+    text = tokenizer.apply_chat_template(turns, tokenize=False)
+    after = tokenizer(text.rpartition("answer")[2].lstrip(), add_special_tokens=False).input_ids
+    return after[0] if after and after[0] in tokenizer.added_tokens_decoder else None
 
 
 def set_text(completion: Completion, tokenizer: Any, skip_special_tokens: bool | None) -> None:

@@ -49,7 +49,7 @@ def describe_environment() -> Iterator[str]:
     yield f"auto: engine {resolve_engine('auto')}, dtype {resolve_dtype('auto', None)}"
 
 
-def source_digest(names: Sequence[str], own: Mapping[str, Callable] | None) -> str:
+def source_digest(names: Sequence[str], own: Mapping[str, Callable]) -> str:
     """A digest of reward functions' sources.
 
     Args:
@@ -58,7 +58,7 @@ def source_digest(names: Sequence[str], own: Mapping[str, Callable] | None) -> s
     texts = []
     for name in names:
         with suppress(Exception):  # a built-in one, or one typed into an interpreter
-            if own and name in own:
+            if name in own:
                 texts.append(inspect.getsource(own[name]))
             else:
                 module: Any = find_spec(name.partition(":")[0])

@@ -22,17 +22,16 @@ def plan(config: Config, gib: float) -> str:
     always = sizes.base + adapter + RESERVED + int(MARGIN * card)
     cached = (card - always) // sizes.cached_token
     rows = {
-        "base": sizes.base,
-        "adapter and optimiser": adapter,
-        "CUDA and vLLM, about": RESERVED,
-        "the card that are left": card - always,
+        "GiB of base": sizes.base,
+        "GiB of adapter and optimiser": adapter,
+        "GiB of CUDA and vLLM, about": RESERVED,
+        "GiB of the card that are left": card - always,
     }
-    lines = [f"{'GiB of ' + name:<64}{size / GIB:6.2f}" for name, size in rows.items()]
     tokens = max(config.max_sequence_length, 8192)
     for checkpointing in (False, True):
         setting = MemorySetting(False, checkpointing, tokens)
-        needed = count_activations(config, tokens, checkpointing)
-        lines.append(f"{f'GiB for {setting}':<64}{needed / GIB:6.2f}")
+        rows[f"GiB for {setting}"] = count_activations(config, tokens, checkpointing)
+    lines = [f"{name:<64}{size / GIB:6.2f}" for name, size in rows.items()]
     lines.append(
         f"In rollouts what is left caches {max(0, cached):,} tokens: "
         f"{max(0, cached) / config.max_sequence_length:.1f} of the longest sequences."

@@ -133,4 +133,4 @@ def logprobs(learner: Learner, completions: Sequence[Completion], adapted: bool 
     policy, rows = learner.policy, range(len(completions))
     batch = pack(completions, policy.device)
     with nullcontext() if adapted else policy.model.disable_adapter():
-        return measure(policy, batch, rows, learner.budget).logprobs.cpu()
+        return measure(learner, batch, rows).logprobs.cpu()

@@ -73,7 +73,7 @@ RULES: dict[str, Rule] = {
         "objective.sampler_correction on",
     ),
     "tools_fail": Rule(
-        lambda history: [m.get("tools/failure_frequency") for m in history[-1:]] == [1],
+        lambda history: bool(history) and history[-1].get("tools/failure_frequency") == 1,
         "every call of a tool fails, and only the model is told: the errors are in "
         "completions.jsonl (log.completions)",
     ),

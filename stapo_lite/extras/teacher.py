@@ -20,7 +20,7 @@ from stapo_lite.algorithm.microbatches import MiniBatch
 from stapo_lite.errors import InputError, RunError, explained
 from stapo_lite.model.loading import load_adapter
 from stapo_lite.training.callbacks import Callback
-from stapo_lite.training.metrics import Means, finish, mean
+from stapo_lite.training.metrics import Means, gather_means, mean
 from stapo_lite.training.run import Run
 from stapo_lite.training.statistics import measure
 from stapo_lite.types import Completion, Rollouts
@@ -56,7 +56,7 @@ class Teacher(Callback):
             self._parts.append({"teacher_kl": mean(-difference, batch.loss_mask)})
 
     def on_step_end(self, run: Run, metrics: dict[str, Any], rollouts: Rollouts) -> None:
-        metrics |= finish(self._parts)
+        metrics |= gather_means(self._parts)
         self._parts = []
 
 
@@ -79,7 +79,7 @@ class AdapterTeacher(Teacher):
     def logprobs(self, run: Run, batch: MiniBatch) -> Tensor:
         with run.policy.holding(self._values):
             rows = range(len(batch.completions))
-            return measure(run.policy, batch, rows, run.learner.budget).logprobs
+            return measure(run.learner, batch, rows).logprobs
 
 
 class ServerTeacher(Teacher):

@@ -35,8 +35,7 @@ class TransformersEngine(RolloutEngine):
 
     def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[list[Completion]]:
         size, decoding = self._sampling.num_generations, self._sampling.decoding
-        samples = list(each_sample(prompts, seeds, size))
-        rows, row_seeds = [prompt for prompt, _ in samples], [seed for _, seed in samples]
+        rows, row_seeds = zip(*each_sample(prompts, seeds, size), strict=True)
         draws = self.stream(rows, row_seeds, [decoding] * len(rows))
         bar = progress_bar("rollout", "completion", len(rows), draws)
         completions = [completion for _, completion in bar]

@@ -4,13 +4,14 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 from stapo_lite.config import Reward
 from stapo_lite.errors import InputError, RunError
 from stapo_lite.loop_thread import LoopThread
-from stapo_lite.rewards.sandbox import Sandbox, SandboxError
+from stapo_lite.rewards.sandbox import Pool, SandboxError, call, check_callable, plain, run_in
 from stapo_lite.types import Completion
 
 logger = logging.getLogger(__name__)
@@ -43,13 +44,13 @@ class RewardModel:
         self,
         settings: Reward,
         max_steps: int,
-        own: Mapping[str, Callable] | None = None,
-        built_in: Mapping[str, RewardFunction] | None = None,
+        own: Mapping[str, Callable] = {},
+        built_in: Mapping[str, RewardFunction] = {},
     ):
         self._max_steps = max_steps
         self._coroutines = LoopThread("coroutine rewards")
-        known = dict(built_in or {})
-        for name, function in (own or {}).items():
+        known = dict(built_in)
+        for name, function in own.items():
             known[name] = LocalFunction(name, function, self._coroutines)
         self._functions = {
             name: known.get(name) or SandboxedFunction(name, settings.function_timeout)
@@ -138,21 +139,16 @@ def copied(value: Any) -> Any:
     return value
 
 
-def check_scores(name: str, values: Any, count: int) -> Scores:
-    """Check the values that a function returned. Those that are not numbers, not finite or at least
-    LARGEST in magnitude become None.
+def check_scores(name: str, values: Scores, count: int) -> Scores:
+    """Check the values that a function returned. Those that are not finite or at least LARGEST in
+    magnitude become None.
 
     Raises:
-        SandboxError: the values are not a list of `count`.
+        SandboxError: they are not `count`.
     """
-    if not isinstance(values, list):
-        raise SandboxError(f"returned {values!r:.100}, not a list")
     if len(values) != count:
         raise SandboxError(f"returned {len(values)} values, not {count}")
-    scores = [
-        float(value) if isinstance(value, int | float) and abs(value) < LARGEST else None
-        for value in values
-    ]
+    scores = [value if value is not None and abs(value) < LARGEST else None for value in values]
     unusable = scores.count(None) - values.count(None)
     if unusable:
         message = (
@@ -190,15 +186,10 @@ class LocalFunction:
         if inspect.iscoroutine(values):
             values = self._loop.submit(values).result()
         try:
-            return check_scores(self._name, list(map(plain, values)), len(completions))
+            return check_scores(self._name, plain(values), len(completions))
         except (SandboxError, TypeError, ValueError) as error:
             fix = "fix it, then resume=True"
             raise RunError(f"reward_funcs: {self._name} {error}; {fix}") from None
-
-
-def plain(value: Any) -> float | None:
-    """A number of any library as a float."""
-    return None if value is None else float(value)
 
 
 class SandboxedFunction:
@@ -219,9 +210,12 @@ class SandboxedFunction:
         self._path, self._failures = path, 0
         if ":" not in path:
             raise InputError(f"reward.functions={path}: use math or package.module:function")
+        self._pool = Pool(workers=1)
+        self._run = partial(run_in, self._pool, timeout)
         try:
-            self._sandbox = Sandbox(path, timeout)
+            self._run(check_callable, path)
         except SandboxError as error:
+            self.close()
             raise InputError(f"reward.functions={path}: {error}") from None
 
     def __call__(
@@ -237,12 +231,13 @@ class SandboxedFunction:
         """
         arguments = reward_arguments(completions, trainer_state)
         try:
-            values = check_scores(self._path, self._sandbox.call(arguments, seed), len(completions))
+            values = self._run(call, self._path, arguments, seed % 2**32)
+            scores = check_scores(self._path, values, len(completions))
         except SandboxError as error:
             self._fail(error)
             return [None] * len(completions)
         self._failures = 0
-        return values
+        return scores
 
     def _fail(self, problem: SandboxError) -> None:
         failed = f"reward.functions={self._path}: {problem}; it"
@@ -257,7 +252,7 @@ class SandboxedFunction:
 
     def close(self) -> None:
         """Kill its process, and with it a running call."""
-        self._sandbox.close()
+        self._pool.kill()
 
 
 def overlong_share(length: int, max_completion_length: int, buffer: float) -> float:

@@ -9,6 +9,7 @@ import inspect
 import pkgutil
 import random
 import sys
+from collections.abc import Iterable
 from concurrent.futures import Future, TimeoutError
 from functools import cache
 from io import TextIOWrapper
@@ -70,44 +71,18 @@ class Pool(ProcessPool):
         self.join()
 
 
-class Sandbox:
-    """The function at `package.module:function`, in a process of its own.
-
-    Args:
-        timeout: limit in seconds for one call, and for importing the module.
+def run_in(pool: Pool, timeout: float, function: Any, *arguments: Any) -> Any:
+    """Call a function in one of the pool's processes.
 
     Raises:
-        SandboxError: the function cannot be imported.
+        SandboxError: it raised, exceeded `timeout` seconds, or ended its process.
     """
-
-    def __init__(self, path: str, timeout: float):
-        self._path, self._timeout = path, timeout
-        self._pool = Pool(workers=1)
-        try:
-            self._run(check_callable, path)
-        except SandboxError:
-            self.close()
-            raise
-
-    def call(self, arguments: dict[str, Any], seed: int) -> list[float | None]:
-        """Call the function.
-
-        Raises:
-            SandboxError: it raised, exceeded the limit, or ended its process.
-        """
-        return self._run(call, self._path, arguments, seed % 2**32)
-
-    def _run(self, *call: Any) -> Any:
-        try:
-            return self._pool.schedule(explained_call, call, timeout=self._timeout).result()
-        except TimeoutError:
-            raise SandboxError(f"took longer than {self._timeout:g} s") from None
-        except ProcessExpired as error:
-            raise SandboxError(f"ended its process with status {error.exitcode}") from None
-
-    def close(self) -> None:
-        """Kill the process, and with it a running call."""
-        self._pool.kill()
+    try:
+        return pool.schedule(explained_call, [function, *arguments], timeout=timeout).result()
+    except TimeoutError:
+        raise SandboxError(f"took longer than {timeout:g} s") from None
+    except ProcessExpired as error:
+        raise SandboxError(f"ended its process with status {error.exitcode}") from None
 
 
 def explained_call(function: Any, *arguments: Any) -> Any:
@@ -122,7 +97,7 @@ def explained_call(function: Any, *arguments: Any) -> Any:
 
 
 def check_callable(path: str) -> None:
-    """Raise a TypeError if something else is at the path."""
+    """Raise a TypeError unless something callable is at the path."""
     if not callable(pkgutil.resolve_name(path)):
         raise TypeError("not a function")
 
@@ -137,6 +112,11 @@ def call(path: str, arguments: dict[str, Any], seed: int) -> list[float | None]:
     values = pkgutil.resolve_name(path)(**arguments)
     if inspect.iscoroutine(values):
         values = runner().run(values)
+    return plain(values)
+
+
+def plain(values: Iterable[Any]) -> list[float | None]:
+    """Numbers of any library as floats; None stays."""
     return [None if value is None else float(value) for value in values]
 
 

@@ -1,4 +1,4 @@
-"""The protocol of rollout engines, and the settings that they sample with."""
+"""The protocol of rollout engines, their settings, and what they share."""
 
 from __future__ import annotations
 
@@ -96,7 +96,6 @@ class Publisher(Protocol):
     def adapter_tensors(self, dtype: str) -> dict[str, Any]:
         """Copies of the adapter's values in host memory, by the names under which PEFT saves
         them."""
-        ...
 
 
 class RolloutEngine(Protocol):
@@ -104,14 +103,12 @@ class RolloutEngine(Protocol):
 
     def publish(self, policy: Publisher, version: int) -> None:
         """Sample from this adapter from now on."""
-        ...
 
     def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[list[Completion]]:
         """One group of `num_generations` completions per prompt, in order; each has the version
         that it was sampled from, and the log-probability of each token at the sampling temperature.
         Completion g of a prompt with seed s has the seed `derived_seed(s, g)`; in-process vLLM
         instead seeds the whole call with the first prompt's seed."""
-        ...
 
     def add(self, index: int, prompt: Prompt, seed: int, decoding: Decoding) -> None:
         """Begin one completion, beside those that are in progress. Each draw follows from its own
@@ -120,15 +117,12 @@ class RolloutEngine(Protocol):
         Args:
             index: its name in `step`.
         """
-        ...
 
     def step(self) -> list[tuple[int, Completion]]:
         """Sample for a moment; return index and completion of what has finished."""
-        ...
 
     def abort(self) -> None:
         """Drop what was added and has not finished."""
-        ...
 
     def stream(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], decodings: Sequence[Decoding]

@@ -304,8 +304,9 @@ def completions(prompt: Prompt, output: Any) -> list[Completion]:
     for sample in output.outputs:
         token_ids = list(sample.token_ids)
         logprobs = []
-        for token, step in zip(token_ids, sample.logprobs or (), strict=bool(sample.logprobs)):
-            logprobs.append(step[token].logprob)
+        if sample.logprobs:
+            pairs = zip(token_ids, sample.logprobs, strict=True)
+            logprobs = [step[token].logprob for token, step in pairs]
         truncated = sample.finish_reason == "length"
         found.append(Completion(prompt, token_ids, logprobs, truncated, version))
     return found

@@ -37,12 +37,6 @@ def prepare_vllm() -> None:
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
 
 
-def batched_tokens(options: Engine, max_model_len: int) -> int:
-    """Default for the tokens that vLLM prefills at a time on a GPU: at most what all its sequences
-    can hold, since its warm-up spreads a batch of this size over them."""
-    return min(BATCHED_TOKENS, options.max_num_seqs * max_model_len)
-
-
 def served_rank(lora_r: int) -> int:
     """The smallest `max_lora_rank` that serves adapters of this rank."""
     return next(rank for rank in ALLOWED_RANKS if rank >= lora_r)
@@ -92,7 +86,9 @@ def engine_arguments(
         ours |= {"enforce_eager": True, "enable_chunked_prefill": False}
         ours["worker_extension_cls"] = "stapo_lite.rollout.vllm_cpu_lora.WorkerExtension"
     else:
-        defaults["max_num_batched_tokens"] = batched_tokens(options, max_model_len)
+        # At most what all sequences can hold: vLLM's warm-up spreads such a batch over them.
+        most = options.max_num_seqs * max_model_len
+        defaults["max_num_batched_tokens"] = min(BATCHED_TOKENS, most)
         if options.gpu_memory_utilization is not None:  # by default vLLM's
             ours["gpu_memory_utilization"] = options.gpu_memory_utilization
     for name in ours.keys() & options.vllm.keys():

@@ -100,7 +100,7 @@ def save_checkpoint(
     the newest `limit`.
 
     Returns:
-        False if an intact one was there already.
+        False if it was there already.
 
     Raises:
         Exception: it could not be written (OSError, or an error of torch or safetensors). The other
@@ -148,30 +148,29 @@ def load_checkpoint(
         moments["param_groups"] = optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict(moments)
         progress = Progress(**state["progress"])
-    changed = differences(flatten(state["config"]), flatten(config.model_dump(mode="json")))
+    changed = differences(state["config"], config)
     if changed.keys() & MEMORY:
         progress.memory = None
     return progress
 
 
-def check_resume(folder: Path, config: dict[str, Any], force: bool) -> str:
+def check_resume(folder: Path, config: Config, force: bool) -> str:
     """Check that a checkpoint may continue with this config.
 
     Returns:
-        The changes since the checkpoint was written, for the user.
+        A line for the user: which checkpoint continues, and what has changed.
 
     Raises:
         InputError: a key of FIXED has changed; or, without `force`, any other key that affects what
             the run computes.
     """
-    before = read_object(folder / "state.json")["config"]
-    changes = differences(flatten(before), flatten(config))
+    changes = differences(read_object(folder / "state.json")["config"], config)
     changed = ", ".join(changes.values())
     for key in changes:
         if key.startswith(FIXED):
             raise InputError(f"--resume: {key} cannot change in a run ({changed}): set it back")
         # A falling learning rate depends on max_steps at every step.
-        falls = key == "train.max_steps" and config["train"]["lr_scheduler_type"] != "constant"
+        falls = key == "train.max_steps" and config.train.lr_scheduler_type != "constant"
         if (falls or not key.startswith(FREE)) and not force:
             raise InputError(
                 f"--resume: the run would not be the one that {folder} began ({changed}): set the "
@@ -181,8 +180,9 @@ def check_resume(folder: Path, config: dict[str, Any], force: bool) -> str:
     return f"resuming {folder}" + (f", with another config: {changed}" if changes else "")
 
 
-def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
-    """The keys whose values differ, with a description of each change."""
+def differences(saved: dict[str, Any], config: Config) -> dict[str, str]:
+    """The keys whose values differ from a saved config's, with a description of each change."""
+    before, now = flatten(saved), flatten(config.model_dump(mode="json"))
     return {
         key: f"{key} {before.get(key)} -> {now.get(key)}"
         for key in sorted(before.keys() | now.keys())

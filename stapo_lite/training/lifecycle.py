@@ -1,4 +1,4 @@
-"""A run's surroundings: processes and hardware, its folder, a full disk, signals that end it."""
+"""A run's surroundings: processes and hardware, a full disk, signals that end it."""
 
 import ctypes
 import importlib.util

@@ -91,7 +91,7 @@ def show(value: float | None, form: str = ".3f") -> str:
     return "-" if value is None else f"{value:{form}}"
 
 
-def shorten(text: str, limit: int = 300) -> str:
+def shorten(text: str) -> str:
     """Beginning and end of a text, on one line."""
     text = text.strip().replace("\n", "\\n")
-    return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
+    return text if len(text) <= 300 else f"{text[:150]} ... {text[-150:]}"

@@ -177,7 +177,7 @@ def measure_old(batches: Sequence[MiniBatch], learner: Learner) -> None:
     """Store the statistics of the policy before the step's first update, for later updates."""
     for batch in batches:
         rows = old_inputs(batch.completions, learner.config.objective)
-        batch.old = measure(learner.policy, batch, rows, learner.budget)
+        batch.old = measure(learner, batch, rows)
 
 
 def update_on_each(run: Run, batches: Sequence[MiniBatch]) -> list[Update]:

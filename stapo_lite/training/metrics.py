@@ -29,7 +29,7 @@ def has_variance(group: Sequence[Completion]) -> bool:
 
 
 def rollout_means(rollouts: Rollouts, step: int) -> Means:
-    """What this process sampled for a step. Until `finish`, deviations are squares."""
+    """What this process sampled for a step. Until `gather_means`, deviations are squares."""
     groups = rollouts.sampled
     completions, batch = list(chain(*groups)), list(chain(*rollouts.batch))
     rewards = defaultdict[str, list[float]](list, reward=[])  # there, even without a value
@@ -95,22 +95,26 @@ def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
     return values.where(mask, 0.0).sum(dtype=torch.float64)
 
 
-def finish(parts: Iterable[Means]) -> dict[str, float | None]:
+def gather_means(parts: Iterable[Means]) -> dict[str, float | None]:
     """The metrics of a step, from all its means on all processes; None if one has no value.
 
     Collective: every rank must call it.
     """
-    ours = [{name: tuple(map(float, pair)) for name, pair in part.items()} for part in parts]
+    ours = [
+        (name, float(total), float(number))
+        for part in parts
+        for name, (total, number) in part.items()
+    ]
     sums, numbers = defaultdict[str, float](float), defaultdict[str, float](float)
-    for part in gather_object(ours):
-        for name, (sum_, number) in part.items():
-            sums[name] += sum_
-            numbers[name] += number
+    for name, total, number in gather_object(ours):
+        sums[name] += total
+        numbers[name] += number
     means = {name: sums[name] / numbers[name] if numbers[name] else None for name in numbers}
-    for name in filter(lambda name: name.startswith("reward_std"), numbers):
-        rewards, number = name.replace("reward_std", "reward", 1), numbers[name]
-        squares = max(0.0, sums[name] - sums[rewards] ** 2 / number)
-        means[name] = math.sqrt(squares / (number - 1)) if number > 1 else None
+    for name, number in numbers.items():
+        if name.startswith("reward_std"):
+            rewards = name.replace("reward_std", "reward", 1)
+            squares = max(0.0, sums[name] - sums[rewards] ** 2 / number)
+            means[name] = math.sqrt(squares / (number - 1)) if number > 1 else None
     return means
 
 

@@ -25,7 +25,7 @@ from stapo_lite.training.folder import flush_logs
 from stapo_lite.training.learner import Learner
 from stapo_lite.training.lifecycle import full_disk_is_a_run_error
 from stapo_lite.training.memory import card_memory
-from stapo_lite.training.metrics import finish, rollout_means
+from stapo_lite.training.metrics import gather_means, rollout_means
 from stapo_lite.types import Completion, Prompt, Rollouts, Update, derived_seed
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Clock:
         self._last = last + time.perf_counter() - begin  # also right for nested stops
 
 
-class Share(NamedTuple):
+class PromptShare(NamedTuple):
     """One process's part of the next prompts."""
 
     places: list[int]
@@ -155,7 +155,7 @@ class Run:
                 with explained(failed, kind=RunError):
                     getattr(callback, event)(self, *values)
 
-    def share(self, count: int) -> Share:
+    def share(self, count: int) -> PromptShare:
         """This process's share of the next `count` prompts. Order and seeds do not depend on the
         number of processes."""
         start, accelerator = self.progress.prompts_drawn, self.accelerator
@@ -166,7 +166,7 @@ class Run:
             if (start + i) % accelerator.num_processes == accelerator.process_index
         ]
         seeds = [derived_seed(self.config.seed, start + i) for i in places]
-        return Share(places, [self.prompts[order[i]] for i in places], seeds)
+        return PromptShare(places, [self.prompts[order[i]] for i in places], seeds)
 
     def record(self, step: int, rollouts: Rollouts, updates: Sequence[Update]) -> dict[str, Any]:
         """End a step: compute its metrics, call the callbacks, save a checkpoint if one is due;
@@ -206,7 +206,7 @@ class Run:
             "skipped_updates": sum(update.skipped for update in updates),
             **seconds,
             "seconds_step": seconds_step,
-            **finish([sampled, speed, *(update.means for update in updates)]),
+            **gather_means([sampled, speed, *(update.means for update in updates)]),
         }
 
     def save_checkpoint(self) -> None:

@@ -7,9 +7,7 @@ from torch import Tensor
 
 from stapo_lite.algorithm.microbatches import MiniBatch
 from stapo_lite.config import Objective
-from stapo_lite.model.policy import Policy
 from stapo_lite.training.learner import Learner
-from stapo_lite.training.memory import MemoryBudget
 from stapo_lite.types import Completion, TokenStatistics
 
 
@@ -19,22 +17,21 @@ def mask_statistics(learner: Learner, batch: MiniBatch) -> TokenStatistics:
     if batch.old is not None and learner.config.objective.s2t.statistics == "old":
         return batch.old
     rows = mask_inputs(batch.completions, learner.config.objective)
-    return measure(learner.policy, batch, rows, learner.budget)
+    return measure(learner, batch, rows)
 
 
 @torch.no_grad()
-def measure(
-    policy: Policy, batch: MiniBatch, rows: Sequence[int], budget: MemoryBudget
-) -> TokenStatistics:
+def measure(learner: Learner, batch: MiniBatch, rows: Sequence[int]) -> TokenStatistics:
     """Statistics of the current policy, [N]; 0 for the tokens of completions that are not among the
     rows."""
     statistics = blank_statistics(batch)
 
     def run(micro_batches: Iterable[list[int]]) -> None:
         for part in micro_batches:
-            scatter_into(statistics, batch.tokens(part), policy.statistics(batch.select(part)))
+            now = learner.policy.statistics(batch.select(part))
+            scatter_into(statistics, batch.tokens(part), now)
 
-    budget.fit(batch, rows, run)
+    learner.budget.fit(batch, rows, run)
     return statistics
 
 

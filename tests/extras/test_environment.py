@@ -19,7 +19,7 @@ def test_a_digest_changes_with_the_source_of_a_reward(tmp_path, monkeypatch):
     path, digests = tmp_path / "my_rewards.py", []
     for text in ("def one(): return 1", "def one(): return 2"):
         path.write_text(text)
-        digests.append(source_digest(["math", "my_rewards:one"], None))
+        digests.append(source_digest(["math", "my_rewards:one"], {}))
     own = {"one": lambda completions: [1.0]}
     digests += [source_digest(["one"], own), source_digest(["math"], own)]
     assert len(set(digests)) == 4

@@ -38,7 +38,8 @@ def teacher_folder(tiny_model, tmp_path):
 def test_advantages_are_the_teachers_log_ratios(tiny_model, make_policy, teacher_folder):
     policy, batch = make_policy(), pack(COMPLETIONS, "cpu")
     before = {name: value.detach().clone() for name, value in policy.parameters.items()}
-    run = SimpleNamespace(policy=policy, learner=SimpleNamespace(budget=make_budget(64)))
+    learner = SimpleNamespace(policy=policy, budget=make_budget(64))
+    run = SimpleNamespace(policy=policy, learner=learner)
     teacher = AdapterTeacher(0.25, teacher_folder)
     teacher.on_train_begin(run)
     teacher.on_mini_batches(run, [batch])

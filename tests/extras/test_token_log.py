@@ -73,8 +73,8 @@ def expected(completions, before, now, algorithm):
                 silent = algorithm == "stapo" and (c, t) in silenced
                 line = line | {"kind": "silenced" if silent else "kept", "advantage": c.advantage}
                 line |= {"token": str(token), "token_id": token, "position": t}
-                around = Letters().batch_decode([text[:at][-3:], text[at + 1 :][:3]])
-                line["before"], line["after"] = around
+                line["before"] = Letters().decode(text[:at][-3:])
+                line["after"] = Letters().decode(text[at + 1 :][:3])
                 shares, ids = p.topk(5)
                 lines.append(line | dict(zip(map(str, ids.tolist()), shares.tolist(), strict=True)))
     return sorted(lines, key=place_of)

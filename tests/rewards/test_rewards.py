@@ -41,7 +41,7 @@ def completion(text, prompt="2+2?", truncated=False, **columns):
 def score(functions, completions, own=None, steps=(4,), grader=None, **settings):
     settings = Reward(functions=list(functions), function_timeout=GENEROUS, **settings)
     math = partial(math_reward, grader, settings)
-    with closing(RewardModel(settings, 10, own, {"math": math})) as model:
+    with closing(RewardModel(settings, 10, own or {}, {"math": math})) as model:
         for step in steps:
             model.score(completions, seed=0, step=step)
     return [c.reward for c in completions]

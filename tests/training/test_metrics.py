@@ -6,7 +6,7 @@ import torch
 from helpers import in_groups, run
 
 from stapo_lite import Callback, Trainer
-from stapo_lite.training.metrics import finish, has_variance
+from stapo_lite.training.metrics import gather_means, has_variance
 from stapo_lite.types import Completion, Prompt
 
 
@@ -60,7 +60,7 @@ def test_means_add_up_over_mini_batches_by_hand():
     ]
     rewards = {"reward": 2.0, "reward_std": 1.0, "reward/f": 5.0, "reward_std/f": None}
     rewards |= {"reward/reward_std": 2.0, "reward_std/reward_std": 1.0}
-    assert finish(parts) == {"a": 0.4, "b": 0.25, "c": None} | rewards
+    assert gather_means(parts) == {"a": 0.4, "b": 0.25, "c": None} | rewards
 
 
 def test_a_metric_is_missing_until_it_has_a_value_and_then_null(write_config, user_reward):

@@ -11,7 +11,7 @@ from stapo_lite.algorithm.objective import logit_gradient_norm
 from stapo_lite.algorithm.s2t import candidate_mask, linear_quantile, spurious_mask
 from stapo_lite.training.callbacks import Callback
 from stapo_lite.training.learner import Learner
-from stapo_lite.training.metrics import Means, finish, masked_sum, mean
+from stapo_lite.training.metrics import Means, gather_means, masked_sum, mean
 from stapo_lite.training.run import Run
 from stapo_lite.types import Gradient, Masks, Rollouts, Update
 
@@ -52,7 +52,7 @@ class Diagnostics(Callback):
         every = run.learner.gather(entropies)
         for percent in (10, 50, 90):
             metrics[f"entropy_p{percent}"] = linear_quantile(every, percent / 100)
-        metrics |= finish(self._parts)
+        metrics |= gather_means(self._parts)
         self._parts, self._entropies = [], []
 
 
@@ -93,7 +93,8 @@ def describe_tokens(
         tau_h = linear_quantile(learner.gather(entropy[population]), s2t.quantile)
     negative = batch.loss_mask & (batch.advantages < 0)
     rare = negative & candidate_mask(logprobs, -batch.advantages, s2t.tau_p)
-    spurious, rare = (spurious_mask(mask, entropy, tau_h) for mask in (candidate, rare))
+    spurious = spurious_mask(candidate, entropy, tau_h)
+    rare = spurious_mask(rare, entropy, tau_h)
     sure = negative & (-torch.expm1(logprobs) < s2t.tau_p)
     kinds = dict(zip(KINDS, (candidate, spurious, rare, sure), strict=True))
     return TokenDetails(logprobs, entropy, norm, tau_h, kinds)

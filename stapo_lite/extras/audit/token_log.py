@@ -128,11 +128,10 @@ def add_alternatives(run: Run, candidates: Sequence[Candidate]) -> None:
 
 def readable(candidate: Candidate, tokenizer: Any) -> Candidate:
     """A candidate as a line of the log, with token ids decoded to text."""
-    ids, shares = candidate["alternatives"]
-    parts = [candidate[name] for name in ("token", "before", "after")]
-    token, before, after, *texts = tokenizer.batch_decode([*parts, *([i] for i in ids)])
-    shown = list(zip(texts, map(_short, shares), strict=True))
-    return candidate | {"token": token, "before": before, "after": after, "alternatives": shown}
+    texts = {name: tokenizer.decode(candidate[name]) for name in ("token", "before", "after")}
+    pairs = zip(*candidate["alternatives"], strict=True)
+    shown = [(tokenizer.decode(token), _short(share)) for token, share in pairs]
+    return candidate | texts | {"alternatives": shown}
 
 
 def thin(values: Any, limit: int) -> Any:

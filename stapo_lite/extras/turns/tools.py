@@ -14,7 +14,7 @@ from typing import Any
 from transformers.utils import get_json_schema
 
 from stapo_lite.config import Prompting
-from stapo_lite.data.prompts import apply_template, conversation
+from stapo_lite.data.prompts import apply_template, conversation, end_of_turn
 from stapo_lite.errors import InputError, Terminated, explained, one_line
 from stapo_lite.types import Prompt
 
@@ -151,11 +151,10 @@ class Chat:
         Raises:
             InputError: the chat template has none.
         """
-        after = self._text([assistant(self._marker, [])], []).rpartition(self._marker)[2].lstrip()
-        ids = self.tokenizer(after, add_special_tokens=False).input_ids
-        if not ids or ids[0] not in self.tokenizer.added_tokens_decoder:
+        token = end_of_turn(self.tokenizer)
+        if token is None:
             raise InputError("chat: the model's chat template ends no turn with a special token")
-        return self.tokenizer.decode(ids[0])
+        return self.tokenizer.decode(token)
 
     def calls(self, text: str, tools: Sequence[Schema]) -> tuple[str, list[Call]]:
         """Parse a turn, ignoring thoughts: the text before its tool calls, and these; none if they
@@ -164,7 +163,7 @@ class Chat:
         Args:
             text: the turn with its special tokens, except the one that ends it.
         """
-        parser = self._parser
+        parser = self._parser  # not in the `try`: that no parser fits must be seen
         try:
             return self._parse(parser, text, tools)
         except Exception:  # such as for arguments that are not JSON
