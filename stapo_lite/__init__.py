@@ -32,7 +32,9 @@ if not os.path.exists("/proc/driver/nvidia/version"):  # no card; torch's import
 # torch's allocator without expandable segments; parts of vLLM read only the variable's old name.
 if "PYTORCH_ALLOC_CONF" in os.environ:
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = os.environ["PYTORCH_ALLOC_CONF"]
-os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+# WSL2's drivers refuse these segments before version 615 (pytorch#192330).
+on_wsl = os.path.exists("/dev/dxg")
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", f"expandable_segments:{not on_wsl}")
 # On Hopper and later torch prefers cuDNN's attention, which is a third faster than flash, but takes
 # 0.15 seconds for each new shape (benchmarks/results/gpu/attention.json).
 os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")

@@ -162,6 +162,8 @@ def check_inputs(
     resumed = resume and bool(checkpoint.list_checkpoints(folder))
     if not resume:
         check_new(folder)
+    elif not resumed and (folder / "adapter").exists():
+        raise InputError(f"--resume: {folder} has an adapter, but no checkpoint to continue from")
     dtype = resolve_dtype(config.dtype, config.rollout.quantization)
     config = config.model_copy(update={"dtype": dtype})
     check_options(engine, config.rollout, dtype)

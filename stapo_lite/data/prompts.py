@@ -8,6 +8,7 @@ import reprlib
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from decimal import Decimal
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -227,32 +228,35 @@ def stop_token_ids(
     ids = {tokenizer.eos_token_id}
     ids.update([model_eos] if isinstance(model_eos, int) else model_eos or [])
     if apply_chat_template:
-        ids.add(end_of_turn(tokenizer))
+        turns = [
+            {"role": "user", "content": "question"},
+            {"role": "assistant", "content": "answer"},
+        ]
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+        after = tokenizer(text.rpartition("answer")[2].lstrip(), add_special_tokens=False).input_ids
+        if after and after[0] in tokenizer.added_tokens_decoder:
+            ids.add(after[0])
     return tuple(sorted(ids - {None}))
 
 
-def end_of_turn(tokenizer: Any) -> int | None:
-    """The special token with which the chat template ends an assistant's turn, if there is one."""
-    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
-    text = tokenizer.apply_chat_template(turns, tokenize=False)
-    after = tokenizer(text.rpartition("answer")[2].lstrip(), add_special_tokens=False).input_ids
-    return after[0] if after and after[0] in tokenizer.added_tokens_decoder else None
-
-
 def set_text(completion: Completion, tokenizer: Any, skip_special_tokens: bool | None) -> None:
-    """Set the text for rewards and, with special tokens but for the last, that for graders.
+    """Set the text for rewards and, with special tokens but for the last, that for graders, which
+    of a chat has the model's turns only: what a tool returned is not the model's answer.
 
     Args:
         skip_special_tokens: `rollout.skip_special_tokens`.
     """
     ids = completion.token_ids
     special = {i: t.content for i, t in tokenizer.added_tokens_decoder.items() if t.special}
-    whole = tokenizer.decode(ids[:-1] if ids[-1] in special else ids)
+    own = ids
+    if completion.messages and completion.loss_mask:
+        own = list(compress(ids, completion.loss_mask))
+    whole, graded = (tokenizer.decode(i[:-1] if i[-1] in special else i) for i in (ids, own))
     if skip_special_tokens is None:
         skip_special_tokens = TAGS.isdisjoint(special.values())
     skipped = tokenizer.decode(ids, skip_special_tokens=True)
     completion.text = skipped if skip_special_tokens else whole
-    completion.whole_text = f"<think>{whole}" if completion.prompt.opens_thinking else whole
+    completion.whole_text = f"<think>{graded}" if completion.prompt.opens_thinking else graded
 
 
 def _fault(prompt: Any, templated: bool) -> str:

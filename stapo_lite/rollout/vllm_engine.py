@@ -104,6 +104,7 @@ class VLLMEngine(RolloutEngine):
             arguments |= engine_arguments(
                 model, dtype, sampling.max_model_len, options, lora, max_loras=1, on_cpu=on_cpu
             )
+            self._threads = torch.get_num_threads()  # vLLM leaves one, on a GPU
             self._llm: Any = llm(**arguments)
         self._sampling = sampling
         self._parameters = functools.partial(
@@ -250,6 +251,7 @@ class VLLMEngine(RolloutEngine):
             forget_adapter_slots()
             gc.collect()  # the engine is full of cycles
         clear_device_cache()
+        torch.set_num_threads(self._threads)
 
 
 @contextmanager

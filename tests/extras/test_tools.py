@@ -16,6 +16,7 @@ from helpers import MINIMAL, ROOT, SAMPLING, with_template
 from transformers import AutoModelForCausalLM
 
 from stapo_lite.config import Prompting, load_config
+from stapo_lite.data.prompts import set_text
 from stapo_lite.errors import InputError, RunError, Terminated
 from stapo_lite.extras.evaluation.samples import benchmark_tasks
 from stapo_lite.extras.transformers_engine import TransformersEngine
@@ -119,6 +120,25 @@ def test_an_episode_is_the_conversation_as_the_template_writes_it(tiny_model, te
     said = [{k: v for k, v in turn.items() if k != "tool_call_id"} for turn in completion.messages]
     said[-1]["content"] = said[-1]["content"].replace(EMPTY, "")
     assert said == messages[2:]  # what rewards get, as from TRL
+
+
+def test_what_a_tool_returned_is_not_the_models_answer(tiny_model):
+    chat = make_chat(tiny_model)
+    called = call("multiply", a=3, b=4)
+    completion, _ = talk(chat, chat_with([multiply]), called, "Done.<|im_end|>")
+    set_text(completion, chat.tokenizer, None)
+    assert completion.whole_text == f"{called}Done."
+    assert "<tool_response>\n12\n</tool_response>" in completion.text
+
+
+async def answer_and_check(episode):
+    await episode.generate()
+    await says("user", "Sure?")(episode)
+
+
+def test_rewards_get_no_messages_if_a_turn_is_missing_in_them(tiny_model):
+    completion, _ = talk(make_chat(tiny_model), answer_and_check, "12<|im_end|>", "Yes.<|im_end|>")
+    assert completion.messages is None
 
 
 def test_frequencies_of_calls_and_failures_are_trls():

@@ -17,7 +17,7 @@ from stapo_lite.rollout.vllm_engine import VLLMEngine
 from stapo_lite.rollout.vllm_options import BATCHED_TOKENS, check_vllm, engine_arguments
 
 
-def test_no_adapter_slot_outlives_its_engine():
+def test_no_adapter_slot_outlives_its_engine_nor_its_number_of_threads():
     """vLLM's tables of slots, filled by its own functions; both are private."""
     kernels = pytest.importorskip("vllm.lora.ops.triton_ops.utils", reason="vLLM is not installed")
     slots = [torch.zeros(1, 4, 8), torch.zeros(1, 8, 4)]
@@ -28,8 +28,11 @@ def test_no_adapter_slot_outlives_its_engine():
     assert all(slot() is not None for slot in left)
     engine = object.__new__(VLLMEngine)
     engine._llm, engine._asleep, engine._folder = None, False, Mock()
+    engine._threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as vLLM does on a GPU
     engine.close()
     assert all(slot() is None for slot in left)
+    assert torch.get_num_threads() == engine._threads
 
 
 def test_bfloat16_agrees_loosely(tiny_model, make_policy):

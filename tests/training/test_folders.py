@@ -22,6 +22,7 @@ from stapo_lite.training.folder import read_metrics
         ("checkpoint-3/notes", False, "run is not empty: --resume it, or choose another folder"),
         ("completions.jsonl", True, r"its lines must have a step \(KeyError\('step'\)\)"),
         ("checkpoint-3/notes", True, "checkpoint-3/state.json: cannot be read"),
+        ("adapter/notes", True, "run has an adapter, but no checkpoint to continue from"),
     ],
 )
 def test_a_run_overwrites_no_other_files(write_config, tmp_path, name, resume, message):

@@ -211,6 +211,7 @@ class Episode:
                 "in it"
             )
         mask = None if all(self._mask) else self._mask
+        said = sum(message["role"] == "assistant" for message in self._said)
         return Completion(
             self.prompt,
             self.token_ids,
@@ -218,7 +219,7 @@ class Episode:
             not self.finished,
             self._version,
             loss_mask=mask,
-            messages=self._said or None,
+            messages=self._said if said >= self._turns else None,  # else some were by `generate`
         )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from transformers.utils import get_json_schema
 
 from stapo_lite.config import Prompting
-from stapo_lite.data.prompts import apply_template, conversation, end_of_turn
+from stapo_lite.data.prompts import apply_template, conversation
 from stapo_lite.errors import InputError, Terminated, explained, one_line
 from stapo_lite.types import Prompt
 
@@ -151,10 +151,11 @@ class Chat:
         Raises:
             InputError: the chat template has none.
         """
-        token = end_of_turn(self.tokenizer)
-        if token is None:
+        after = self._text([assistant(self._marker, [])], []).rpartition(self._marker)[2].lstrip()
+        ids = self.tokenizer(after, add_special_tokens=False).input_ids
+        if not ids or ids[0] not in self.tokenizer.added_tokens_decoder:
             raise InputError("chat: the model's chat template ends no turn with a special token")
-        return self.tokenizer.decode(token)
+        return self.tokenizer.decode(ids[0])
 
     def calls(self, text: str, tools: Sequence[Schema]) -> tuple[str, list[Call]]:
         """Parse a turn, ignoring thoughts: the text before its tool calls, and these; none if they
