@@ -21,16 +21,18 @@ the highest before it.
    and how many of the broken runs come back to half of their highest reward.
 5. No arm, seed or outcome is added afterwards. What else is looked at is called exploratory.
 
-Power: for the breaks of `justrl` as they were drawn, the smallest factor by which a mask must delay
-each run to be found with 80 % probability.
+Power: for breaks drawn from those of `justrl`, independently for the two runs of a pair, the
+probability that a mask that delays each break by a factor is found, in the mask's favour.
 """
 
 import argparse
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from countdown_report import break_step
+from countdown_report import ROUNDING, break_step
 from experiments_report import COLOURS, Steps, column, difference, load, mean, smooth, trained
 from matplotlib.figure import Figure
 from scipy.stats import CensoredData, binomtest, ecdf
@@ -39,9 +41,13 @@ from study_csv import add_results_option, steps_paths
 from stapo_lite.extras.evaluation.results import markdown
 
 BASE, MASK = "justrl", "stapo"
+METHODS = (MASK, BASE, "random", "full")
+STYLES = ("-", "--", "-.", ":")
+"""Of the curves, which may lie on each other."""
 LAST = slice(-50, None)
 DRAWS = 2000
-FACTORS = (1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0)
+FACTORS = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0, math.inf)
+"""Of the delay; inf: no run breaks."""
 
 
 def sign_test(base: Sequence[int], mask: Sequence[int]) -> tuple[int, int, float]:
@@ -62,13 +68,20 @@ def power(base: Sequence[int], censored: int, factor: float) -> float:
     for _ in range(DRAWS):
         ours, theirs = generator.choice(base, (2, len(base)))
         delayed = np.minimum(np.where(ours < censored, factor * ours, censored), censored)
-        found += sign_test(theirs.tolist(), delayed.tolist())[2] < 0.05
+        later, earlier, p = sign_test(theirs.tolist(), delayed.tolist())
+        found += p < 0.05 and later > earlier
     return found / DRAWS
 
 
 def came_back(reward: Sequence[float], step: int) -> bool:
     """Whether the smoothed reward after a break reaches half of its highest value before it."""
-    return max(reward[step:], default=0.0) >= max(reward[: step - 1]) / 2
+    return max(reward[step:], default=0.0) >= max(reward[: step - 1]) / 2 - ROUNDING
+
+
+def median_step(steps: Sequence[int], censored: int) -> str:
+    """The first step by which half of the runs have broken (the Kaplan-Meier median)."""
+    step = sorted(steps)[(len(steps) - 1) // 2]
+    return str(step) if step < censored else f"> {censored - 1}"
 
 
 def describe(seeds: Mapping[int, Steps]) -> list[str]:
@@ -82,7 +95,7 @@ def describe(seeds: Mapping[int, Steps]) -> list[str]:
     back = sum(came_back(*pair) for pair in broken)
     return [
         f"{len(broken)} of {len(runs)}",
-        f"{np.median(steps):g}",
+        median_step(steps, len(runs[0]) + 1),
         f"{back} of {len(broken)}",
         f"{np.mean([mean(run[LAST], 'reward') for run in runs]):.2f}",
         f"{np.mean([mean(run[LAST], 'entropy') for run in runs]):.2f}",
@@ -91,7 +104,8 @@ def describe(seeds: Mapping[int, Steps]) -> list[str]:
 
 
 def secondary(seeds: Mapping[int, Steps], base: Mapping[int, Steps]) -> list[str]:
-    """Differences from the base, seed by seed, with their p."""
+    """Differences from the base, seed by seed, with their p. The entropy is the mean up to and with
+    the step of the earlier break, or over all steps if neither run breaks."""
     pairs = []
     for seed in sorted(seeds.keys() & base.keys()):
         runs = [trained(study[seed]) for study in (seeds, base)]
@@ -101,7 +115,7 @@ def secondary(seeds: Mapping[int, Steps], base: Mapping[int, Steps]) -> list[str
         pairs.append([entropy, sums, [mean(run[LAST], "reward") for run in runs]])
     cells = []
     for outcome in np.array(pairs).transpose(1, 2, 0):
-        value, p = difference(*outcome)
+        value, p = difference(*outcome, digits=3)
         cells.append(f"{value} (p {p})")
     return cells
 
@@ -110,16 +124,39 @@ def draw(breaks: Mapping[str, Sequence[int]], censored: int, path: Path) -> None
     """Kaplan-Meier curves: the share of runs that have not broken yet."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    for colour, (method, steps) in zip(COLOURS, breaks.items(), strict=False):
+    for colour, style, (method, steps) in zip(COLOURS, STYLES, breaks.items(), strict=False):
         known = np.array(steps)
         data = CensoredData.right_censored(known, known >= censored)
         curve = ecdf(data).sf
         at, share = [0, *curve.quantiles, censored], [1.0, *curve.probabilities]
-        axes.step(at, [*share, share[-1]], where="post", label=method, color=colour)
-    axes.set(xlabel="step", ylabel="share of runs that have not broken", ylim=(0, 1.03))
+        label = f"{method}: {sum(known < censored)} of {len(known)} break"
+        look: dict[str, Any] = {"color": colour, "linestyle": style, "linewidth": 2}
+        axes.step(at, [*share, share[-1]], where="post", label=label, **look)
+    axes.set(xlabel="step", ylabel="share of runs that have not broken", ylim=(-0.03, 1.03))
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend()
     figure.savefig(path, dpi=130)
+
+
+def compare(
+    found: Mapping[str, Mapping[int, Steps]], breaks: Mapping[str, Mapping[int, int]], censored: int
+) -> str:
+    """Each method against the base, in a table. Only MASK's break is a primary outcome."""
+    counted = "later, earlier, equal, neither breaks"
+    rows = [[f"against {BASE}", counted, "p", "entropy until then", "wrong sums, %", "reward"]]
+    for method in found:
+        if method == BASE:
+            continue
+        theirs, ours = (
+            [breaks[name][seed] for seed in sorted(breaks[name])] for name in (BASE, method)
+        )
+        later, earlier, p = sign_test(theirs, ours)
+        neither = sum(min(pair) == censored for pair in zip(theirs, ours, strict=True))
+        equal = len(ours) - later - earlier - neither
+        name = method if method == MASK else f"{method} (exploratory)"
+        counts = f"{later}, {earlier}, {equal}, {neither}"
+        rows.append([name, counts, f"{p:.4f}", *secondary(found[method], found[BASE])])
+    return markdown(rows)
 
 
 def main() -> None:
@@ -130,15 +167,19 @@ def main() -> None:
     add_results_option(parser)
     parser.add_argument("--figure", type=Path)
     given = parser.parse_args()
-    found = load(steps_paths(given.results, given.study))
+    loaded = load(steps_paths(given.results, given.study))
+    found = {method: loaded[method] for method in METHODS if method in loaded}
     if BASE not in found:
         raise SystemExit(f"{given.study}: no finished run of {BASE}")
+    if any(seeds.keys() != found[BASE].keys() for seeds in found.values()):
+        raise SystemExit(f"{given.study}: not every method has the same seeds")
     breaks = {
         method: {
             seed: break_step(smooth(trained(steps), "reward")) for seed, steps in seeds.items()
         }
         for method, seeds in found.items()
     }
+    censored = 1 + int(max(steps[-1]["step"] for steps in found[BASE].values()))
     head = [
         "",
         "breaks",
@@ -149,21 +190,11 @@ def main() -> None:
         "wrong sums, %",
     ]
     print(markdown([head, *([method, *describe(seeds)] for method, seeds in found.items())]))
-    censored = 1 + int(max(steps[-1]["step"] for steps in found[BASE].values()))
-    rows = [
-        [f"against {BASE}", "later, earlier", "p", "entropy until then", "wrong sums, %", "reward"]
-    ]
-    for method in found:
-        if method == BASE:
-            continue
-        common = sorted(found[method].keys() & found[BASE].keys())
-        ours, theirs = ([breaks[name][seed] for seed in common] for name in (method, BASE))
-        later, earlier, p = sign_test(theirs, ours)
-        cells = secondary(found[method], found[BASE])
-        rows.append([method, f"{later}, {earlier}", f"{p:.3f}", *cells])
-    print(f"\n{markdown(rows)}\n")
+    print(f"\n{compare(found, breaks, censored)}\n")
     base = list(breaks[BASE].values())
-    print("power:", {factor: power(base, censored, factor) for factor in FACTORS})
+    powers = {factor: power(base, censored, factor) for factor in FACTORS}
+    for factor, probability in powers.items():
+        print(f"delayed by a factor of {factor:g}: found in {100 * probability:.0f} % of studies")
     if given.figure:
         draw(
             {method: list(seeds.values()) for method, seeds in breaks.items()},

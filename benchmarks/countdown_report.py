@@ -28,6 +28,9 @@ from stapo_lite.extras.evaluation.results import markdown
 
 BASE = "justrl"
 LAST, EVERY = slice(-50, None), slice(None)
+ROUNDING = 1e-5
+"""Most by which the five digits of the CSVs can move a reward against half of another. Rewards are
+multiples of 1 / 128, so that many are exactly the half."""
 FIGURE = (
     ("justrl", "stapo", "window", "full", "random", "stare"),
     ("justrl", "grpo", "20-entropy", "cispo", "dppo"),
@@ -39,7 +42,7 @@ def break_step(reward: Sequence[float]) -> int:
     there are steps if none is."""
     highest = list(itertools.accumulate(reward, max))
     for step, (value, peak) in enumerate(zip(reward, highest, strict=True), start=1):
-        if value < peak / 2:
+        if value < peak / 2 - ROUNDING:
             return step
     return len(reward) + 1
 

@@ -196,14 +196,19 @@ def differences(runs: Runs, base: str) -> str:
     return markdown(rows)
 
 
-def difference(ours: np.ndarray, theirs: np.ndarray) -> tuple[str, str]:
-    """Mean with standard deviation, and p, of the differences of pairs."""
+def difference(ours: np.ndarray, theirs: np.ndarray, digits: int = 2) -> tuple[str, str]:
+    """Mean with standard deviation, and p, of the differences of pairs.
+
+    Args:
+        digits: decimals; p has one more.
+    """
     if np.isnan(ours).any() or np.isnan(theirs).any():
         return "", ""
     test = permutation_test(
         [ours, theirs], mean_difference, vectorized=True, permutation_type="samples"
     )
-    return f"{test.statistic:+.2f} ± {stdev(ours - theirs):.2f}", f"{test.pvalue:.2f}"
+    value = f"{test.statistic:+.{digits}f} ± {stdev(ours - theirs):.{digits}f}"
+    return value, f"{test.pvalue:.{digits + 1}f}"
 
 
 def draw(

@@ -1,10 +1,12 @@
 """The report on breaks: its tests and its table by hand."""
 
+import math
 import sys
 
 import break_report
 import pytest
 import study_csv
+from countdown_report import break_step
 
 STAYS = [(0.5, 0.6)] * 30
 LOST = (0.0, 1.1)
@@ -24,6 +26,19 @@ def test_a_large_delay_is_found_and_a_small_one_is_not():
     assert break_report.power(base, 801, 4.0) > 0.95
     assert break_report.power(base, 801, 1.0) < 0.05
     assert break_report.power([801] * 12, 801, 4.0) == 0.0
+    # With four breaks of twelve, by drawing: 18 % even if no run of the mask breaks.
+    prevented = break_report.power([100] * 4 + [801] * 8, 801, math.inf)
+    assert prevented == pytest.approx(0.18, abs=0.03)
+
+
+def test_a_reward_of_exactly_half_is_no_break_though_digits_are_lost():
+    assert break_step([0.76251, 0.38125, 0.37]) == 3
+
+
+def test_the_median_step_is_the_first_at_which_half_have_broken():
+    assert break_report.median_step([30, 10, 801, 801], 801) == "30"
+    assert break_report.median_step([30, 801, 801, 801], 801) == "> 800"
+    assert break_report.median_step([30, 10, 20], 801) == "20"
 
 
 def test_a_run_comes_back_at_half_of_its_highest_reward():
@@ -46,7 +61,7 @@ def test_the_report_by_hand(tmp_path, capsys, monkeypatch):
     break_report.main()
     shown = " ".join(capsys.readouterr().out.split())
     assert "| justrl | 2 of 2 | 13 | 0 of 2 |" in shown
-    assert "| stapo | 0 of 2 | 31 | 0 of 0 | 0.50 | 0.60 | 5.0 |" in shown
+    assert "| stapo | 0 of 2 | > 30 | 0 of 0 | 0.50 | 0.60 | 5.0 |" in shown
     # (10 * 0.6 + 3 * 1.1) / 13 is 0.72; two pairs allow p = 0.5 at best.
-    assert "| stapo | 2, 0 | 0.500 | -0.12 ± 0.00 (p 0.50) |" in shown
+    assert "| stapo | 2, 0, 0, 0 | 0.5000 | -0.115 ± 0.000 (p 0.5000) |" in shown
     assert figure.stat().st_size > 5000
