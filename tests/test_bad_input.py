@@ -44,6 +44,7 @@ CASES = [
     ("model.name=3", "model is a value, not a section"),
     ("reward.functions=['__import__(\"os\")']", "use math or package.module"),
     ("output_dir=/dev/null/run", "cannot be written"),
+    ("rollout.servers=[localhost:8000]", "rollout.servers"),
     ("data.source=nowhere.jsonl", "no such file"),
     (write("prompts.jsonl", ROW + '{"prompt": "\xff"}'), "line 2: not JSON"),
     (write("prompts.jsonl", ROW + "3"), "line 2: must be a JSON object, got int"),

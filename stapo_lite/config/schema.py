@@ -29,6 +29,7 @@ from stapo_lite.config.presets import EVAL_PRESETS, PRESETS, Presets
 UserPath = Annotated[str, Field(min_length=1), AfterValidator(expanduser)]
 """A path, or a name on the Hub."""
 Names = Annotated[list[str], Field(min_length=1)]
+Url = Annotated[str, Field(pattern="^https?://")]
 Share = Annotated[float, Field(gt=0, le=1)]
 IN_PYTHON = "train_dataset"
 """`data.source` of a run whose rows exist only in Python."""
@@ -212,7 +213,7 @@ class Rollout(Engine):
     engine: Literal["auto", "vllm", "server", "transformers"] = "auto"  # type: ignore[assignment]
     """`auto`: vLLM in the trainer's process if it is installed and has a device, else transformers'
     `generate`; `server`: vLLM elsewhere (docs/scaling.md)."""
-    servers: Names = ["http://127.0.0.1:8000"]
+    servers: Annotated[list[Url], Field(min_length=1)] = ["http://127.0.0.1:8000"]
     """`server`: addresses of what `stapo serve` started."""
     max_lag: NonNegativeInt = 0
     """`server`: steps that may be sampled ahead of the trainer."""
@@ -321,7 +322,7 @@ class Objective(Section):
     teacher_adapter: UserPath | None = None
     """Adapter of the same rank, scale and layers on the same base
     (docs/methods.md#distillation)."""
-    teacher_server: str | None = None
+    teacher_server: Url | None = None
     """Address of a vLLM server whose model has the student's vocabulary."""
     teacher_weight: PositiveFloat = 1.0
     """Weight of the teacher's part of the advantage."""

@@ -124,9 +124,10 @@ def make_prompts(
         if count <= longest:
             prompts.append(prompt)
         elif not data.filter_overlong_prompts:
+            drop = ", or set data.filter_overlong_prompts=true" if key == "data.source" else ""
             raise InputError(
-                f"{where}: the prompt has {count} tokens, data.max_prompt_length is {longest}; "
-                "raise it, or drop such rows of data.source (data.filter_overlong_prompts=true)"
+                f"{where}: the prompt has {count} tokens, data.max_prompt_length is {longest}: "
+                f"raise it{drop}"
             )
     if not prompts:
         raise InputError(f"{key}={data.source}: no prompt is left")

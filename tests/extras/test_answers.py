@@ -143,6 +143,22 @@ EQUAL = {
         ("2/s", r"A = \frac{2}{s}, \quad \text{for } s>0"),
         ("n", r"n \text{ where } n>0"),
     ],
+    "numbers behind a fraction": [
+        (
+            r"\begin{pmatrix}16/49\\48/49\end{pmatrix}",
+            r"\frac{1}{49}\begin{pmatrix}16\\48\end{pmatrix}",
+        ),
+        (r"\frac{20!}{2^{10}\cdot 10!}", r"\frac{20!}{2^{10} 10!}"),
+        (r"\log_{10} 5", r"\frac{\log_{10} 25}{2}"),
+        ("150000", r"\frac{3}{2} 10^5"),
+        ("15.75", r"\frac{3}{2} 10.5"),
+    ],
+    "unions": [
+        (r"(-\infty,2)\cup(3,\infty)", r"x<2 \text{ or } x>3"),
+        (r"(-\infty,0)\cup\{1\}", r"k<0 \text{ or } k=1"),
+    ],
+    "lengths of physics": [("6630", r"6630\ \AA"), ("50", r"50\ \mu\text{m}"), ("2e3", "2E+3")],
+    "cents": [(r"5.4 \text{ cents}", "5.4¢"), ("75", r"75\cent")],
     "units without markup": [
         ("0.006", "6 x 10⁻³ m/s²"),
         ("1.69", "1.69 Å"),
@@ -189,6 +205,15 @@ DIFFERENT = {
     ],
     "derivatives": [("y'+y=0", "y+y=0"), (r"\frac{dM}{dr}", r"\frac{dM}{dt}")],
     "factors": [("2ab", "2"), ("4h^2", "4"), ("$6m$", "6"), ("2", "2x"), (r"2\pi r h", r"2\pi r")],
+    "words of capitals": [(r"\text{BAC}", r"\text{ABC}"), ("SSA", "SAS")],
+    "unions": [(r"(-\infty,2)\cup(3,\infty)", r"x<2 \text{ or } x \ge 3")],
+    "numbers behind a fraction": [
+        (
+            r"\begin{pmatrix}1/7\\48/49\end{pmatrix}",
+            r"\frac{1}{49}\begin{pmatrix}16\\48\end{pmatrix}",
+        ),
+        (r"2\mu", "2"),
+    ],
     "several units": [("2", r"2 \text{ hours } 30 \text{ minutes}"), ("7", "7 or 8 cm")],
 }
 

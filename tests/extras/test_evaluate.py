@@ -121,6 +121,17 @@ def test_an_interrupted_evaluation_continues(run, finished, tmp_path, monkeypatc
     assert run() == results
 
 
+def test_a_problem_that_has_changed_gets_new_samples(run, tmp_path):
+    run(limit=1)
+    (row,) = read_lines(tmp_path / "mine.jsonl")
+    write_lines(tmp_path / "mine.jsonl", [row | {"answer": "4"}])
+    assert run(limit=1)["rates"]["mine"] == {"t": 0.0}
+    assert len(read_lines(tmp_path / "eval" / "samples-0.jsonl")) == 8
+    write_lines(tmp_path / "mine.jsonl", [row | {"problem": "say four"}])
+    run(limit=1)
+    assert len(read_lines(tmp_path / "eval" / "samples-0.jsonl")) == 12
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -13,6 +13,7 @@ from random_model import build
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from stapo_lite.config import load_config
 from stapo_lite.errors import InputError
 from stapo_lite.extras.publish.export import export
 from stapo_lite.files import write_lines
@@ -20,6 +21,7 @@ from stapo_lite.files import write_lines
 MODULE = "stapo_lite.extras.publish.export"
 RESULTS = {"temperature": 0.7, "top_p": 0.9, "max_completion_length": 512}
 SCORES = {"problems": 30, "samples": 32, "avg": 0.5, "low": 0.4, "high": 0.6}
+RESULTS |= {"model": "merged", "adapter": None}
 RESULTS |= {"average": SCORES, "benchmarks": {"aime24": SCORES | {"truncated": 0.0}}}
 
 
@@ -194,6 +196,10 @@ def test_pushing_a_merged_model_with_its_card(hub, make_run, tmp_path, capsys):
     hub.files["me/open"], hub.created["me/open"] = {}, {"visibility": "public"}
     with pytest.raises(InputError, match="open: me/open exists and is public; choose another name"):
         export(run, out, merge=True, push_to_hub="open", private=True)
+    of_the_base = RESULTS | {"model": load_config(run / "config.yaml").model}
+    (run / "results.json").write_text(json.dumps(of_the_base), encoding="utf-8")
+    with pytest.raises(InputError, match="--evaluation=.*: of the base, without the adapter"):
+        export(run, out, evaluation=run)
     (run / "results.json").write_text(json.dumps(RESULTS), encoding="utf-8")
     hub.cut = 1  # the client tries again by itself
     export(run, out, merge=True, push_to_hub="merged", private=True, evaluation=run)

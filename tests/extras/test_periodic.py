@@ -64,6 +64,14 @@ def test_bad_input_ends_a_run_before_its_first_step(write_config, tmp_path, chan
         run(write_config(evaluation=held_out_rows(tmp_path) | changes))
 
 
+def test_a_held_out_row_that_is_too_long_is_not_left_out(write_config, tmp_path):
+    settings = held_out_rows(tmp_path)
+    write_lines(tmp_path / "held_out.jsonl", [{"prompt": "say five " * 50}])
+    config = write_config(evaluation=settings, data__filter_overlong_prompts=True)
+    with pytest.raises(InputError, match="row 1: the prompt has .* is 64: raise it$"):
+        run(config)
+
+
 def test_a_reward_that_no_function_gave_is_null(write_config, user_reward, tmp_path):
     user_reward(
         "def even(prompts, completion_ids, **_): return [None if prompt == 'say five' else ids[0] "

@@ -8,7 +8,7 @@ import sys
 from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import openai
 import pytest
@@ -188,6 +188,11 @@ def test_requests_of_a_lost_server_go_to_the_next(server, lost, make_policy, tmp
         engine._loop.submit(engine._post("unload", 2)).result()  # as if it had been restarted
         engine.publish(policy, 3)
         assert drawn_ids(engine, prompts, seeds) == expected
+        (unfinished,) = [c for c in engine._servers if "localhost" in str(c.base_url)]
+        cut = SimpleNamespace(choices=[SimpleNamespace(finish_reason="abort", token_ids=[])])
+        unfinished.completions.create = AsyncMock(return_value=cut)  # it is being stopped
+        assert drawn_ids(engine, prompts, seeds) == expected
+        del unfinished.completions.create
         lost.append(server)
         with pytest.raises(RunError, match="all have failed .Connection error.*with --resume"):
             drawn_ids(engine, prompts, seeds)

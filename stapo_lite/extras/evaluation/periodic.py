@@ -119,7 +119,7 @@ class PeriodicEvaluation(Callback):
 def keep_best(run: Run, metric: str, results: dict[str, Any]) -> None:
     """Write adapter and score to `best/` if it beats the one there, or if that was found by another
     evaluation."""
-    if metric.startswith("reward"):
+    if metric.partition("/")[0] == "reward":
         now = results.get(metric)
     else:
         scores = {"average": results["average"]} | results["benchmarks"]

@@ -52,9 +52,10 @@ def benchmark_tasks(
         prompts = make_prompts(rows, tokenizer, data, graded=True, key="benchmarks")
         for prompt, number in product(prompts, range(num_samples or usual)):
             names = {"benchmark": short, "id": prompt.columns["id"], "sample": number}
-            seed = derived_seed(config.seed, *names.values())
+            # A problem whose text has changed gets new samples.
+            seed = derived_seed(config.seed, *names.values(), prompt.token_ids)
             tasks.append(Task(prompt, seed, names))
-    if len({task.seed for task in tasks}) < len(tasks):
+    if len({tuple(task.names.values()) for task in tasks}) < len(tasks):
         raise InputError("benchmarks: an id occurs twice: give each problem one of its own")
     return tasks
 
@@ -69,6 +70,7 @@ def held_out_tasks(config: Config, tokenizer: Any) -> list[Task]:
     changes = settings.model_dump(include={"source", "subset", "split"})
     if settings.subset is None and settings.source == data.source:
         changes["subset"] = data.subset
+    changes["filter_overlong_prompts"] = False  # a mean over fewer rows would be another metric
     held_out = data.model_copy(update=changes)
     rows = list(islice(load_rows(held_out, "evaluation.source"), settings.limit))
     prompts = make_prompts(

@@ -77,7 +77,7 @@ few words or with a value in a longer sentence."""
 _SPELLINGS = r"""
 # One line, without marks of style and currency
 \s*\n\s* → \t
-(?<!\\)\\[()\[\]]|\\?[$€£¥₹]|\\(?:pounds|euro)(?![a-z])|\u200b|\*\*|` →
+(?<!\\)\\[()\[\]]|\\?[$€£¥₹¢]|\\(?:pounds|euro|cents?)(?![a-z])|\u200b|\*\*|` →
 \\(?:left|right|[bB]igg?[lr]?|displaystyle|bf|it|rm|[lL]arge)(?![a-z])|\\!\s*|\\color\s*\{\w+\} →
 (?<!\\)\\[,;: >]|~ → \t
 \\\\\[\w+\] → \\\\
@@ -90,6 +90,8 @@ _SPELLINGS = r"""
 ¼ → \\frac{1}{4}
 ¾ → \\frac{3}{4}
 °|\\degree(?![a-z]) → ^\\circ
+\\AA(?![a-z]) → Å
+(?<=[\d}])\s*(?:\\mu|[μµ])\s*(?=\\(?:text|math)) →
 √\s*(.?) → \\sqrt \1
 ∞\s*(.?) → \\infty \1
 ±\s*(.?) → \\pm \1
@@ -127,6 +129,7 @@ _SPELLINGS = r"""
 ([_^])\{(\w)\} → \1\2
 (?<=\d)_\{?\(?(?:10|\\text\{\s*(?:ten|base (?:ten|10))\s*\})\)?\}?$ →
 # Numbers: 5 million, 1.04 x 10^-3, 0.\overline{3}, 1000,99 and 0,111, 28 percent
+(?<=[\d.])E(?=[+-]?\d) → e
 (?<=\d)\s*(?:\\text\{\s*)?thousand\b\s*\}? → \\times10^3
 (?<=\d)\s*(?:\\text\{\s*)?million\b\s*\}? → \\times10^6
 (?<=\d)\s*(?:\\text\{\s*)?billion\b\s*\}? → \\times10^9
@@ -172,6 +175,8 @@ _NUMBERS = (
 _SYMBOLS = (
     _UNITS
     + r"""
+# math-verify takes one digit after a brace for the denominator of a fraction before it
+\}\s*(\d[\d.]*\d) → }{\1}
 # x^{\prime}, \frac{dx}{dt}, \dot{x} and x' become x_{dt}
 \\frac\{d\^2\s*(\\[a-z]+|\w)(?:_(\w))?\s*\}\{d\s*(\w)\^2\} → \1_{dd\3\2}
 \\ddot\s*\{?\s*(\\[a-z]+|\w)\s*\}?(?:_(\w))? → \1_{ddt\2}
@@ -191,7 +196,7 @@ _SUPERSCRIPTS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
 _NUMBER = re.compile(r"[+-]?(?:(?:\d+\s+-?)?\d+/0*[1-9]\d*|(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d{1,3})?)")
 _DECIMAL = re.compile(r"[^.]*?(?<![\d.])(?=[0.]*[1-9](?:\.?\d){5})\d*\.(\d+)[^.]*")
 _LITERAL = re.compile(
-    r"(?![ei])[a-zA-Z]|[A-Z][a-z]{2,}|(?i:yes|no|[a-z]{4,})|-?[0-9A-Z]+_(?:\d|\{\d+\})"
+    r"(?![ei])[a-zA-Z]|[A-Z][A-Za-z]{2,}|(?i:yes|no|[a-z]{4,})|-?[0-9A-Z]+_(?:\d|\{\d+\})"
 )
 _PROSE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}[\s,]+[a-zA-Z]{2,}|(?<![_\d])\d+\s+\d")
 _TUPLES = re.compile(r"([(\[])([^()\[\]\n]*;[^()\[\]\n]*)([)\]])\n\1(.*)\3")
@@ -297,7 +302,8 @@ def _equal(gold: str, answer: str, ordered: bool, tolerance: Rational) -> bool:
     `equivalent`."""
     golds, answers = _parts(gold), _parts(answer)
     if len(golds) == 1 and "\tor\t" in answer:
-        golds *= len(answers)  # 3/4, or 75 %
+        # 3/4, or 75 %; but x < 2 or x > 3 has a part for each one of a union
+        golds = _parts(gold.replace("\\cup", ",")) if "\\cup" in gold else golds * len(answers)
     if len(golds) != len(answers):
         inner = gold.strip("()"), answer.strip("()")
         return "(" in (gold[:1], answer[:1]) and _equal(*inner, True, tolerance)  # (1, 2) for 1, 2

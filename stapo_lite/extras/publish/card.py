@@ -34,7 +34,8 @@ def read_run(folder: Path, evaluation: str | Path | None) -> FinishedRun:
         evaluation: folder of an evaluation to take the results from; None for the run's own.
 
     Raises:
-        InputError: the folder holds no run with an adapter; the evaluation has no results.
+        InputError: the folder holds no run with an adapter; the evaluation has no results, or is of
+            the base.
     """
     config, adapter = load_config(folder / "config.yaml"), folder / "adapter"
     if not (adapter / "adapter_config.json").exists():  # the file that is written last
@@ -44,6 +45,8 @@ def read_run(folder: Path, evaluation: str | Path | None) -> FinishedRun:
     results = [line for line in read_lines(folder / EVALUATIONS_FILE) if line["step"] == step]
     if evaluation:
         results = [read_object(Path(evaluation) / "results.json")]
+        if results[0]["model"] == config.model and not results[0]["adapter"]:
+            raise InputError(f"--evaluation={evaluation}: of the base, without the adapter")
     environment = read_object(folder / ENVIRONMENT_FILE)
     return FinishedRun(config, adapter, metrics, results[-1] if results else None, environment)
 

@@ -202,10 +202,12 @@ class ServerEngine(RolloutEngine):
                     answer: Any = await server.completions.create(
                         model=self._name(version), prompt=prompt.token_ids, extra_body=body
                     )
+                    (choice,) = answer.choices
+                    if choice.finish_reason == "abort":  # the server is being stopped
+                        raise OpenAIError("aborted")
                 except OpenAIError as error:
                     failure = error
                     continue
-                (choice,) = answer.choices
                 logprobs = choice.logprobs.token_logprobs if choice.logprobs else []
                 truncated = choice.finish_reason == "length"
                 return Completion(prompt, choice.token_ids, logprobs, truncated, version)
