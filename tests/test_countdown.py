@@ -65,11 +65,11 @@ def test_the_report_by_hand(tmp_path, capsys, monkeypatch):
     shown = " ".join(capsys.readouterr().out.split())
     assert "| justrl | 2 | 2 (median step 13) | 0.25 |" in shown
     # The primary outcomes: 21 against 13, and 0.6 against 0.9.
-    assert "| stapo | 2 | +8.00 ± 0.00 | 0.50 | -0.30 ± 0.00 | 0.50 |" in shown
+    assert "| stapo | 2 | +8.00 ± 0.00 | 0.500 | -0.30 ± 0.00 | 0.500 |" in shown
     sys.argv += ["--entropy", "entropy"]
     countdown_report.main()
     shown = " ".join(capsys.readouterr().out.split())
-    assert "| stapo | 2 | +8.00 ± 0.00 | 0.50 | -0.15 ± 0.00 | 0.50 |" in shown
+    assert "| stapo | 2 | +8.00 ± 0.00 | 0.500 | -0.15 ± 0.00 | 0.500 |" in shown
 
 
 @pytest.mark.slow

@@ -93,8 +93,8 @@ def test_report_of_runs_by_hand(tmp_path):
     difference = experiments_report.differences(runs, "stapo").splitlines()[-1]
     # Reward: 0.2 and 0.3 less 0.9; 0.2 less the mean of 1/8 to 8/8 and four times 1.
     # Entropy: 3 less 0 and 1.
-    reward = ["-0.65 ± 0.07", "0.50", "-0.51 ± 0.00", "0.50"]
-    entropy = ["", "", "+2.50 ± 0.71", "0.50", "+0.00 ± 0.00", "1.00"]
+    reward = ["-0.65 ± 0.07", "0.500", "-0.51 ± 0.00", "0.500"]
+    entropy = ["", "", "+2.50 ± 0.71", "0.500", "+0.00 ± 0.00", "1.000"]
     assert cells(difference) == ["grpo", "2", *reward, *entropy]
     experiments_report.draw(found, tmp_path / "figure.png")
 

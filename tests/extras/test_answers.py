@@ -159,6 +159,35 @@ EQUAL = {
     ],
     "lengths of physics": [("6630", r"6630\ \AA"), ("50", r"50\ \mu\text{m}"), ("2e3", "2E+3")],
     "cents": [(r"5.4 \text{ cents}", "5.4¢"), ("75", r"75\cent")],
+    "units in a fraction": [
+        ("300", r"300 \frac{\text{km}}{\text{s}}"),
+        ("4e13", r"4\times10^{13}/\text{cm}^3"),
+    ],
+    "units like choices": [
+        ("1e-8", r"10^{-8}\,\text{F}"),
+        ("7e5", r"7\times10^5\,\text{J}/\text{mol}"),
+    ],
+    "suns, seconds and millions": [
+        ("15625", r"15625\,L_\odot"),
+        ("0.49", r"0.49^{\prime\prime}"),
+        ("7.5e7", r"75 \text{ million years}"),
+    ],
+    "several signs": [
+        ("1,-1,7,-7", r"m=\pm1 \text{ or } m=\pm7"),
+        ("(0,2),(0,-2),(4,23),(4,-23)", r"(0,\pm2),(4,\pm23)"),
+        ("(3,2),(3,-2),(-3,2),(-3,-2)", r"(\pm3,\pm2)"),
+        ("(3,1),(1,3)", r"(2\pm1, 2\mp1)"),
+        ("f(x)=x, f(x)=-x", r"f(x)=\pm x"),
+    ],
+    "labels of roundings": [
+        ("1.6", r"d_1 \approx 1.6"),
+        ("1.68,0.45", r"a \approx 1.68, b \approx 0.45"),
+    ],
+    "ranges": [("(-1,1]", r"f(x)\in(-1,1]"), (r"\log_{10} 2", r"\lg 2")],
+    "regions": [
+        (r"\frac{1}{s+a}", r"\frac1{s+a},\quad\text{Re}(s)>-a"),
+        (r"M_{\odot}^6", r"M_\odot^6"),
+    ],
     "units without markup": [
         ("0.006", "6 x 10⁻³ m/s²"),
         ("1.69", "1.69 Å"),
@@ -207,6 +236,9 @@ DIFFERENT = {
     "factors": [("2ab", "2"), ("4h^2", "4"), ("$6m$", "6"), ("2", "2x"), (r"2\pi r h", r"2\pi r")],
     "words of capitals": [(r"\text{BAC}", r"\text{ABC}"), ("SSA", "SAS")],
     "unions": [(r"(-\infty,2)\cup(3,\infty)", r"x<2 \text{ or } x \ge 3")],
+    "several signs": [("1,-1,7,-7", r"m=\pm1 \text{ or } m=7"), ("(3,1),(1,3)", r"(2\pm1, 2\pm1)")],
+    "single letters": [("m", "M"), ("N=n", "N")],
+    "second derivatives": [("f'(x)", "f''(x)"), ("y''+y=0", "y'+y=0")],
     "numbers behind a fraction": [
         (
             r"\begin{pmatrix}1/7\\48/49\end{pmatrix}",

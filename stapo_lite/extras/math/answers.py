@@ -103,6 +103,7 @@ _SPELLINGS = r"""
 ∈\s*(.?) → \\in \1
 # Words: \textbf{(C)}, 12^{th}, `The answer is 12`, `f(n) = n for all n`, `k \in \mathbb{Z}`
 \\(?:text\w*|mbox|math(?:rm|bf|it|sf))\s*\{ → \\text{
+(?<=\d)(\}?\s*)\\text\{(?=[A-J]\}(?!_)) → \1\\text{\t
 ^\s*\\text\{([^{}]*)\}|\\text\{([^{}]*\b(?:and|or)\b[^{}]*|[A-J])\} → \1\2
 [\s.,;:\\]+$|(?<=[a-zA-Z]{2})!$ →
 (?<=\d)\s*\^?\s*(?:\{?\s*\\text)?\s*\{?\s*(?:st|nd|rd|th)\b(?:\s*\}){0,2} →
@@ -110,12 +111,14 @@ _SPELLINGS = r"""
 (?i)\b(?:about|approximately|exactly|only|simply|equal to)\s+(?=[-\d\\(]) →
 (?i)^[^\d$\\]*(?:\b(?:is|are|option|choice)\b:?|[a-z]{4}:)\s*(?=[-\d$\\(]|(?-i:[A-J])\b) →
 ,?\s*(?:\\text\{\s*)?(?:\bfor (?:all|every|any|each)\b|\\forall)[^,;=]*?(?=$|,|\band\b|\bor\b) → \t
+[\s,]+(?:\\text\{\s*(?:for|where)\s*\}\s*)?\\(?:text\{\s*Re\s*\}|operatorname\{Re\}|Re)\s*\(.*$ →
 [\s,]+\(?\\text\{\s*\(?(?:for|where)\b(?:(?!\b(?:and|or)\b)[^,;])*$ →
 ,\s*[a-z]\s*\\in\s*\\mathbb\s*\{?[A-Z]\}?(?:[_^]\S+)?\s*$ →
 ,?\s*(?<![a-zA-Z])and(?![a-z]) → ,
 (?<![a-zA-Z\\])or(?![a-z])|\\lor|\\vee → \tor\t
 # Commands: -3./2 and np.arcsin (Minerva), \frac\pi4, sqrt(x)
 \\(le|ge|ne)q(?:slant)?(?![a-z]) → \\\1
+\\lg(?![a-z]) → \\log_{10}
 \\varnothing → \\emptyset
 (?<![a-zA-Z\\])inf(?:inity)?(?![a-z]) → \\infty
 (?<=\d)\.(?=/) →
@@ -126,23 +129,33 @@ _SPELLINGS = r"""
 (?<![\w.^])(\d+)\s*/\s*(\d+)(?![\d.]) → \\frac{\1}{\2}
 ^\((\w+)\)_ → \1_
 (?<=\d)_\{\((\d+)\)\}$ → _{\1}
+_\s*(\\text\{[^{}]*\}|\\(?!text)[a-zA-Z]+) → _{\1}
 ([_^])\{(\w)\} → \1\2
 (?<=\d)_\{?\(?(?:10|\\text\{\s*(?:ten|base (?:ten|10))\s*\})\)?\}?$ →
 # Numbers: 5 million, 1.04 x 10^-3, 0.\overline{3}, 1000,99 and 0,111, 28 percent
 (?<=[\d.])E(?=[+-]?\d) → e
-(?<=\d)\s*(?:\\text\{\s*)?thousand\b\s*\}? → \\times10^3
-(?<=\d)\s*(?:\\text\{\s*)?million\b\s*\}? → \\times10^6
-(?<=\d)\s*(?:\\text\{\s*)?billion\b\s*\}? → \\times10^9
+(?<=\d)\s*\\text\{\s*(thousand|million|billion)\s+(?=[a-z]) → \1\\text{\t
+(?<=\d)\s*(?:\\text\{\s*)?thousand\b(?:\s*\})? → \\times10^3
+(?<=\d)\s*(?:\\text\{\s*)?million\b(?:\s*\})? → \\times10^6
+(?<=\d)\s*(?:\\text\{\s*)?billion\b(?:\s*\})? → \\times10^9
 (?<=[\d.])\s*(?:\\times|\\cdot|[*x×])\s*10\s*\^\s*\{?\s*([+-]?\s*\d+)(?:\s*\})? → \\times10^{\1}
 (\d*)\.(\d*)\\(?:overline|bar)\{(\d+)\} → \1.\2\3\3\3\3\3\3\3
 ^\s*(?:(\d{4,}),(\d{1,2})|(0),(\d{3,}))\s*$ → \1\3.\2\4
 \s*(?:\\?%|\\text\{\s*percent\w*\s*\}|\bpercent(?:age)?\b|\bpct\b) → %
 # (x, y) = (1, 2), \frac{1}{3} \approx 0.33, \{1, 2\}, (C), C. 12, 1 \pm 2
 (?<![\w)}])\([^()=]*,[^()=]*\)\s*=\s*(?=[(\[]) →
-^[^\d=,;]*\\approx|(?<=\S)\s*\\approx[^,;]*$ →
+(?:^|(?<=[,;]))(?:[^\d=,;]*|\s*\\?[a-zA-Z]+_(?:\w|\{[^{}]*\})\s*)\\approx →
+(?<=\S)\s*\\approx[^,;]*$ →
+^\s*[a-zA-Z]+\([^()]*\)\s*(?=\\in(?![a-z])) → x
 ^\s*(?:[a-z]\s*\\in\s*)?(?:\\\{((?:(?!\\\}).)*)\\\}|\{([^{}]*)\})\s*$ → \1\2
 ^\s*([A-Ja-df-h])\)$|(?<![^,\s])\(\s*([A-Ja-df-h])\s*\)(?=\s*(?:,|$|\tor)) → \1\2
 ^\s*\(?([A-Ja-df-h])[).:]\s*(?!.*\b[A-J]\b)(\S.*) → \1\n\2
+^(?=.*\\pm)(.*?)\tor\t → \1,
+^\s*[a-z]\([a-z]\)\s*=\s*(?=\\pm) →
+(?<![\w}])\((?=[^()]*,)([^()]*)\\pm([^()]*)\\mp([^()]*)\) → (\1+\2-\3),(\1-\2+\3)
+(?<![\w}])\((?=[^()]*,)([^()]*)\\pm(?![a-z])([^()]*)\) → (\1+\2),(\1-\2)
+(?<![\w}])\((?=[^()]*,)([^()]*)\\pm(?![a-z])([^()]*)\) → (\1+\2),(\1-\2)
+([^,;()\[\]]*)\\pm(?![a-z])([^,;()\[\]]*) → \1+\2,\1-\2
 ([^,;()\[\]]*)\\pm(?![a-z])([^,;()\[\]]*) → \1+\2,\1-\2
 """  # noqa: RUF001
 """Rules that bring an answer to one spelling: a pattern and its replacement on each line, from top
@@ -151,7 +164,8 @@ _UNITS = r"""
 # \text{ cm}^2, minutes, ^\circ, ^\circ C
 \\cdot\s*(?=\\text\{) →
 (?<=\\pi)\s*\\text\{[^{}\d]*\}(?:\^\d)?$ →
-(?<=[\d})])\s*(?:\\text\{(?:[^{}\d]|[_^]\{?-?\d\}?)*\}(?:[_^](?:\w|\{[^{}]*\}))?[\s/]*)+$ →
+(?<=[\d})])\s*\\frac(?:\{(?:(?:\\text\{[^{}\d]*\}|(?<=\{)[A-J])(?:\^\d)?[\s/]*)+\}){2}$ →
+(?<=[\d})])\s*/?\s*(?:\\text\{(?:[^{}\d]|[_^]\{?-?\d\}?)*\}(?:[_^](?:\w|\{[^{}]*\}))?[\s/]*)+$ →
 (?<=[\d}])\s+[a-zA-Z]{4,}(?:[a-zA-Z\s]|\^\d)*$ →
 \s*\^\s*\{?\\circ\s*\}?\s*(?:[CF]|\\text\{[^{}]*\})?$ →
 """
@@ -164,6 +178,8 @@ _NUMBERS = (
 \^\{(-\d)\} → ^\1
 (?<=\d)\s*(?:(?:[kMG]?(?:eV|Hz|Pa)|[kcmn][mgs]|erg|Å|(?<=[\s/])[mgsKJNWVACTL])(?:\^-?\d)?[\s/]*)+$ →
 (?<=\d)\s+(?:ft|in|oz|lb|hr|km/h|[a-z]{3}[a-z\s]*)(?:\^\d)?$ →
+(?<=\d)\s*[LMR]_\{?\\odot\}?$ →
+(?<=\d)\s*\^?\{?(?:\\prime\s*|')+\}?$ →
 # 75 %, 1 4/5, -1 -4/5
 %$ → e-2
 ^([+-])\s+ → \1
@@ -181,6 +197,7 @@ _SYMBOLS = (
 \\frac\{d\^2\s*(\\[a-z]+|\w)(?:_(\w))?\s*\}\{d\s*(\w)\^2\} → \1_{dd\3\2}
 \\ddot\s*\{?\s*(\\[a-z]+|\w)\s*\}?(?:_(\w))? → \1_{ddt\2}
 \^\s*\{?\\prime\s*\}? → '
+([a-zA-Z])''(?!') → \1_{ddt}
 \\frac\{d\s*(\\[a-z]+|\w)\}\{d\s*(\w)\} → \1_{d\2}
 \\dot\s*\{?\s*(\\[a-z]+|\w)\s*\}?(?:_(\w))?|([a-zA-Z])' → \1\3_{dt\2}
 # The constant of integration: C e^{-2t}, C_1 \cos t and c e^{-2t}
@@ -337,7 +354,7 @@ def _same(gold: str, answer: str, tolerance: Rational) -> bool:
         )
     a, b = _bare(gold), _bare(answer)
     if a == b or _LITERAL.fullmatch(a) or _LITERAL.fullmatch(b):
-        return a.casefold() == b.casefold()
+        return a == b if re.fullmatch("[k-zK-Z]", a) else a.casefold() == b.casefold()
     if "%" in (a[-1:], b[-1:]) and _same(gold.rstrip("% "), answer.rstrip("% "), tolerance):
         return True  # 17.5 % is 17.5 here, and 0.175 below
     x, y = _value(gold), _value(answer)
