@@ -299,13 +299,10 @@ def test_the_page_about_tools(tiny_model, tmp_path, monkeypatch, trained):
         for index, (prompt, seed, _) in self._asked.items():
             question, *found = tokenizer.decode(prompt.token_ids).split("<tool_response>\n")
             n, river = re.findall(r"are (\d) times the (\w+)", question)[0]
-            if not found:
-                text = call("search", query=river)
-            elif len(found) == 1:
-                km = re.findall("is ([0-9,]+) km", found[0])[0].replace(",", "")
-                text = call("multiply", a=int(n), b=int(km))
-            else:
-                text = f"{found[1].split()[0]} km, {'right' if seed % 2 else '1'}<|im_end|>"
+            text = call("length", river=river)
+            if found:
+                km = int(n) * int(found[0].split()[0])
+                text = f"{km} km, {'right' if seed % 2 else '1'}<|im_end|>"
             ids = tokenizer(text, add_special_tokens=False).input_ids
             finished.append((index, Completion(prompt, ids, [-5.0] * len(ids), False, 1)))
         self._asked.clear()
