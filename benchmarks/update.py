@@ -60,7 +60,7 @@ from stapo_lite.training.checkpoint import Progress
 from stapo_lite.training.learner import Learner
 from stapo_lite.training.memory import MemoryBudget, MemorySetting
 from stapo_lite.training.metrics import gather_means
-from stapo_lite.training.statistics import measure, with_gradient
+from stapo_lite.training.statistics import measure, rows_with_gradient
 from stapo_lite.training.update import update
 from stapo_lite.types import Completion, Prompt
 
@@ -316,7 +316,7 @@ def measure_sides(ours: Ours, trl: Trl, reference: Ours, pairs: int) -> dict[str
 
 def count_tokens(rollouts: list[Completion], config: Config) -> dict[str, Any]:
     """Tokens of the rollouts, and those that each side runs through the model."""
-    trained = with_gradient(rollouts, config.objective)
+    trained = rows_with_gradient(rollouts, config.objective)
     lengths = [sequence_length(rollouts[row]) for row in trained]
     microbatches = split_by_tokens(lengths, config.train.max_tokens_per_microbatch)
     longest = config.data.max_prompt_length + config.rollout.max_completion_length

@@ -1,17 +1,17 @@
 """The data of a step, and the one legend of shapes.
 
-Shapes: B: completions in this process's share of a mini-batch; N: their tokens, concatenated; n:
-tokens of a micro-batch; L: tokens of its longest prompt + completion; D: hidden size; V: vocabulary
-size.
+Shapes: G: completions of a group; B: completions in this process's share of a mini-batch; N: their
+tokens, without prompts, concatenated; n: the same of a micro-batch; L: tokens of its longest prompt
++ completion; D: hidden size; V: vocabulary size.
 
 Per-token quantities of a mini-batch are flat [N] tensors on the device; `MiniBatch.rows` maps each
-token to its completion. A micro-batch is a set of completions; its tokens are indices into [N].
+token to its completion. A micro-batch is a set of completions; its tokens are places in [N].
 Only the decoder's input is padded, [completions, L], in `Policy.hidden_states`.
 
 There are four kinds of log-probabilities: `rollout_logprobs` (the engine, at sampling),
 `old_logprobs` (the trainer, before the step's first update), `logprobs` (the trainer, now) and
-`ref_logprobs` (the KL term's reference); and two masks: `loss_mask` (the model wrote the token) and
-`keep` (the token stays in the loss).
+`ref_logprobs` (the KL term's reference); and two masks: `loss_mask` (the model wrote the token,
+and its completion is trained on) and `keep` (the token stays in the loss).
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Rollouts:
     rounds: int = 0
     """Rounds of sampling."""
     drawn: int = 0
-    """Prompts, on all processes."""
+    """Prompts drawn so far, by all processes."""
 
     @property
     def groups(self) -> list[list[Completion]]:
@@ -113,7 +113,8 @@ class Masks(NamedTuple):
     """Which tokens of a mini-batch stay in the loss, and the numbers behind that decision."""
 
     keep: Tensor
-    """[N] bool: the token stays in the loss and its denominator."""
+    """[N] bool: the token stays in the loss. The denominator counts these tokens, or without
+    `renormalize` all in `loss_mask` (`weigh_tokens`)."""
     silenced: Tensor
     """[N] bool: S2T takes it out."""
     amplification: Tensor
@@ -131,8 +132,9 @@ class Gradient(NamedTuple):
     statistics: TokenStatistics
     """Of the current policy, before this update."""
     weight: Tensor
-    """fp32: minus the derivative of the token's policy loss with respect to its log-probability,
-    with sampler correction and STARE's weight. 0 if the token is clipped, except with `cispo`."""
+    """fp32: w, minus the derivative of the token's policy loss by its log-probability, with sampler
+    correction and STARE's weight; tokens that the masks take out have theirs, too. 0 if clipping
+    (except `cispo`'s) or the correction takes the gradient away."""
     ref_logprobs: Tensor
     """fp32; 0 without a KL term."""
     clipped_low: Tensor
@@ -149,7 +151,7 @@ class Update(NamedTuple):
     """The outcome of one update."""
 
     means: dict[str, tuple[Any, Any]]
-    """Of this process (`training/metrics.py`)."""
+    """Metric -> its sum and the number of values, of this process (`training/metrics.py`)."""
     grad_norm: float | None = None
     """Before clipping, the same in every process. None if no kept token has a gradient: then
     nothing changed."""

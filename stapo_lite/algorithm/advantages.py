@@ -40,7 +40,7 @@ def group_advantages(rewards: Tensor, scale: str = "group", eps: float = 1e-6) -
                 "reward.incorrect, reward.overlong_penalty, reward.weights or the function"
             )
         deviation = deviation / (rewards.nanmean(-1, keepdim=True) + eps)
-    return deviation.nan_to_num(0.0)
+    return deviation.nan_to_num(0.0)  # NaN: no reward, or the group's only one
 
 
 def _std(deviation: Tensor, dim: int) -> Tensor:

@@ -129,10 +129,10 @@ def _tile(size: float) -> int:
 
 class _FrozenHead(torch.autograd.Function):
     """Log-probability, and entropy if asked, get a gradient with respect to hidden, computed in
-    forward: with m = sum_v p_v W_v
+    forward: with E[W] = sum_v p_v W_v
 
-        d log pi(y) / d h = (W[y] - m) / T
-        d H / d h         = sum_v p_v (m - W_v) log p_v / T
+        d log pi(y) / d h = (W[y] - E[W]) / T
+        d H / d h         = sum_v p_v (E[W] - W_v) log p_v / T
     """
 
     @staticmethod
@@ -167,8 +167,8 @@ def _sweep(hidden, head, targets, v, count: int):
     """One pass over the vocabulary: the online softmax.
 
     Returns:
-        Log-probability, entropy and collision probability, [3, n] fp32; and the gradients of the
-        first `count` of them with respect to hidden times T, [count, n, D] fp32.
+        Log-probability, entropy and collision probability, [3, n] fp32; and T times the gradients
+        of the first `count` of them with respect to hidden, [count, n, D] fp32.
     """
     # The largest logit a so far. It starts finite, so that 0 * (m - higher) is 0.
     m = torch.full(targets.shape, -1e30, device=hidden.device)

@@ -66,6 +66,7 @@ def silence(
         return candidates, tau_h
     score = -entropy  # the paper's ablations replace the entropy by another score
     if s2t.silence == "random":
+        # As salts, so that equal completions of two steps get different numbers.
         versions = [completion.adapter_version for completion in batch.completions]
         score = batch.random_scores(versions)
     threshold = linear_quantile(gather(score[population]), s2t.quantile)

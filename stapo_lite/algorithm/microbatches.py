@@ -41,12 +41,12 @@ class MiniBatch:
         """The completions of these rows."""
         return [self.completions[row] for row in rows]
 
-    def tokens(self, rows: Sequence[int]) -> Tensor:
+    def places(self, rows: Sequence[int]) -> Tensor:
         """Indices into [N] of these rows' tokens, row by row; [n] int64."""
-        places = [torch.zeros(0, dtype=torch.int64)]
+        parts = [torch.zeros(0, dtype=torch.int64)]
         for row in rows:
-            places.append(torch.arange(self.starts[row], self.starts[row + 1]))
-        return send(torch.cat(places), self.rows.device)
+            parts.append(torch.arange(self.starts[row], self.starts[row + 1]))
+        return send(torch.cat(parts), self.rows.device)
 
     def random_scores(self, salts: Sequence[int]) -> Tensor:
         """Random numbers in [0, 1) for all tokens, [N] fp32.
@@ -140,11 +140,8 @@ def deal(work: Sequence[float], parts: int) -> list[list[int]]:
 
 def cut_evenly(items: Sequence[T], most: int) -> list[Sequence[T]]:
     """Cut items into the fewest runs of at most `most` items, with lengths that differ by at most
-    one.
-
-    Otherwise dynamic sampling could leave a mini-batch of one group, which would get an update to
-    itself.
-    """
+    one: the 17 groups that dynamic sampling may leave become 8 and 9, not 16 and an update on a
+    single group."""
     count = math.ceil(len(items) / most)
     cuts = [len(items) * i // max(1, count) for i in range(count + 1)]
     return [items[start:end] for start, end in pairwise(cuts)]

@@ -1,7 +1,7 @@
 """The token loss of every preset, from the same few functions. Tokens are flat [n].
 
 Only sums and weights, no means: denominators cover the whole mini-batch, across micro-batches and
-processes. `update.add_micro_batch` combines them.
+processes. `update.micro_batch_loss` combines them.
 """
 
 from typing import NamedTuple
@@ -20,9 +20,9 @@ class TokenLoss(NamedTuple):
     """The loss of each token and what its bounds did, each [n]."""
 
     loss: Tensor
-    """differentiable if the log-probabilities are"""
-    gradient: Tensor
-    """w: minus the derivative of `loss` with respect to the log-probability"""
+    """updates do not differentiate it: they use w"""
+    weight: Tensor
+    """w: minus the derivative of `loss` by the log-probability; for `gspo` as in GSPO-token"""
     clipped_low: Tensor
     """bool: the lower bound took effect"""
     clipped_high: Tensor
@@ -47,7 +47,7 @@ def token_loss(
         dppo   rho A, or 0 beyond the bounds            arXiv 2602.04879, total variation: the
                                                         bounds -epsilon and epsilon_high are
                                                         on pi - pi_old
-        sapo   4 / tau sigmoid(tau (rho - 1)) A         arXiv 2511.20347; no bounds
+        sapo   (4 / tau) sigmoid(tau (rho - 1)) A       arXiv 2511.20347; no bounds
 
     Except with `cispo`, a bound takes effect only if the token has moved in the direction of A:
     the lower for A < 0, the upper for A > 0. The token then has no gradient.
@@ -66,9 +66,9 @@ def token_loss(
     if kind == "sapo":
         tau = torch.where(advantages > 0, *SAPO_TEMPERATURES)
         gate = torch.sigmoid(tau * (ratio - 1))
-        gradient = 4 * gate * (1 - gate) * ratio * advantages
+        weight = 4 * gate * (1 - gate) * ratio * advantages
         never = torch.zeros_like(below)
-        return TokenLoss(-4 / tau * gate * advantages, gradient, never, never)
+        return TokenLoss(-4 / tau * gate * advantages, weight, never, never)
     if kind == "dppo":
         moved = logprobs.exp() - (logprobs - log_ratio).exp()
         below, above = moved < -epsilon, moved > epsilon_high
@@ -76,8 +76,8 @@ def token_loss(
     clipped_low, clipped_high = (advantages < 0) & below, (advantages > 0) & above
     clipped = clipped_low | clipped_high
     value = torch.where(clipped, bounded, ratio) * advantages
-    gradient = (ratio * advantages).masked_fill(clipped, 0.0)
-    return TokenLoss(-value, gradient, clipped_low, clipped_high)
+    weight = (ratio * advantages).masked_fill(clipped, 0.0)
+    return TokenLoss(-value, weight, clipped_low, clipped_high)
 
 
 def sequence_log_ratio(log_ratio: Tensor, written: Tensor, rows: Tensor, sequences: int) -> Tensor:
@@ -187,15 +187,15 @@ def sequence_weights(
     return torch.full_like(counts, 1 / denominator, dtype=torch.float32)
 
 
-def logit_gradient_norm(gradient: Tensor, logprobs: Tensor, collision: Tensor) -> Tensor:
-    """||dJ/da|| of each token with respect to its logits a (STAPO's gradient-norm identity):
+def logit_gradient_norm(weight: Tensor, logprobs: Tensor, collision: Tensor) -> Tensor:
+    """||dJ/da||, where J is minus a token's loss and a its logits (STAPO's gradient-norm identity):
 
         ||dJ/da||^2 = w^2 (1 - 2 pi(y) + sum_v pi(v)^2)
 
     Exact without the logits: the collision probability comes with the entropy. Any shape.
 
     Args:
-        gradient: w, the derivative of J with respect to the token's log-probability.
+        weight: w, the derivative of J by the token's log-probability.
         logprobs: log pi(y).
         collision: sum_v pi(v)^2.
     """
@@ -203,4 +203,4 @@ def logit_gradient_norm(gradient: Tensor, logprobs: Tensor, collision: Tensor) -
     rest = torch.expm1(logprobs).square()  # (1 - pi)^2, exact even if pi is near 1
     others = (collision - pi.square()).clamp(min=0.0)
     others = torch.minimum(others, rest)  # rounding could make it larger
-    return gradient.abs() * (rest + others).sqrt()
+    return weight.abs() * (rest + others).sqrt()

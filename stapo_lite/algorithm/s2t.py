@@ -1,9 +1,10 @@
-"""S2T, silencing spurious tokens: the keep-mask, STAPO's only difference from DAPO.
+"""S2T, silencing spurious tokens: the keep-mask, all that sets STAPO apart from DAPO's token loss.
 
     I = 0  if  A > 0  and  pi < tau_p  and  H < tau_h        (strict inequalities)
     I = 1  otherwise
 
-tau_p is an absolute probability; tau_h is a quantile of the entropy over the whole optimisation
+pi and H are by default those of the policy before the step (`objective.s2t.statistics`). tau_p is
+an absolute probability; tau_h is a quantile of the entropy over the whole optimisation
 mini-batch, across micro-batches and processes. Apart from that quantile, everything here is
 elementwise, so the layout of the tokens does not matter.
 """
@@ -33,7 +34,7 @@ def candidate_mask(logprobs: Tensor, advantages: Tensor, tau_p: float) -> Tensor
 
 
 def linear_quantile(values: Tensor, quantile: float) -> float | None:
-    """The quantile of the values, interpolated linearly; tau_h if they are entropies.
+    """The quantile of the values, interpolated linearly.
 
     Args:
         values: [M] fp32.
@@ -68,7 +69,8 @@ def top_entropy_mask(entropy: Tensor, threshold: float | None) -> Tensor:
 
     Args:
         entropy: fp32 nats, any shape.
-        threshold: the 1 - rho quantile of the mini-batch's entropies. None keeps everything.
+        threshold: quantile of the mini-batch's entropies, above which the share to train on lies.
+            None keeps everything.
 
     Returns:
         bool, the same shape.

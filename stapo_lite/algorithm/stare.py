@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def highest_of_lowest(values: Tensor, share: float) -> float:
-    """The largest among the lowest `share` of the values, rounded up to a whole number of them.
+    """The k-th lowest value, where k is `share` times the number of values, rounded up.
 
     Args:
         values: [M] fp32.
@@ -27,6 +27,6 @@ def highest_of_lowest(values: Tensor, share: float) -> float:
     """
     if values.numel() == 0:
         return -math.inf
-    # 0.07 * 100 is 7.000000000000001 in floating point.
+    # In floating point 0.07 * 100 is 7.000000000000001, which would round up to 8.
     count = math.ceil(Fraction(str(share)) * values.numel())
     return values.kthvalue(count).values.item()

@@ -260,7 +260,7 @@ class S2T(Section):
     """Candidates below tau_h, as many of highest entropy, as many at random, or all."""
     statistics: Literal["current", "old"] = "old"
     """Policy of probability and entropy: before the step, or the current one (the paper's Algorithm
-    1), which costs a pass."""
+    1), which takes a pass in each mini-batch, not only in the step's first."""
 
 
 class Stare(Section):
@@ -313,9 +313,9 @@ class Objective(Section):
     sampler_correction: Annotated[
         Literal["token-truncate", "icepop", "sequence-mask", "off"], _ON_OFF
     ] = "token-truncate"
-    """With `old_logprobs=trainer`, a weight on each token's loss, from q, the trainer's probability
-    before the step / the engine's. `token-truncate`: min(q, `sampler_cap`); `icepop`: q, or 0
-    outside of 1 / cap to cap; `sequence-mask`: the product of the sequence's q, or 0 above the
+    """With `old_logprobs=trainer`, a weight on each token's loss, from c, the trainer's probability
+    before the step / the engine's. `token-truncate`: min(c, `sampler_cap`); `icepop`: c, or 0
+    outside of 1 / cap to cap; `sequence-mask`: the product of the sequence's c, or 0 above the
     cap."""
     sampler_cap: float = Field(2.0, ge=1)
     """Largest weight of `sampler_correction`."""

@@ -20,7 +20,7 @@ from stapo_lite.algorithm.microbatches import MiniBatch
 from stapo_lite.errors import InputError, RunError, explained
 from stapo_lite.model.loading import load_adapter
 from stapo_lite.training.callbacks import Callback
-from stapo_lite.training.metrics import Means, gather_means, mean
+from stapo_lite.training.metrics import Means, gather_means, sum_and_number
 from stapo_lite.training.run import Run
 from stapo_lite.training.statistics import measure
 from stapo_lite.types import Completion, Rollouts
@@ -53,7 +53,7 @@ class Teacher(Callback):
             difference = self.logprobs(run, batch) - batch.rollout_logprobs
             difference = difference.where(batch.loss_mask, 0.0)
             batch.advantages += self._weight * difference
-            self._parts.append({"teacher_kl": mean(-difference, batch.loss_mask)})
+            self._parts.append({"teacher_kl": sum_and_number(-difference, batch.loss_mask)})
 
     def on_step_end(self, run: Run, metrics: dict[str, Any], rollouts: Rollouts) -> None:
         metrics |= gather_means(self._parts)

@@ -291,10 +291,10 @@ def find_adapter(lora: Lora, adapter: str, key: str) -> Path:
 
         with explained(f"{key}={folder}: neither a folder nor on the Hub"):
             folder = Path(snapshot_download(adapter, allow_patterns="adapter_*"))
-    its = read_adapter(folder)
+    saved = read_adapter(folder)
     scale = ("r", "lora_alpha", "use_rslora")
-    differing = [name for name in scale if getattr(its, name) != getattr(lora, name)]
-    if set(lora.target_modules) not in ({"all-linear"}, set(its.target_modules)):
+    differing = [name for name in scale if getattr(saved, name) != getattr(lora, name)]
+    if set(lora.target_modules) not in ({"all-linear"}, set(saved.target_modules)):
         differing.append("target_modules")
     if differing:
         raise InputError(f"{key}={adapter} has another lora.{', lora.'.join(differing)}")

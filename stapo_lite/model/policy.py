@@ -44,6 +44,8 @@ class Policy:
         model: the PeftModel.
         parameters: the adapter's trainable parameters by name.
         dtype: of the base, and of the forward pass.
+        reference: the values of the adapter that training started from, for the KL term, by the
+            names in `parameters`; empty if the term refers to the base, or there is none.
     """
 
     def __init__(self, model: Any, config: Config):
@@ -160,14 +162,14 @@ class Policy:
         Args:
             values: by the names in `parameters`.
         """
-        now = {name: parameter.data for name, parameter in self.parameters.items()}
+        before = {name: parameter.data for name, parameter in self.parameters.items()}
         try:
             for name, parameter in self.parameters.items():
                 parameter.data = values[name]
             yield
         finally:  # memory may run out
             for name, parameter in self.parameters.items():
-                parameter.data = now[name]
+                parameter.data = before[name]
 
     def copy_values(self) -> dict[str, Tensor]:
         """Copies of the adapter's values, by the names in `parameters`."""
@@ -203,7 +205,8 @@ def make_optimizer(policy: Policy, train: Train) -> torch.optim.Optimizer:
 
 
 def sum_gradients(policy: Policy) -> None:
-    """Sum the adapter's gradients over all processes, in one call.
+    """Sum the adapter's gradients over all processes, in one call. DDP would take their mean, but
+    each loss is already divided by the denominator of all processes.
 
     Collective: every rank must call it, even without gradients.
     """

@@ -52,8 +52,8 @@ def resolve_dtype(dtype: str, quantization: str | None) -> str:
     That is measured, since instructions do not tell: of two CPUs with `avx512_bf16` one has half of
     float32's speed in bfloat16, the other five times it (benchmarks/README.md).
 
-    Collective: every rank must call it. All get float16 if the card of one needs it, or the first
-    CPU's answer.
+    Collective: every rank must call it. All get the same: float16 if any card lacks bfloat16 units;
+    on CPUs what the first process measured.
 
     Args:
         quantization: vLLM's. The layers of `bitsandbytes` cannot compute in float32, so they get
@@ -66,6 +66,7 @@ def resolve_dtype(dtype: str, quantization: str | None) -> str:
 
     if torch.cuda.is_available():
         native = torch.cuda.is_bf16_supported(including_emulation=False)
+        # In the alphabet float16 comes last: one card that needs it decides for all.
         return max(gather_object(["bfloat16" if native else "float16"]))
     if quantization == "bitsandbytes":
         return "bfloat16"

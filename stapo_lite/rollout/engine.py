@@ -21,7 +21,7 @@ class RolloutSettings:
 
     num_generations: int
     max_model_len: int
-    """Tokens of the longest prompt and completion."""
+    """Tokens of the longest prompt plus the longest completion."""
     max_completion_length: int
     temperature: float
     stop_token_ids: tuple[int, ...]
@@ -99,7 +99,7 @@ class Publisher(Protocol):
 
 
 class RolloutEngine(Protocol):
-    """Samples completions from the adapter version that was published last."""
+    """Samples completions, each from the adapter version that is the latest when it begins."""
 
     def publish(self, policy: Publisher, version: int) -> None:
         """Sample from this adapter from now on."""

@@ -245,7 +245,8 @@ class VLLMEngine(RolloutEngine):
             with suppress(Exception):
                 self._llm.wake_up()
         with kept_pools():
-            with suppress(Exception), kept_process_group(self._joined):  # it may be what failed
+            # If vLLM's failure ended the run, its shutdown may fail, too.
+            with suppress(Exception), kept_process_group(self._joined):
                 self._engine.engine_core.shutdown()
             self._llm = self._request = None
             forget_adapter_slots()

@@ -24,7 +24,8 @@ ALLOWED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vllm.config.lora.MaxLo
 
 def prepare_vllm() -> None:
     """Set what vLLM reads when it is imported: one process, and quiet."""
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # seeds reach the sampler
+    # vLLM's core runs in this process: `set_seed` reaches its sampler, `apply_model` its weights.
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if os.environ.get("WORLD_SIZE", "1") == "1":  # its process group stays on this machine

@@ -24,7 +24,7 @@ from stapo_lite.rewards.functions import overlong_share
 from stapo_lite.training.learner import Learner
 from stapo_lite.training.metrics import has_variance
 from stapo_lite.training.run import Run
-from stapo_lite.training.statistics import mask_inputs, measure, old_inputs, with_gradient
+from stapo_lite.training.statistics import measure, rows_for_masks, rows_for_old, rows_with_gradient
 from stapo_lite.training.update import update
 from stapo_lite.types import Completion, Rollouts, Update, derived_seed
 
@@ -51,14 +51,15 @@ def take_step(run: Run, step: int) -> dict[str, Any]:
     if run.config.objective.mask_truncated_completions:
         rollouts.batch = without_truncated(rollouts.batch)
     batches = make_mini_batches(rollouts.batch, run.learner)
-    run.call("on_mini_batches", batches)
-    measure_old(batches[1:], run.learner)
+    run.call("on_mini_batches", batches)  # a teacher adds to their advantages
+    measure_old(batches[1:], run.learner)  # for the first, the current policy is the old one
     updates = update_on_each(run, batches)
     return run.record(step, rollouts, updates)
 
 
 def sample_groups(run: Run, step: int) -> Rollouts:
-    """Sample groups of completions from the adapter as it is now, and score them.
+    """Sample groups of completions, and score them. The adapter is the current one, or with
+    `rollout.max_lag` one from up to that many steps ago.
 
     One round draws a whole batch. Dynamic sampling (DAPO) keeps only groups whose rewards differ,
     and fills the batch in further rounds, up to `max_sampling_rounds` in all.
@@ -68,8 +69,9 @@ def sample_groups(run: Run, step: int) -> Rollouts:
         steps = min(1 + rollout.max_lag, train.max_steps - run.progress.step)
         ahead = run.share(steps * train.batch_size)
         run.engine.prefetch(ahead.prompts, ahead.seeds)
-    rollouts, most = Rollouts(), rollout.max_sampling_rounds if rollout.dynamic_sampling else 1
-    while len(rollouts.batch) < train.batch_size and rollouts.rounds < most:
+    max_rounds = rollout.max_sampling_rounds if rollout.dynamic_sampling else 1
+    rollouts = Rollouts()
+    while len(rollouts.batch) < train.batch_size and rollouts.rounds < max_rounds:
         wanted = prompts_wanted(len(rollouts.batch), train.batch_size, rollouts.drawn)
         groups = sample_round(run, step, wanted, rollouts)
         if rollout.dynamic_sampling:
@@ -82,7 +84,8 @@ def sample_groups(run: Run, step: int) -> Rollouts:
 def sample_round(run: Run, step: int, wanted: int, rollouts: Rollouts) -> list[list[Completion]]:
     """Sample and score our share of the next prompts; return the groups of all processes, in the
     prompts' order."""
-    share, seed = run.share(wanted), derived_seed(run.config.seed, run.progress.prompts_drawn)
+    share = run.share(wanted)
+    reward_seed = derived_seed(run.config.seed, run.progress.prompts_drawn)
     groups = run.generate(share.prompts, share.seeds) if share.prompts else []
     completions = list(chain(*groups))
     sampled = chain.from_iterable(completion.rollout_logprobs for completion in completions)
@@ -96,11 +99,11 @@ def sample_round(run: Run, step: int, wanted: int, rollouts: Rollouts) -> list[l
     rollouts.drawn += wanted
     rollouts.rounds += 1
     run.clock.lap("rollout")
-    decode_and_score(run, completions, seed, step)
-    everyones = gather_object(list(zip(share.places, groups, strict=True)))
-    everyones.sort(key=lambda pair: pair[0])
+    decode_and_score(run, completions, reward_seed, step)
+    numbered = gather_object(list(zip(share.places, groups, strict=True)))
+    numbered.sort(key=lambda pair: pair[0])
     run.clock.lap("reward")
-    return [group for _, group in everyones]
+    return [group for _, group in numbered]
 
 
 def prompts_wanted(filled: int, size: int, drawn: int) -> int:
@@ -165,8 +168,9 @@ def count_work(completions: Sequence[Completion], objective: Objective, later: b
     Args:
         later: whether the mini-batch is not the step's first.
     """
-    learned = set(with_gradient(completions, objective))
-    read = set(old_inputs(completions, objective) if later else mask_inputs(completions, objective))
+    learned = set(rows_with_gradient(completions, objective))
+    measured = rows_for_old if later else rows_for_masks
+    read = set(measured(completions, objective))
     return [
         (4 * (row in learned) + (row in read)) * sequence_length(completion)
         for row, completion in enumerate(completions)
@@ -176,7 +180,7 @@ def count_work(completions: Sequence[Completion], objective: Objective, later: b
 def measure_old(batches: Sequence[MiniBatch], learner: Learner) -> None:
     """Store the statistics of the policy before the step's first update, for later updates."""
     for batch in batches:
-        rows = old_inputs(batch.completions, learner.config.objective)
+        rows = rows_for_old(batch.completions, learner.config.objective)
         batch.old = measure(learner, batch, rows)
 
 

@@ -29,8 +29,8 @@ MARGIN = 0.04
 ENOUGH_TOKENS = 4096
 """Tokens of a micro-batch that keep a card busy: rather than use fewer, checkpoint the layers."""
 ADAPTER_BYTES = 12
-"""Of a trained parameter, in fp32: between updates its value and AdamW's two states; in an update,
-beside its value, gradient and states."""
+"""Of a trained parameter, three fp32 numbers: between updates its value and AdamW's two states; in
+an update, in addition to the value, the gradient and these states."""
 
 
 class MemorySetting(NamedTuple):
@@ -98,7 +98,8 @@ class MemoryBudget:
 
         Args:
             rows: the completions' rows in the mini-batch.
-            work: called with the rows of each micro-batch; its result is returned.
+            work: called with an iterator over the micro-batches, a list of rows each, and again
+                from the start if memory runs out; its result is returned.
 
         Raises:
             RunError: a single sequence is too much.

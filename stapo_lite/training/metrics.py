@@ -56,9 +56,9 @@ def rollout_means(rollouts: Rollouts, step: int) -> Means:
 def token_means(batch: MiniBatch, masks: Masks) -> dict[str, tuple[Any, Any]]:
     """What the masks did with a mini-batch."""
     return {
-        "kept_share": mean(masks.keep, batch.loss_mask),
-        "silenced_share": mean(masks.silenced, batch.loss_mask),
-        "amplified_share": mean(masks.amplification != 1, batch.loss_mask),
+        "kept_share": sum_and_number(masks.keep, batch.loss_mask),
+        "silenced_share": sum_and_number(masks.silenced, batch.loss_mask),
+        "amplified_share": sum_and_number(masks.amplification != 1, batch.loss_mask),
     }
 
 
@@ -70,22 +70,22 @@ def update_means(
     trained = active & masks.keep
     logprobs, entropy, _ = gradient.statistics
     means = {
-        "entropy": mean(entropy, active),
-        "clip_low_share": mean(gradient.clipped_low, trained),
-        "clip_high_share": mean(gradient.clipped_high, trained),
-        "sampler_capped_share": mean(gradient.capped, active),
+        "entropy": sum_and_number(entropy, active),
+        "clip_low_share": sum_and_number(gradient.clipped_low, trained),
+        "clip_high_share": sum_and_number(gradient.clipped_high, trained),
+        "sampler_capped_share": sum_and_number(gradient.capped, active),
     }
     if objective.beta:
-        means["kl"] = mean(k3(logprobs, gradient.ref_logprobs), masks.keep)
+        means["kl"] = sum_and_number(k3(logprobs, gradient.ref_logprobs), masks.keep)
     if batch.old is None or objective.old_logprobs == "trainer":  # else it was not measured
         old_logprobs = logprobs if batch.old is None else batch.old.logprobs
         gap = (old_logprobs - batch.rollout_logprobs).abs()
-        means["sampler_gap_mean"] = mean(gap, active)
-        means["sampler_gap_k3"] = mean(k3(batch.rollout_logprobs, old_logprobs), active)
+        means["sampler_gap_mean"] = sum_and_number(gap, active)
+        means["sampler_gap_k3"] = sum_and_number(k3(batch.rollout_logprobs, old_logprobs), active)
     return means
 
 
-def mean(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def sum_and_number(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Sum and number of the values in a mask."""
     return masked_sum(values, mask), mask.sum()
 

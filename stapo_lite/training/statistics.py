@@ -13,10 +13,11 @@ from stapo_lite.types import Completion, TokenStatistics
 
 def mask_statistics(learner: Learner, batch: MiniBatch) -> TokenStatistics:
     """Statistics that the masks are computed from, [N]: those from before the step's first update,
-    or the current policy's, which take a forward pass over the completions in `mask_inputs`."""
+    if they are stored; else the current policy's (in the step's first mini-batch the same), by a
+    forward pass over the completions in `rows_for_masks`."""
     if batch.old is not None and learner.config.objective.s2t.statistics == "old":
         return batch.old
-    rows = mask_inputs(batch.completions, learner.config.objective)
+    rows = rows_for_masks(batch.completions, learner.config.objective)
     return measure(learner, batch, rows)
 
 
@@ -26,12 +27,12 @@ def measure(learner: Learner, batch: MiniBatch, rows: Sequence[int]) -> TokenSta
     rows."""
     statistics = blank_statistics(batch)
 
-    def run(micro_batches: Iterable[list[int]]) -> None:
+    def work(micro_batches: Iterable[list[int]]) -> None:
         for part in micro_batches:
             now = learner.policy.statistics(batch.select(part))
-            scatter_into(statistics, batch.tokens(part), now)
+            scatter_into(statistics, batch.places(part), now)
 
-    learner.budget.fit(batch, rows, run)
+    learner.budget.fit(batch, rows, work)
     return statistics
 
 
@@ -46,24 +47,24 @@ def scatter_into(whole: Sequence[Tensor], tokens: Tensor, part: Sequence[Tensor]
         target[tokens] = values.detach()
 
 
-def with_gradient(completions: Sequence[Completion], objective: Objective) -> list[int]:
+def rows_with_gradient(completions: Sequence[Completion], objective: Objective) -> list[int]:
     """Rows that contribute to the gradient; those with zero advantage only if there is a KL or
     entropy term, or a teacher."""
     every = objective.beta > 0 or objective.entropy_coef > 0 or objective.distills
     return [row for row, completion in enumerate(completions) if every or completion.advantage != 0]
 
 
-def old_inputs(completions: Sequence[Completion], objective: Objective) -> list[int]:
+def rows_for_old(completions: Sequence[Completion], objective: Objective) -> list[int]:
     """Rows for which a later update needs the statistics from before the step's first update."""
     needed: set[int] = set()
     if objective.old_logprobs == "trainer":
-        needed.update(with_gradient(completions, objective))
+        needed.update(rows_with_gradient(completions, objective))
     if objective.s2t.statistics == "old":
-        needed.update(mask_inputs(completions, objective))
+        needed.update(rows_for_masks(completions, objective))
     return sorted(needed)
 
 
-def mask_inputs(completions: Sequence[Completion], objective: Objective) -> list[int]:
+def rows_for_masks(completions: Sequence[Completion], objective: Objective) -> list[int]:
     """Rows whose statistics the masks depend on."""
     s2t, rows = objective.s2t, range(len(completions))
     every = objective.top_entropy_quantile < 1 or objective.stare.enabled

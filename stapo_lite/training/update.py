@@ -1,11 +1,12 @@
 """One optimiser update: masks, denominators, gradient, step. This is the method; `loop.py` is the
 loop.
 
-    J = sum I min(rho A, clip(rho) A) / sum I    over the tokens of the mini-batch on all processes
+    sum I c min(rho A, clip(rho) A) / sum I    over the tokens of the mini-batch on all processes
 
-is STAPO's; the other presets change the mask I, the weights, or add terms. Each process has a share
-of the mini-batch as packed [N] tensors (`types.py`), and cuts it into micro-batches; the result
-depends on neither cut. Within a micro-batch the host never waits for the device (except once in
+is STAPO's objective, with c the sampler correction; other presets change the mask I, the
+denominator, the token's loss or its weight, or add terms. Each process has a share of the
+mini-batch as packed [N] tensors (`types.py`), and cuts it into micro-batches; the result depends on
+neither cut. Within a micro-batch the host never waits for the device (except once in
 transformers, before the first layer); an update waits for thresholds, counts and gradient norm.
 """
 
@@ -34,8 +35,8 @@ from stapo_lite.training.metrics import masked_sum, token_means, update_means
 from stapo_lite.training.statistics import (
     blank_statistics,
     mask_statistics,
+    rows_with_gradient,
     scatter_into,
-    with_gradient,
 )
 from stapo_lite.types import Gradient, Masks, Update
 
@@ -58,6 +59,7 @@ def update(learner: Learner, batch: MiniBatch) -> Update:
         return Update({}, grad_norm, skipped=True)
     learner.step()
     means = token_means(batch, masks) | update_means(batch, masks, gradient, objective)
+    # The processes' parts add up to one loss, so that together they count 1.
     means["loss"] = (gradient.loss, 1 / learner.accelerator.num_processes)
     means["grad_norm"] = (grad_norm, 1)
     return Update(means, grad_norm, masks=masks, gradient=gradient)
@@ -78,7 +80,7 @@ def weigh_tokens(
     """
     counted = masks.keep if objective.renormalize else batch.loss_mask
     counts = segment_sum(counted, batch.rows, len(batch.completions))
-    places = batch.tokens(with_gradient(batch.completions, objective))
+    places = batch.places(rows_with_gradient(batch.completions, objective))
     sequences = counts.new_full((), len(counts))
     numbers = [counts.sum(), (counts > 0).sum(), sequences, masks.keep[places].sum()]
     *totals, with_a_gradient = map(int, reduce(torch.stack(numbers)).tolist())
@@ -94,15 +96,15 @@ def accumulate_gradient(
     `grad`."""
     objective, scale = learner.config.objective, gradient_scale(learner, factors)
 
-    def run(micro_batches: Iterable[list[int]]) -> Gradient:
+    def work(micro_batches: Iterable[list[int]]) -> Gradient:
         learner.optimizer.zero_grad()  # left by a try with too large micro-batches
         done = blank_gradient(batch)
         for rows in micro_batches:
-            loss = add_micro_batch(learner.policy, batch, rows, masks, factors, objective, done)
+            loss = micro_batch_loss(learner.policy, batch, rows, masks, factors, objective, done)
             (scale * loss).backward()
         return done
 
-    done = learner.budget.fit(batch, with_gradient(batch.completions, objective), run)
+    done = learner.budget.fit(batch, rows_with_gradient(batch.completions, objective), work)
     if scale != 1:
         for parameter in learner.policy.parameters.values():
             if parameter.grad is not None:
@@ -124,7 +126,7 @@ def gradient_scale(learner: Learner, factors: Tensor) -> float:
     return 2.0 ** (-round(least) - 7 - math.ceil(learner.progress.backoff))
 
 
-def add_micro_batch(
+def micro_batch_loss(
     policy: Policy,
     batch: MiniBatch,
     rows: list[int],
@@ -135,56 +137,92 @@ def add_micro_batch(
 ) -> Tensor:
     """Run a micro-batch's forward pass and record its values in `done`. Its part of the loss is
 
-    sum over kept tokens of  factor * (correction * token loss + beta * k3 - entropy_coef * H)
+    sum over kept tokens of  factor * (c * token loss + beta * k3 - entropy_coef * H)
+
+    where c is the sampler correction times STARE's weight.
 
     Returns:
-        [] float64, a surrogate with the gradient of that loss: -w log pi replaces the token loss
-        and has the same derivative. A masked token's is 0 w, which is 0, since no ratio is
-        infinite (`LARGEST_LOG_RATIO`).
+        [] float64, a surrogate with the gradient of that loss: -w log pi in place of c * token
+        loss, where the number w is minus the latter's derivative by log pi. (The gradient norms of
+        the metrics need w, too.) Masked tokens get 0 * w; w is finite (`LARGEST_LOG_RATIO`).
     """
-    completions, tokens = batch.select(rows), batch.tokens(rows)
-    keep, factors = masks.keep[tokens], factors[tokens]
+    completions, places = batch.select(rows), batch.places(rows)
+    keep, factors = masks.keep[places], factors[places]
     ref_logprobs = policy.reference_logprobs(completions) if objective.beta else None
     now = policy.statistics(completions, differentiable_entropy=objective.entropy_coef > 0)
     logprobs = now.logprobs.detach()
-    old_logprobs, correction, capped = ratio_denominator(batch, tokens, logprobs, objective)
-    correction = correction * masks.amplification[tokens]
-    token = bounded_loss(batch, tokens, logprobs, old_logprobs, objective)
-    weight = correction * token.gradient
-    others = -objective.entropy_coef * now.entropy
+    denominator, correction, capped = denominator_and_correction(batch, places, logprobs, objective)
+    correction = correction * masks.amplification[places]
+    token = bounded_loss(batch, places, logprobs, denominator, objective)
+    weight = correction * token.weight
+    penalties = -objective.entropy_coef * now.entropy
     if ref_logprobs is not None:
-        others = others + objective.beta * k3(now.logprobs.where(keep, ref_logprobs), ref_logprobs)
-        done.ref_logprobs[tokens] = ref_logprobs
-    scatter_into(done.statistics, tokens, now)
+        # Masked tokens get k3 = 0: it may be infinite there, and 0 * infinity is NaN.
+        logprobs_kept = now.logprobs.where(keep, ref_logprobs)
+        penalties = penalties + objective.beta * k3(logprobs_kept, ref_logprobs)
+        done.ref_logprobs[places] = ref_logprobs
+    scatter_into(done.statistics, places, now)
     scatter_into(
         (done.weight, done.clipped_low, done.clipped_high, done.capped),
-        tokens,
+        places,
         (weight, token.clipped_low, token.clipped_high, capped),
     )
-    done.loss.add_(masked_sum(factors * (correction * token.loss + others.detach()), keep))
-    return masked_sum(factors * (others - weight * now.logprobs), keep)
+    done.loss.add_(masked_sum(factors * (correction * token.loss + penalties.detach()), keep))
+    return masked_sum(factors * (penalties - weight * now.logprobs), keep)
+
+
+def denominator_and_correction(
+    batch: MiniBatch, places: Tensor, logprobs: Tensor, objective: Objective
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of the ratio's denominator, and the correction for the engine, which
+    sampled from another policy: it rounds differently, and with `rollout.max_lag` had an older
+    adapter.
+
+    The denominator is the trainer's policy before the step. The correction weighs each token or
+    sequence by its probability under that policy over that in the engine, within bounds
+    (`sampler_correction`). With `objective.old_logprobs=rollout` the denominator is the engine's,
+    and nothing is left to correct.
+
+    Args:
+        places: of its tokens in [N].
+        logprobs: [n] of the policy now, without gradient.
+
+    Returns:
+        Denominator and correction, [n] fp32; and whether the correction met its cap, [n] bool.
+    """
+    old_logprobs = logprobs if batch.old is None else batch.old.logprobs[places]
+    # Tokens that the model did not write were not sampled: for them both are the same.
+    rollout_logprobs = batch.rollout_logprobs[places].where(batch.loss_mask[places], old_logprobs)
+    denominator, mode = old_logprobs, objective.sampler_correction
+    if objective.old_logprobs == "rollout":
+        denominator, mode = rollout_logprobs, "off"
+    rows, sequences, cap = batch.rows[places], len(batch.completions), objective.sampler_cap
+    correction, capped = sampler_correction(
+        old_logprobs, rollout_logprobs, rows, sequences, mode, cap
+    )
+    return denominator, correction, capped
 
 
 def bounded_loss(
-    batch: MiniBatch, tokens: Tensor, logprobs: Tensor, old_logprobs: Tensor, objective: Objective
+    batch: MiniBatch, places: Tensor, logprobs: Tensor, denominator: Tensor, objective: Objective
 ) -> TokenLoss:
     """The token loss of the config's method, from the ratio of each token or of its sequence.
 
     Args:
-        tokens: places in [N].
+        places: of its tokens in [N].
         logprobs: [n] of the policy now, without gradient.
-        old_logprobs: [n], of the ratio's denominator.
+        denominator: log-probabilities of the ratio's denominator, [n].
     """
-    log_ratio = logprobs - old_logprobs
+    log_ratio = logprobs - denominator
     if objective.token_loss == "gspo":
         log_ratio = sequence_log_ratio(
-            log_ratio, batch.loss_mask[tokens], batch.rows[tokens], len(batch.completions)
+            log_ratio, batch.loss_mask[places], batch.rows[places], len(batch.completions)
         )
     return token_loss(
         objective.token_loss,
         logprobs,
         log_ratio,
-        batch.advantages[tokens],
+        batch.advantages[places],
         objective.epsilon,
         objective.epsilon_high,
     )
@@ -218,35 +256,3 @@ def blank_gradient(batch: MiniBatch) -> Gradient:
         capped=torch.zeros_like(flag),
         loss=number.new_zeros((), dtype=torch.float64),
     )
-
-
-def ratio_denominator(
-    batch: MiniBatch, tokens: Tensor, logprobs: Tensor, objective: Objective
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities of the ratio's denominator, and the correction for the engine, which
-    sampled from another policy: it rounds differently, and with `rollout.max_lag` had an older
-    adapter.
-
-    The denominator is the trainer's policy before the step. The correction weighs each token or
-    sequence by its probability under that policy over that in the engine, within bounds
-    (`sampler_correction`). With `objective.old_logprobs=rollout` the denominator is the engine's,
-    and nothing is left to correct.
-
-    Args:
-        tokens: places in [N].
-        logprobs: [n] of the policy now, without gradient.
-
-    Returns:
-        Denominator and correction, [n] fp32; and whether the correction met its cap, [n] bool.
-    """
-    old_logprobs = logprobs if batch.old is None else batch.old.logprobs[tokens]
-    # Tokens that the model did not write were not sampled: for them both are the same.
-    rollout_logprobs = batch.rollout_logprobs[tokens].where(batch.loss_mask[tokens], old_logprobs)
-    denominator, mode = old_logprobs, objective.sampler_correction
-    if objective.old_logprobs == "rollout":
-        denominator, mode = rollout_logprobs, "off"
-    rows, sequences, cap = batch.rows[tokens], len(batch.completions), objective.sampler_cap
-    correction, capped = sampler_correction(
-        denominator, rollout_logprobs, rows, sequences, mode, cap
-    )
-    return denominator, correction, capped

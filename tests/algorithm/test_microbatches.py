@@ -46,8 +46,8 @@ def test_tokens_are_packed_one_after_the_other():
     assert batch.advantages.tolist() == [1.5, 1.5, 1.5, -1.0, 0.0, 0.0]
     assert batch.loss_mask.tolist() == [True, True, True, True, False, True]
     assert batch.rollout_logprobs.tolist() == [0.0] * 6
-    assert batch.tokens([2, 0]).tolist() == [4, 5, 0, 1, 2]
-    assert batch.tokens([]).tolist() == []
+    assert batch.places([2, 0]).tolist() == [4, 5, 0, 1, 2]
+    assert batch.places([]).tolist() == []
     assert batch.select([1]) == [batch.completions[1]]
     empty = pack([], "cpu")
     assert empty.starts == [0]

@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM
 
 from stapo_lite.algorithm.s2t import random_scores
 from stapo_lite.training.loop import leave_out
-from stapo_lite.training.statistics import old_inputs
+from stapo_lite.training.statistics import rows_for_old
 from stapo_lite.training.update import gradient_scale, update
 
 
@@ -288,9 +288,9 @@ def test_later_updates_need_old_statistics_of_all_that_the_masks_read():
     """Rows without advantage count for thresholds over all tokens, which zeros would lower."""
     pair = fake_completions(0, [1.0, 0.0])
     for kind in (objective(s2t={"preset": "paper-v1"}), objective("20-entropy")):
-        assert old_inputs(pair, kind) == [0, 1]
-    assert old_inputs(pair, objective()) == [0]
-    assert old_inputs(pair, objective("justrl", old_logprobs="rollout")) == []
+        assert rows_for_old(pair, kind) == [0, 1]
+    assert rows_for_old(pair, objective()) == [0]
+    assert rows_for_old(pair, objective("justrl", old_logprobs="rollout")) == []
 
 
 def test_a_completion_that_is_left_out_is_not_in_the_mini_batch(make_policy):

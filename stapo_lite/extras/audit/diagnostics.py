@@ -11,7 +11,7 @@ from stapo_lite.algorithm.objective import logit_gradient_norm
 from stapo_lite.algorithm.s2t import candidate_mask, linear_quantile, spurious_mask
 from stapo_lite.training.callbacks import Callback
 from stapo_lite.training.learner import Learner
-from stapo_lite.training.metrics import Means, gather_means, masked_sum, mean
+from stapo_lite.training.metrics import Means, gather_means, masked_sum, sum_and_number
 from stapo_lite.training.run import Run
 from stapo_lite.types import Gradient, Masks, Rollouts, Update
 
@@ -36,8 +36,8 @@ class Diagnostics(Callback):
         tokens = describe_tokens(run.learner, batch, update.masks, update.gradient)
         norm, mass = tokens.gradient_norm, masked_sum(tokens.gradient_norm, active)
         means: dict[str, tuple[Any, Any]] = {
-            "logit_grad_norm": mean(norm, active & update.masks.keep),
-            "collision": mean(collision, active),
+            "logit_grad_norm": sum_and_number(norm, active & update.masks.keep),
+            "collision": sum_and_number(collision, active),
         }
         if tokens.tau_h is not None:
             means["tau_h"] = tokens.tau_h, 1
