@@ -8,7 +8,7 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
@@ -31,3 +31,4 @@ for case in sys.argv[3:]:
         gradient, metrics, result = run_update(policy, mine, kind, old=old, max_tokens=40)
         results[case, split] = gradient, metrics, result.grad_norm
 torch.save(results, out / f"{rank}.pt")
+PartialState().destroy_process_group()  # its threads, still running at exit, may abort a process

@@ -1,6 +1,7 @@
 """Completions of several turns, with transformers as the engine."""
 
 import asyncio
+from contextlib import suppress
 
 import pytest
 from helpers import PROMPTS, SAMPLING
@@ -140,13 +141,28 @@ def test_a_turn_ends_with_its_stop_string():
     assert until_stop("why (", ["(", "?"]) == "why ("
 
 
-def test_what_a_coroutine_adds_to_its_columns_is_its_own(run):
+def test_what_a_coroutine_changes_in_its_columns_is_its_own(run, monkeypatch):
     async def note(episode):
         await episode.generate(max_tokens=1)
         episode.prompt.columns["first"] = episode.token_ids[0]
+        episode.prompt.columns["board"].append(episode.token_ids[0])
 
+    for prompt in PROMPTS:
+        monkeypatch.setitem(prompt.columns, "board", [])
     completions = run(note)
     found = [c.prompt.columns["first"] for c in completions]
     assert found == [c.token_ids[0] for c in completions]
+    assert [c.prompt.columns["board"] for c in completions] == [[first] for first in found]
     assert len(set(found)) > len(PROMPTS)
-    assert not any(prompt.columns for prompt in PROMPTS)
+    assert all(prompt.columns == {"board": []} for prompt in PROMPTS)
+
+
+def test_an_episode_whose_turn_was_cancelled_is_truncated(run):
+    async def out_of_time(episode):
+        await episode.generate(max_tokens=1)
+        episode.finished = True  # as after a stop string
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0):
+                await episode.generate()
+
+    assert all(c.truncated and len(c.token_ids) == 1 for c in run(out_of_time))

@@ -32,6 +32,7 @@ from stapo_lite.extras.turns.tools import (
     schemas_of,
 )
 from stapo_lite.loop_thread import LoopThread
+from stapo_lite.rewards.functions import copied
 from stapo_lite.rollout.engine import (
     Decoding,
     RolloutEngine,
@@ -100,7 +101,7 @@ class Episode:
             options["stop_token_ids"] = [*self._sampling.stop_token_ids, *options["stop_token_ids"]]
         so_far = Prompt("", self.prompt.token_ids + self.token_ids, None)
         decoding = Decoding(limit, self._sampling.temperature, 1.0, logprobs=True, options=options)
-        self.busy = True
+        self.busy, self.finished = True, False
         try:
             seed = derived_seed(self._seed, self._turns)
             turn = await self._running.ask(so_far, seed, decoding)
@@ -372,8 +373,8 @@ def run_episodes(
     samples = each_sample(prompts, seeds, size)
     episodes = []
     for prompt, seed in samples:
-        # A coroutine may add columns for the reward functions.
-        own = replace(prompt, columns=dict(prompt.columns))
+        # A coroutine may change its columns, and add some for the reward functions.
+        own = replace(prompt, columns=copied(prompt.columns))
         episodes.append(Episode(own, seed, sampling, chat, running))
     running.run(function, episodes)
     return in_groups([episode.completion() for episode in episodes], size)
