@@ -260,7 +260,8 @@ def read_adapter(folder: Path) -> Any:
         adapter.peft_type == "LORA"
         and adapter.bias == "none"
         and adapter.init_lora_weights in PLAIN_STARTS
-        and not (adapter.use_dora or adapter.modules_to_save or adapter.alpha_pattern)
+        and not (adapter.use_dora or adapter.modules_to_save)
+        and not (adapter.rank_pattern or adapter.alpha_pattern)
         # PEFT would put any other tensor, such as a resized embedding, into the base.
         and all(".lora_" in name for name in names)
     )

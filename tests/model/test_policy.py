@@ -7,7 +7,7 @@ import torch
 from families import FAMILIES
 from helpers import SAMPLING, adapted_policy, fake_completions, learn, with_gradient
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma3Config, OPTConfig, PhiConfig, PhimoeConfig
 
 from stapo_lite.algorithm.microbatches import sequence_length
@@ -139,6 +139,7 @@ def test_an_adapter_is_applied_as_peft_applies_it(made_by_peft, make_policy, tin
         {"use_dora": True},
         {"modules_to_save": ["lm_head"]},
         {"alpha_pattern": {"q_proj": 4}},
+        {"rank_pattern": {"q_proj": 16}},
         {"save_embedding_layers": True},
     ],
     ids=str,
@@ -157,7 +158,6 @@ def test_adapters_that_are_more_than_plain_lora_are_refused(made_by_peft, keys):
         ({}, {"target_modules": TWO}, "another lora.target_modules$"),
         ({}, {"adapter": "nobody/nothing"}, "nobody/nothing: neither a folder nor on the Hub"),
         ({}, {"adapter": "."}, "adapter=.: no adapter in PEFT's format"),
-        ({"rank_pattern": {"q_proj": 4}}, {}, "does not fit the model .*size mismatch"),
         ({"layers_to_transform": [0]}, {}, "does not fit the model, .* is on one side only"),
         ({"target_modules": TWO}, {"target_modules": "all-linear"}, "is on one side only"),
     ],
@@ -166,6 +166,15 @@ def test_a_start_that_does_not_fit_is_refused(made_by_peft, make_policy, keys, c
     config = {"adapter": str(made_by_peft(**keys))} | config
     with pytest.raises(InputError, match=message):
         make_policy(**{f"lora__{name}": value for name, value in config.items()})
+
+
+def test_a_start_of_another_size_is_refused(made_by_peft, make_policy):
+    folder = made_by_peft()
+    path = folder / "adapter_model.safetensors"
+    weights = {name: value[:, 1:].contiguous() for name, value in load_file(path).items()}
+    save_file(weights, path)
+    with pytest.raises(InputError, match="does not fit the model .*size mismatch"):
+        make_policy(lora__adapter=str(folder))
 
 
 def test_repeated_keys_attend_as_grouped_queries_do(tiny_model):
