@@ -249,10 +249,13 @@ def set_text(completion: Completion, tokenizer: Any, skip_special_tokens: bool |
     """
     ids = completion.token_ids
     special = {i: t.content for i, t in tokenizer.added_tokens_decoder.items() if t.special}
-    own = ids
+
+    def without_end(ids: list[int]) -> str:
+        return tokenizer.decode(ids[:-1] if ids[-1] in special else ids)
+
+    whole = graded = without_end(ids)
     if completion.messages and completion.loss_mask:
-        own = list(compress(ids, completion.loss_mask))
-    whole, graded = (tokenizer.decode(i[:-1] if i[-1] in special else i) for i in (ids, own))
+        graded = without_end(list(compress(ids, completion.loss_mask)))
     if skip_special_tokens is None:
         skip_special_tokens = TAGS.isdisjoint(special.values())
     skipped = tokenizer.decode(ids, skip_special_tokens=True)
