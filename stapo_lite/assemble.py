@@ -336,13 +336,11 @@ def open_learner(
         closing: receives what must be closed.
     """
     config = inputs.config
-    shared = base is not None
     if base is None:
         assert config.quantization != "fp8"  # nothing to load: `shared_base` has raised
         base = load_weights(config.model, config.dtype, accelerator.device, config.quantization)
     policy = make_policy(base, config, inputs.start)
-    if shared:
-        closing.callback(policy.drop_base)
+    closing.callback(policy.drop_base)
     optimizer = make_optimizer(policy, config.train)
     progress = Progress()
     if newest is not None:

@@ -1,6 +1,7 @@
 """Shared models and engines: each is made once per run of the suite."""
 
 import importlib
+import itertools
 import multiprocessing
 import os
 import signal
@@ -13,10 +14,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, adapted_policy, changed, tiny_qwen3, write_yaml
+from helpers import ROOT, adapted_policy, benchmark, changed, tiny_qwen3, write_yaml
 from hub import Hub
 from huggingface_hub import constants
 from random_model import build
+from tqdm import std
+from transformers import AutoTokenizer
 
 from stapo_lite.files import write_lines
 
@@ -32,6 +35,11 @@ EVEN = """def even(completion_ids, **_):
 def tiny_model(tmp_path_factory) -> Path:
     """A Qwen3 with random weights and a byte-level tokenizer with a chat template."""
     return build(tmp_path_factory.mktemp("tiny-qwen3"), tiny_qwen3(tied=False))
+
+
+@pytest.fixture
+def tokenizer(tiny_model):
+    return AutoTokenizer.from_pretrained(tiny_model)
 
 
 @pytest.fixture(scope="session")
@@ -112,16 +120,27 @@ def write_config(tiny_model, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def trained(monkeypatch):
+def watch(monkeypatch):
+    """Has `note` called after each call of a function, with its result and positional arguments."""
+
+    def replace(owner, name, note):
+        original = getattr(owner, name)
+
+        def watched(*arguments, **options):
+            result = original(*arguments, **options)
+            note(result, *arguments)
+            return result
+
+        monkeypatch.setattr(owner, name, watched)
+
+    return replace
+
+
+@pytest.fixture
+def trained(watch):
     """The completions that were trained on, as they come."""
-    loop = importlib.import_module("stapo_lite.training.loop")
-    seen, update = [], loop.update
-
-    def note(learner, batch):
-        seen.extend(batch.completions)
-        return update(learner, batch)
-
-    monkeypatch.setattr(loop, "update", note)
+    loop, seen = importlib.import_module("stapo_lite.training.loop"), []
+    watch(loop, "update", lambda _, learner, batch: seen.extend(batch.completions))
     return seen
 
 
@@ -132,6 +151,12 @@ def user_reward(write_config, tmp_path):
         sys.modules.pop("parity", None)
 
     return replace
+
+
+@pytest.fixture
+def minutes(monkeypatch):
+    """Every look of a progress bar at the clock takes a minute."""
+    monkeypatch.setattr(std, "time", partial(next, itertools.count(0, 60)))
 
 
 @pytest.fixture
@@ -155,10 +180,7 @@ def experiment(tiny_model, tmp_path):
         toy = ["train.max_steps=2", "dtype=float32", "rollout.engine=transformers"]
         toy += [f"model={model}", f"data.max_prompt_length={prompt}"]
         toy += [f"rollout.max_completion_length={completion}", "log.log_completions_steps=0"]
-        folders = ["--results", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
-        command = [sys.executable, f"benchmarks/{script}", *arguments, *folders, "--set", *toy]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        folders = ["--results", tmp_path / "out", "--work", tmp_path / "work"]
+        return benchmark(script, *arguments, *folders, "--set", *toy)
 
     return run

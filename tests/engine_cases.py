@@ -5,7 +5,6 @@ import itertools
 import pytest
 import torch
 from helpers import LONG, PROMPTS, SAMPLING, gap, generate
-from transformers import AutoTokenizer
 
 from stapo_lite.config import Prompting
 from stapo_lite.extras.transformers_engine import TransformersEngine
@@ -17,11 +16,6 @@ from stapo_lite.types import Prompt
 DECODING = Decoding(max_completion_length=10, temperature=0.8, top_p=1.0)
 VERSIONS = itertools.count(1)
 """An engine is shared: no version is published twice."""
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_model):
-    return AutoTokenizer.from_pretrained(tiny_model)
 
 
 def tokens(groups):

@@ -57,6 +57,15 @@ PROMPTS = [Prompt("", [10 + (7 * i + 3 * t) % 250 for t in range(5 + 9 * i)], ""
 LONG = [Prompt("", [10 + (13 * t) % 250 for t in range(300)], "")]
 
 
+def benchmark(script, *options, **environment):
+    """Run it from its command line; what it prints."""
+    command = [sys.executable, f"benchmarks/{script}.py", *map(str, options)]
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | environment
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | own)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
 def tiny_qwen3(tied: bool, intermediate_size: int = 96):
     return qwen3(
         "1.7B",
@@ -71,6 +80,12 @@ def tiny_qwen3(tied: bool, intermediate_size: int = 96):
         tie_word_embeddings=tied,
         initializer_range=0.2,  # peaked enough that tokens of low probability and low entropy occur
     )
+
+
+def double(policy):
+    """The decoder computes in float64, so that only the package's own rounding is left: fp32."""
+    policy.model.double()
+    return policy
 
 
 def adapted_policy(

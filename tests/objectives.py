@@ -4,6 +4,8 @@ from helpers import LONGEST
 
 NO_S2T = {"silence": None}
 HIGH_4 = {"epsilon_high": 4.0}
+BOTH = {"target_entropy": 9.0, "negative_weight": 0.5, "share": 0.3}
+EVERYTHING = {"beta": 0.1, "entropy_coef": 0.05, "aggregation": "sequence-mean"}
 CASES = {
     "stapo": ({}, {}),
     "another quantile": ({"s2t": {"quantile": 0.3}}, {"q": 0.3}),
@@ -61,10 +63,7 @@ CASES = {
         NO_S2T | {"stare": (1.1, 1.0), "target_entropy": 9.0},
     ),
     "stare, both": (
-        {
-            "algorithm": "stare",
-            "stare": {"target_entropy": 9.0, "negative_weight": 0.5, "share": 0.3},
-        },
+        {"algorithm": "stare", "stare": BOTH},
         NO_S2T | {"stare": (1.1, 0.5), "target_entropy": 9.0, "surprising": 0.3},
     ),
     "icepop": (
@@ -73,13 +72,8 @@ CASES = {
     ),
     "stapo with sapo": ({"token_loss": "sapo"}, {"token_loss": "sapo"}),
     "stapo with everything": (
-        {
-            "beta": 0.1,
-            "entropy_coef": 0.05,
-            "aggregation": "sequence-mean",
-            "top_entropy_quantile": 0.7,
-        },
-        {"beta": 0.1, "entropy_coef": 0.05, "aggregation": "sequence-mean", "top": 0.7},
+        EVERYTHING | {"top_entropy_quantile": 0.7},
+        EVERYTHING | {"top": 0.7},
     ),
     "sequence-mask": (
         {"sampler_correction": "sequence-mask", "sampler_cap": 3.0},

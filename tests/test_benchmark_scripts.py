@@ -2,16 +2,13 @@
 
 import json
 import math
-import os
 import re
 import shlex
-import subprocess
-import sys
 
 import compare_commits
 import gpu_suite
 import pytest
-from helpers import ROOT, tiny_qwen3
+from helpers import ROOT, benchmark, tiny_qwen3
 from random_model import build
 
 WAY = "adapter on bf16, logits in fp32, bf16 trainer"
@@ -54,11 +51,8 @@ def test_benchmark(tiny_model, tmp_path, name):
         model = build(tmp_path / "model", tiny_qwen3(tied=True, intermediate_size=128))
     options = shlex.split(SMOKE[name].replace("MODEL", shlex.quote(str(model))))
     out = tmp_path / "out.json"
-    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    own |= {"CUDA_VISIBLE_DEVICES": ""} if name == "gpu_suite" else {}
-    command = [sys.executable, f"benchmarks/{name}.py", *options, "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | own)
-    assert done.returncode == 0, done.stderr[-3000:]
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if name == "gpu_suite" else {}
+    benchmark(name, *options, "--out", out, **hidden)
     result = json.loads(out.read_text("utf-8"), parse_constant=pytest.fail)  # of NaN or Infinity
     assert re.fullmatch("[0-9a-f]{40}|unknown", result["commit"])
     assert result["versions"].keys() >= {"torch", "transformers", "peft"}

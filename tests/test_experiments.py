@@ -144,7 +144,7 @@ def test_finished_runs_are_collected(tmp_path):
 
 @pytest.mark.slow
 def test_finished_run_is_not_made_again(experiment, tmp_path):
-    command = ["experiments.py", "alliteration", "--only", "random", "--seeds", "3"]
+    command = ["experiments", "alliteration", "--only", "random", "--seeds", "3"]
     assert experiment(*command) == "random-3: finished\n"
     (run,) = study_csv.read_rows(tmp_path / "out/alliteration-runs.csv")
     assert run["overrides"].startswith("algorithm=stapo objective.s2t.preset=random train.max_")

@@ -12,7 +12,7 @@ from accelerate import Accelerator, PartialState
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-from helpers import adapted_policy, later_update, objective, run_update
+from helpers import adapted_policy, double, later_update, objective, run_update
 from objectives import INVARIANT
 
 model, out = Path(sys.argv[1]), Path(sys.argv[2])
@@ -21,8 +21,7 @@ rank = accelerator.process_index
 results = {"world_size": accelerator.num_processes}
 for case in sys.argv[3:]:
     for split in ("alternating", "one has nothing to train"):
-        policy = adapted_policy(model)
-        policy.model.double()
+        policy = double(adapted_policy(model))
         completions, old = later_update(policy)
         mine = completions[rank::2]
         if split == "one has nothing to train":

@@ -79,7 +79,7 @@ class Policy:
         self._offload = offload
 
     def drop_base(self) -> None:
-        """Drop the base, whose weights belong to the engine, at the end of a run. Only the
+        """Drop the base, whose weights may belong to the engine, at the end of a run. Only the
         adapter's values are left."""
         self.model = self._causal_lm = None
 

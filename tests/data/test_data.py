@@ -6,7 +6,6 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from stapo_lite.config import Data
 from stapo_lite.data.prompts import load_rows, make_prompts, prompt_text, set_text, stop_token_ids
@@ -23,11 +22,6 @@ CHAT = [QUESTION, {"role": "assistant", "content": "2+2 ="}]
 TURNS = [{"role": "system", "content": "Own."}, {"role": "user", "content": "1?"}, QUESTION]
 PARTS = [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]
 BEFORE = "<|im_start|>system\nOwn.<|im_end|>\n<|im_start|>user\n1?<|im_end|>\n"
-
-
-@pytest.fixture
-def tokenizer(tiny_model):
-    return AutoTokenizer.from_pretrained(tiny_model)
 
 
 def render(tokenizer, *prompts, graded=True, **data):

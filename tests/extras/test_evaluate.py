@@ -59,15 +59,11 @@ def finished(tiny_model, tmp_path_factory):
 
 
 @pytest.fixture
-def config(finished, tiny_model, tmp_path):
-    """Of evaluations on the same benchmarks, in a folder of their own."""
+def run(finished, tiny_model, tmp_path):
+    """Evaluates the same benchmarks, in a folder of their own."""
     for name in ("aime24.jsonl", "mine.jsonl"):
         shutil.copy(finished / name, tmp_path)
-    return partial(write_config, tiny_model, tmp_path)
-
-
-@pytest.fixture
-def run(config):
+    config = partial(write_config, tiny_model, tmp_path)
     return lambda **changes: evaluation.evaluate(load_eval_config(config(**changes)))
 
 

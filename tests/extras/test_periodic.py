@@ -55,15 +55,6 @@ def test_the_best_adapter_is_kept_over_a_resumption(write_config, tmp_path, monk
     assert kept["evaluation"]["best"] == "reward"
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [({"source": "a.jsonl"}, "source=a.jsonl: no such file"), ({"best": "b"}, "best=b: choose")],
-)
-def test_bad_input_ends_a_run_before_its_first_step(write_config, tmp_path, changes, message):
-    with pytest.raises(InputError, match=f"evaluation.{message}"):
-        run(write_config(evaluation=held_out_rows(tmp_path) | changes))
-
-
 def test_a_held_out_row_that_is_too_long_is_not_left_out(write_config, tmp_path):
     settings = held_out_rows(tmp_path)
     write_lines(tmp_path / "held_out.jsonl", [{"prompt": "say five " * 50}])

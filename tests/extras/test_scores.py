@@ -9,24 +9,16 @@ from stapo_lite.extras.evaluation.results import pass_table, results_table
 from stapo_lite.extras.evaluation.scores import average_scores, pass_at_k, summarise
 
 
-def samples(pattern, problem="0", benchmark="b"):
-    """`+`: right; `-`: no answer; others are wrong."""
-    made = []
-    for number, mark in enumerate(pattern):
-        sample = {"benchmark": benchmark, "id": problem, "tokens": 10, "truncated": mark == "-"}
-        sample["correct"] = mark == "+"  # right answers are spelled in several ways
-        sample["answer"] = {"+": str(number), "-": None}.get(mark, mark)
-        made.append(sample)
-    return made
-
-
 def evaluation(**benchmarks):
-    """The summary of benchmarks, of which each problem has a pattern."""
-    everything = []
+    """The summary of patterns, one per problem: `+` is right, `-` no answer, others are wrong."""
+    samples = []
     for name, patterns in benchmarks.items():
         for number, pattern in enumerate(patterns):
-            everything += samples(pattern, str(number), name)
-    return summarise(everything)
+            for mark in pattern:  # right answers are spelled in several ways
+                answer = {"+": str(len(samples)), "-": None}.get(mark, mark)
+                sample = {"benchmark": name, "id": str(number), "tokens": 10, "answer": answer}
+                samples.append(sample | {"truncated": mark == "-", "correct": mark == "+"})
+    return summarise(samples)
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample():

@@ -27,7 +27,6 @@ from helpers import (
     same_metrics,
     steps,
 )
-from transformers import AutoTokenizer
 
 from stapo_lite.algorithm.microbatches import pack
 from stapo_lite.config import Rollout, load_config
@@ -159,11 +158,10 @@ def test_a_server_is_a_teacher(server, make_policy):
         teacher.logprobs(SimpleNamespace(), pack([unknown], "cpu"))
 
 
-def test_a_teacher_must_have_the_students_vocabulary_and_room(server, tiny_model):
+def test_a_teacher_must_have_the_students_vocabulary_and_room(server, tokenizer):
     teacher = ServerTeacher(1.0, server, api_key())
     keys = {"data.max_prompt_length": 387, "rollout.max_completion_length": 12}
     fits, longer = (load_config(MINIMAL, overrides) for overrides in (keys, {}))
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     run = SimpleNamespace(tokenizer=tokenizer, prompts=PROMPTS, config=fits)
     teacher.on_train_begin(run)
     run.config = longer

@@ -1,13 +1,10 @@
 """Symptoms of metrics made by hand."""
 
-from types import SimpleNamespace
-
 import pytest
 from helpers import MINIMAL
 
 from stapo_lite.config import Config, flatten
-from stapo_lite.errors import InputError
-from stapo_lite.extras.symptoms import RULES, Symptoms, new_symptoms
+from stapo_lite.extras.symptoms import RULES, new_symptoms
 
 HEALTHY = {
     "entropy": 0.8, "zero_variance_groups": 0.4, "silenced_share": 1e-4, "sampler_gap_mean": 0.004,
@@ -78,18 +75,3 @@ def test_every_rule_names_a_key():
     keys = [key for key in flatten(Config(**MINIMAL).model_dump()) if "." in key]
     for name, rule in RULES.items():
         assert any(key in rule.cause for key in keys), name
-
-
-def test_a_symptom_of_stop_on_ends_a_run():
-    run = SimpleNamespace(
-        history=history(20, zero_variance_groups=1.0),
-        stop_reason=None,
-        accelerator=SimpleNamespace(is_main_process=True),
-        progress=SimpleNamespace(step=20),
-    )
-    Symptoms(["ratio"]).on_train_begin(run)
-    assert run.stop_reason is None
-    Symptoms(["ratio", "no_signal"]).on_train_begin(run)
-    assert run.stop_reason == "stop_on=no_signal"
-    with pytest.raises(InputError, match="stop_on=ratios: choose from entropy_collapse, .*ratio"):
-        Symptoms(["ratio", "ratios"])

@@ -5,7 +5,6 @@ from contextlib import suppress
 
 import pytest
 from helpers import PROMPTS, SAMPLING
-from transformers import AutoTokenizer
 
 from stapo_lite.config import Prompting
 from stapo_lite.errors import InputError, RunError
@@ -17,8 +16,8 @@ ALL = SAMPLING.num_generations * len(PROMPTS)
 
 
 @pytest.fixture
-def run(make_policy, tiny_model):
-    chat = Chat(AutoTokenizer.from_pretrained(tiny_model), Prompting())
+def run(make_policy, tokenizer):
+    chat = Chat(tokenizer, Prompting())
 
     def run_all(function, kind=TransformersEngine):
         engine = kind(SAMPLING, max_num_seqs=64)

@@ -191,19 +191,9 @@ def test_vllm_gives_its_cache_back_after_it_has_sampled(checkpoint, monkeypatch)
         assert sampled[0] == sampled[1]
 
 
-IN_TWO_TURNS = """
-async def in_two_turns(episode):
-    await episode.generate(max_tokens=3)
-    episode.add("!?")
-    await episode.generate()
-"""
-
-
 @pytest.fixture
 def in_4_bits(write_config, checkpoint, tmp_path):
     """A run in 4 bits; from float32 trainer and engine would round to them in different ways."""
-    reward = (tmp_path / "parity.py").read_text()
-    (tmp_path / "parity.py").write_text(reward + IN_TWO_TURNS)
 
     def write(name="run", **rollout):
         rollout |= {"engine": "vllm", "quantization": "bitsandbytes", "max_completion_length": 8}
@@ -221,7 +211,9 @@ def outcome(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("turns", [{}, {"function": "parity:in_two_turns"}], ids=["one", "two"])
+@pytest.mark.parametrize(
+    "turns", [{}, {"function": "engine_cases:with_a_tool"}], ids=["one", "two"]
+)
 def test_a_run_on_one_base_is_that_of_two_copies(in_4_bits, tmp_path, children, turns):
     """With evaluations while it trains, and also if it is killed and resumed."""
     run(in_4_bits("off", share_base="off", **turns))
@@ -236,23 +228,18 @@ def test_a_run_on_one_base_is_that_of_two_copies(in_4_bits, tmp_path, children, 
 
 
 @pytest.mark.slow
-def test_nothing_holds_the_weights_when_the_engine_is_closed(in_4_bits, monkeypatch):
+def test_nothing_holds_the_weights_when_the_engine_is_closed(in_4_bits, monkeypatch, watch):
     """On a card no other engine would start in this process."""
     from stapo_lite.rollout.vllm_engine import VLLMEngine
 
     events, close = [], VLLMEngine.close
-
-    def noted(*arguments):
-        base = base_on(*arguments)
-        weakref.finalize(base, events.append, "freed")
-        return base
 
     def note_close(engine):
         gc.collect()
         events.append("closed")
         close(engine)
 
-    monkeypatch.setattr(assemble, "base_on", noted)
+    watch(assemble, "base_on", lambda base, *_: weakref.finalize(base, events.append, "freed"))
     monkeypatch.setattr(VLLMEngine, "close", note_close)
     run(in_4_bits())
     assert events == ["freed", "closed"]

@@ -1,8 +1,6 @@
 """What a long step shows while it runs."""
 
-import itertools
 import re
-from functools import partial
 
 import pytest
 from helpers import ADVANTAGES, fake_completions, objective, run_update
@@ -15,12 +13,6 @@ from stapo_lite.rollout.engine import progress_bar, show_speed
 def _only_bar():
     """Bars that other tests have left open would move this one down."""
     std.tqdm._instances.clear()
-
-
-@pytest.fixture
-def minutes(monkeypatch):
-    """Every look at the clock takes a minute."""
-    monkeypatch.setattr(std, "time", partial(next, itertools.count(0, 60)))
 
 
 def test_a_log_file_gets_a_line_each_minute(minutes, capsys):

@@ -8,7 +8,6 @@ from helpers import ROOT, run, without_times
 
 from stapo_lite import Callback, RunError, Trainer, load_config
 from stapo_lite.assemble import PythonInputs, open_run
-from stapo_lite.model.loading import load_weights
 from stapo_lite.training.folder import read_metrics
 from stapo_lite.training.loop import train
 from stapo_lite.training.run import Clock
@@ -116,7 +115,7 @@ def test_the_clock_leaves_out_what_it_is_stopped_for(monkeypatch):
     assert clock.seconds == {"rollout": 3.0, "reward": 0.0, "update": 0.0}
 
 
-def test_a_callback_closes_before_a_shared_base_goes(write_config, monkeypatch):
+def test_a_callback_closes_before_the_base_goes(write_config):
     class Last(Callback):
         def on_train_begin(self, run):
             self.run = run
@@ -124,10 +123,6 @@ def test_a_callback_closes_before_a_shared_base_goes(write_config, monkeypatch):
         def close(self):
             self.layers = len(self.run.policy.model.get_base_model().get_decoder().layers)
 
-    def base(engine, config, accelerator):
-        return load_weights(config.model, config.dtype)
-
-    monkeypatch.setattr("stapo_lite.assemble.shared_base", base)
     last = Last()
     Trainer(config=write_config(train__max_steps=1), callbacks=[last]).train()
     assert last.layers == 2

@@ -81,16 +81,12 @@ def test_too_many_faults_in_a_row_end_the_run_with_a_checkpoint(
     assert (progress["prompts_drawn"], progress["skipped_in_a_row"]) == (8, skipped)
 
 
-def test_an_engine_that_gives_no_numbers_ends_the_run(write_config, tmp_path, monkeypatch):
-    generate = TransformersEngine.generate
-
-    def broken(engine, prompts, seeds):
-        groups = generate(engine, prompts, seeds)
+def test_an_engine_that_gives_no_numbers_ends_the_run(write_config, tmp_path, watch):
+    def break_one(groups, engine, *_):
         if engine._version == 3:
             groups[1][2].rollout_logprobs[0] = math.nan
-        return groups
 
-    monkeypatch.setattr(TransformersEngine, "generate", broken)
+    watch(TransformersEngine, "generate", break_one)
     with pytest.raises(RunError, match="rollout.engine=transformers: it gave log-probabilities"):
         run(write_config())
     assert checkpoints(tmp_path / "run") == ["checkpoint-2"]
@@ -157,7 +153,9 @@ def test_stop_on_ends_a_run(write_config, user_reward, tmp_path, monkeypatch, ca
     assert len(read_metrics(folder)) == 20
     values = adapter(folder).items()
     assert not any(value.any() for name, value in values if "lora_B" in name)  # nothing has moved
-    assert command("train", write_config(train__max_steps=22, log__save_steps=0), "--resume") == 0
+    other = write_config(train__max_steps=22, log__save_steps=0, stop_on=["ratio"])
+    assert command("train", other, "--resume") == 0
+    assert len(read_metrics(folder)) == 22
 
 
 DEADLY = """

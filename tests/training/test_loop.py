@@ -21,25 +21,16 @@ from stapo_lite.types import derived_seed
 loop = importlib.import_module("stapo_lite.training.loop")
 KNOWN = get_args(Config.model_fields["algorithm"].annotation)
 ALGORITHMS = [name for name in KNOWN if name != "distill"]  # which test_teacher.py trains
+HALF = 2**0.5 / 2
 FIRST_EVEN = "def even(completion_ids, **_): return [ids[0] % 2 == 0 for ids in completion_ids]"
 
 
-def test_engine_and_trainer_take_turns(write_config, monkeypatch):
+def test_engine_and_trainer_take_turns(write_config, watch):
     """What was published is sampled, and the engine sleeps while the policy trains."""
     events = []
-
-    def note(owner, name):
-        original = getattr(owner, name)
-
-        def noted(*arguments, **options):
-            events.append(name)
-            return original(*arguments, **options)
-
-        monkeypatch.setattr(owner, name, noted)
-
     for name in ("wake", "publish", "generate", "sleep"):
-        note(TransformersEngine, name)
-    note(loop, "update")
+        watch(TransformersEngine, name, lambda *_, name=name: events.append(name))
+    watch(loop, "update", lambda *_: events.append("update"))
     run(write_config(train__max_steps=2, rollout__self_check=False))
     assert events == ["sleep", *2 * ["wake", "publish", "generate", "sleep", "update", "update"]]
 
@@ -93,7 +84,7 @@ def test_truncated_completions_leave_the_loss(write_config, user_reward, trained
     for mask in (False, True):
         trained.clear()
         changes = {"train__max_steps": 1, "rollout__max_completion_length": 60}
-        changes |= {"objective": {"mask_truncated_completions": mask}}
+        changes |= {"objective__mask_truncated_completions": mask}
         metrics += run(write_config(**changes, output_dir=str(tmp_path / str(mask))))
         sampled.append(trained.copy())
     assert 0 < sum(c.truncated for c in sampled[0]) < len(sampled[0]), "the case tests nothing"
@@ -171,9 +162,6 @@ def test_no_two_runs_or_samples_share_a_seed():
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-HALF = 2**0.5 / 2
-
-
 @pytest.mark.parametrize(
     ("schedule", "rates"),
     [
@@ -190,9 +178,8 @@ def test_learning_rates_by_hand(schedule, rates):
 
 def test_soft_overlong_punishment_enters_the_advantage(write_config, user_reward, trained):
     user_reward("def even(completion_ids, **columns): return [1.0 for ids in completion_ids]")
-    changes = {"reward": {"functions": ["parity:even"], "overlong_penalty": 0.5}}
-    changes |= {"rollout__max_completion_length": 64, "train__max_tokens_per_microbatch": 512}
-    (metrics,) = run(write_config(train__max_steps=1, **changes))
+    longer = {"rollout__max_completion_length": 64, "train__max_tokens_per_microbatch": 512}
+    (metrics,) = run(write_config(train__max_steps=1, reward__overlong_penalty=0.5, **longer))
     assert metrics["reward"] == 1.0  # before the punishment
     assert metrics["zero_variance_groups"] == 1.0
     assert 0 < metrics["overlong_penalty"] < 0.5

@@ -11,6 +11,7 @@ from helpers import (
     ADVANTAGES,
     MINIMAL,
     assert_same,
+    double,
     fake_completions,
     make_learner,
     objective,
@@ -18,13 +19,14 @@ from helpers import (
     steps,
 )
 
-from stapo_lite import assemble
 from stapo_lite.algorithm.microbatches import pack
+from stapo_lite.assemble import open_run
 from stapo_lite.config import load_config
 from stapo_lite.errors import RunError
 from stapo_lite.files import read_object
 from stapo_lite.model.sizes import Sizes
 from stapo_lite.training import memory
+from stapo_lite.training.loop import train
 from stapo_lite.training.memory import MemoryBudget, MemorySetting
 from stapo_lite.training.rehearsal import largest_batch, rehearse
 from stapo_lite.types import Completion, Prompt
@@ -96,8 +98,7 @@ def test_updates_that_do_not_fit(make_policy, caplog, preset, error, phase, toke
     found, completions = [], fake_completions(3, ADVANTAGES)
     kind = objective(s2t={"preset": preset})
     for least, begin in ((20, setting(tokens)), (10**9, setting(30, True))):
-        policy = make_policy()
-        policy.model.double()  # micro-batches of other shapes, and the masks are the same
+        policy = double(make_policy())  # micro-batches of other shapes, and the masks are the same
         budget = MemoryBudget(begin, policy.save_memory)
         with memory_for(policy, least, error, phase, spare):
             found.append(run_update(policy, completions, kind, max_tokens=budget))
@@ -207,11 +208,6 @@ def card(monkeypatch):
     return put
 
 
-def proposed(*overrides):
-    config = load_config(MINIMAL, [f"train.{override}" for override in overrides])
-    return memory.propose(config, parameters=100)
-
-
 @pytest.mark.parametrize(
     ("room", "given", "expected"),
     [
@@ -233,10 +229,11 @@ def proposed(*overrides):
     ],
 )
 def test_the_first_setting_that_fits_every_card_is_proposed(card, room, given, expected):
+    config = load_config(MINIMAL, [f"train.{key}" for key in given])
     card(room and room + 12 * 100 + 4000)  # AdamW's states, and the margin
-    assert proposed(*given) == expected
+    assert memory.propose(config, parameters=100) == expected
     card(room and 10**9, others=room)
-    assert proposed(*given) == expected
+    assert memory.propose(config, parameters=100) == expected
 
 
 @pytest.mark.parametrize(
@@ -255,19 +252,12 @@ def test_vllm_gets_what_the_trainer_leaves(card, free, given, share):
     assert found == (share and pytest.approx(share))
 
 
-def test_a_resumed_run_keeps_its_setting_unless_keys_change(write_config, tmp_path, monkeypatch):
-    policies, make_policy = [], assemble.make_policy
-
-    def note(*arguments):
-        policies.append(make_policy(*arguments))
-        return policies[-1]
-
-    monkeypatch.setattr(assemble, "make_policy", note)
-    training = steps(write_config(log__save_steps=1))
-    assert next(training)["microbatch_tokens"] == 256
-    with memory_for(policies[0], 128):
-        assert next(training)["microbatch_tokens"] == 128
-    training.close()
+def test_a_resumed_run_keeps_its_setting_unless_keys_change(write_config, tmp_path):
+    with open_run(load_config(write_config())) as opened:
+        training = train(opened)
+        assert next(training)["microbatch_tokens"] == 256
+        with memory_for(opened.policy, 128):
+            assert next(training)["microbatch_tokens"] == 128
     state = read_object(tmp_path / "run" / "checkpoint-2" / "state.json")
     assert state["progress"]["memory"] == [False, True, 128]
     assert next(steps(write_config(), resume=True))["microbatch_tokens"] == 128

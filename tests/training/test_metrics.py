@@ -5,21 +5,16 @@ import pytest
 import torch
 from helpers import in_groups, run
 
-from stapo_lite import Callback, Trainer
+from stapo_lite.training import loop
 from stapo_lite.training.metrics import gather_means, has_variance
 from stapo_lite.types import Completion, Prompt
 
 
-def test_metrics_of_a_step_are_means_over_completions_or_tokens(write_config, trained):
+def test_metrics_of_a_step_are_means_over_completions_or_tokens(write_config, trained, watch):
     seen = []
-
-    class Note(Callback):
-        def on_update(self, run, batch, update):
-            seen.append((batch, update))
-
+    watch(loop, "update", lambda update, learner, batch: seen.append((batch, update)))
     changes = {"algorithm": "grpo", "objective": {"s2t": {"enabled": True, "tau_p": 0.01}}}
-    config = write_config(train__max_steps=1, **changes)
-    (m,) = Trainer(config=config, callbacks=[Note()]).train()
+    (m,) = run(write_config(train__max_steps=1, **changes))
     lengths = [len(c.token_ids) for c in trained]
     rewards = [sum(i % 2 == 0 for i in c.token_ids) for c in trained]
     cut = [len(c.token_ids) == 8 and c.token_ids[-1] not in (1, 2) for c in trained]

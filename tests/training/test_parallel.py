@@ -13,6 +13,7 @@ from helpers import (
     accelerate_launch,
     adapted_policy,
     assert_same,
+    double,
     held_out_rows,
     in_two_processes,
     later_update,
@@ -38,8 +39,7 @@ def test_two_processes_make_the_same_update_as_one(tiny_model, tmp_path, cases):
     script = ROOT / "tests" / "two_processes.py"
     accelerate_launch(2, "--multi_gpu", script, tiny_model, tmp_path, *cases)
     for case in cases:
-        policy = adapted_policy(tiny_model)
-        policy.model.double()
+        policy = double(adapted_policy(tiny_model))
         completions, old = later_update(policy)
         expected = run_update(policy, completions, objective(**INVARIANT[case]), old=old)
         clipped = expected[1]["clip_low_share"] + expected[1]["clip_high_share"]

@@ -14,7 +14,6 @@ import pytest
 import torch
 from helpers import RARELY_RIGHT, adapter_bytes, checkpoints, run, steps, without_times
 
-from stapo_lite.config import load_config
 from stapo_lite.errors import InputError
 from stapo_lite.files import read_object, size_up_to_step
 from stapo_lite.training.checkpoint import list_checkpoints
@@ -153,19 +152,6 @@ def test_a_damaged_checkpoint_runs_no_code_and_the_one_before_it_serves(write_co
     assert without_times(read_metrics(tmp_path / "run")) == without_times(whole)
 
 
-def test_a_checkpoint_holds_progress_and_config(write_config, tmp_path):
-    run(write_config())
-    state = read_object(tmp_path / "run" / "checkpoint-4" / "state.json")
-    expected = {"step": 4, "prompts_drawn": 16, "memory": [False, False, 256]}
-    expected |= {"skipped_in_a_row": 0, "backoff": 0}
-    assert state["progress"] == expected
-    assert state["config"] == load_config(tmp_path / "run" / "config.yaml").model_dump()
-    environment = read_object(tmp_path / "run" / "environment.json")
-    versions = {"torch", "transformers", "peft", "accelerate", "stapo_lite", "processes"}
-    assert versions < set(environment)
-    assert environment["engine"] == "transformers"
-
-
 def test_a_log_ends_where_its_run_goes_on(tmp_path):
     path = tmp_path / "metrics.jsonl"
     first, second, third = '{"step": 0}\n', '{"step": 2, "é": 1}\n', '{"step": 3}\n'
@@ -173,28 +159,3 @@ def test_a_log_ends_where_its_run_goes_on(tmp_path):
     kept = {-1: "", 0: first, 1: first, 2: first + second, 9: first + second + third}
     for step, text in kept.items():
         assert path.read_bytes()[: size_up_to_step(path, step)].decode() == text
-
-
-@pytest.mark.slow
-def test_with_vllm_a_resumed_step_draws_the_same(write_config, tmp_path, monkeypatch):
-    """Prompts, seed, sampler position and adapter version; on the CPU the completions too."""
-    pytest.importorskip("vllm", reason="vLLM is not installed")
-    from stapo_lite.rollout.vllm_engine import VLLMEngine
-
-    generate, calls = VLLMEngine.generate, []
-
-    def note(engine, prompts, seeds):
-        groups = generate(engine, prompts, seeds)
-        ids = [[c.token_ids for c in group] for group in groups]
-        calls.append(([p.token_ids for p in prompts], seeds, groups[0][0].adapter_version, ids))
-        return groups
-
-    monkeypatch.setattr(VLLMEngine, "generate", note)
-    rollout = {"engine": "vllm", "num_generations": 4, "max_completion_length": 8}
-    rollout["vllm"] = {"kv_cache_memory_bytes": 1 << 27}
-    config = write_config(rollout=rollout, train__max_steps=3, log__save_steps=1)
-    run(config)
-    shutil.rmtree(tmp_path / "run" / "checkpoint-3")
-    run(config, resume=True)
-    assert [call[2] for call in calls] == [1, 2, 3, 3]
-    assert calls[3] == calls[2] != calls[1]

@@ -1,6 +1,5 @@
 """Whole runs: in the process on the tiny model, with vLLM in the last test."""
 
-import json
 import os
 import re
 import subprocess
@@ -13,7 +12,7 @@ from helpers import ROOT, adapter_bytes, command, run
 from stapo_lite import assemble
 from stapo_lite.config import Log, load_config
 from stapo_lite.extras.publish.export import export
-from stapo_lite.files import read_lines, write_lines
+from stapo_lite.files import read_lines, read_object, write_lines
 from stapo_lite.training.folder import read_metrics
 from stapo_lite.training.lifecycle import make_accelerator
 
@@ -33,9 +32,16 @@ def test_a_run_leaves_everything_behind_but_secrets(write_config, tmp_path, caps
     assert {path.name for path in folder.glob("*checkpoint-*")} == newest
     assert adapter_bytes(folder / "adapter") == adapter_bytes(folder / "checkpoint-4")
     assert (folder / "reward.png").read_bytes().startswith(b"\x89PNG")
-    environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
+    state = read_object(folder / "checkpoint-4" / "state.json")
+    progress = {"step": 4, "prompts_drawn": 16, "memory": [False, False, 256]}
+    assert state["progress"] == progress | {"skipped_in_a_row": 0, "backoff": 0}
+    assert state["config"] == load_config(folder / "config.yaml").model_dump()
+    environment = read_object(folder / "environment.json")
+    assert environment.keys() >= {"transformers", "peft", "accelerate", "stapo_lite", "processes"}
+    assert environment["engine"] == "transformers"
     on_cpu = f"CPU with {os.cpu_count()} cores"
     assert environment["hardware"] == on_cpu or torch.cuda.is_available()
+    assert float(environment["self_check"].removesuffix(" nats between engine and trainer")) < 1e-3
     assert environment["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
     export(folder, folder / "export", dtype="float32")
     written = b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
@@ -177,6 +183,9 @@ def test_dry_run_prints_the_config_and_stops(write_config, tmp_path, capsys):
         ("rollout.quantization=fp8", "rollout.quantization=fp8 needs vLLM"),
         ("log.report_to=[trackio]", "log.report_to: trackio is not installed; pip install trackio"),
         ("evaluation.best=rewards", "evaluation.source and evaluation.best need evaluation.steps"),
+        ("evaluation={steps: 1, source: a.jsonl}", "evaluation.source=a.jsonl: no such file"),
+        ("evaluation={steps: 1, best: b, benchmarks: []}", "evaluation.best=b: choose one of "),
+        ("stop_on=[ratios]", "stop_on=ratios: choose from entropy_collapse, "),
     ],
 )
 def test_bad_input_is_found_first(write_config, monkeypatch, capsys, override, message):

@@ -13,6 +13,7 @@ from helpers import (
     TAU_P,
     adapted_policy,
     assert_same,
+    double,
     fake_completions,
     later_update,
     make_learner,
@@ -39,12 +40,6 @@ from stapo_lite.training.update import gradient_scale, update
 
 def sampled(policy, seed=3, advantages=ADVANTAGES, longest=LONGEST):
     return sampled_by_an_engine(policy, fake_completions(seed, advantages, longest))
-
-
-def double(policy):
-    """The decoder computes in float64, so that only the package's own rounding is left: fp32."""
-    policy.model.double()
-    return policy
 
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean", "constant"])
