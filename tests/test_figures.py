@@ -7,7 +7,7 @@ import countdown_report
 import experiments_report
 import pandas as pd
 import pytest
-from helpers import ROOT
+from helpers import ROOT, benchmark
 from study_csv import steps_paths
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -69,7 +69,15 @@ def studies():
         yield TABLES, f"| {' | '.join([method, str(len(seeds)), *cells])} |"
 
 
-@pytest.mark.parametrize("figures", [against_trl, one_base, learned, studies])
+def breaks():
+    *lines, prevented = filter(None, benchmark("break_report").splitlines())
+    for line in lines:
+        if line.startswith("|"):
+            yield TABLES, line
+    yield RESULTS_PAGE, re.search(r"found in .*", prevented)[0]
+
+
+@pytest.mark.parametrize("figures", [against_trl, one_base, learned, studies, breaks])
 def test_the_docs_quote_the_results(figures):
     def words(text):  # the same wherever lines break, and however wide columns are
         return re.sub(r"-{3,}", "-", re.sub(r"\s+", " ", text))
