@@ -135,12 +135,10 @@ async def spell(episode):
     await episode.generate()
 
 
-def test_several_turns(tree, tmp_path, monkeypatch):
+def test_several_turns(tree, tmp_path, watch):
     """Only the model's tokens are trained on; held-out rows are answered in turns as well."""
-    seen, score = [], RewardModel.score
-    monkeypatch.setattr(
-        RewardModel, "score", lambda self, c, *rest: (score(self, c, *rest), seen.extend(c))
-    )
+    seen = []
+    watch(RewardModel, "score", lambda _, rewards, completions, *__: seen.extend(completions))
 
     def even(completion_ids, **_):
         return [sum(i % 2 == 0 for i in ids) for ids in completion_ids]

@@ -17,17 +17,15 @@ from stapo_lite.rewards.functions import RewardModel
 from stapo_lite.training.folder import read_metrics
 
 
-def test_the_best_adapter_is_kept_over_a_resumption(write_config, tmp_path, monkeypatch):
+def test_the_best_adapter_is_kept_over_a_resumption(write_config, tmp_path, monkeypatch, watch):
     """By held-out rows that have the same seeds each time."""
     folder, judged, stream = tmp_path / "run", [], Mock(wraps=TransformersEngine.stream)
-    score = RewardModel.score
 
-    def note(self, completions, seed, step):
-        score(self, completions, seed, step)
+    def note(_, rewards, completions, seed, step):
         if completions[0].prompt.prompt == "say five":
             judged.append((step, completions))
 
-    monkeypatch.setattr(RewardModel, "score", note)
+    watch(RewardModel, "score", note)
     monkeypatch.setattr(TransformersEngine, "stream", lambda *given: stream(*given))
     changes = {
         "evaluation": held_out_rows(tmp_path, num_samples=2, limit=2),
@@ -74,9 +72,7 @@ def test_a_reward_that_no_function_gave_is_null(write_config, user_reward, tmp_p
     assert not (tmp_path / "run" / "best").exists()
 
 
-def test_benchmarks_while_a_run_trains(
-    write_config, tiny_model, tmp_path, monkeypatch, capsys, caplog
-):
+def test_benchmarks_while_a_run_trains(write_config, tiny_model, tmp_path, watch, capsys, caplog):
     """They are those of the command, and change nothing in a run; a resumption repeats none."""
     benchmark, folder = tmp_path / "mine.jsonl", tmp_path / "run"
     rows = [{"problem": f"say {word}", "answer": n} for n, word in enumerate(("five", "six"))]
@@ -84,13 +80,12 @@ def test_benchmarks_while_a_run_trains(
     settings = {"steps": 2, "benchmarks": [str(benchmark)], "num_samples": 6, "best": "mine"}
     settings |= {"temperature": 0.7, "top_p": 0.9}
     plain = run(write_config(output_dir=str(tmp_path / "plain"), train__max_steps=3))
-    grade, graded = periodic.grade, []
+    graded = []
 
-    def note(tasks, lines):
+    def note(_, tasks, lines):
         graded.append([lines[task.seed]["response"] for task in tasks])
-        return grade(tasks, lines)
 
-    monkeypatch.setattr(periodic, "grade", note)
+    watch(periodic, "grade", note)
     run(write_config(train__max_steps=2, evaluation=settings, log__audit_tokens=3))
     lines = [*read_lines(folder / "evaluations.jsonl"), {"step": 3}]  # after the checkpoint
     write_lines(folder / "evaluations.jsonl", lines)
