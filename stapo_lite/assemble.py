@@ -35,7 +35,7 @@ from stapo_lite.extras.transformers_engine import TransformersEngine
 from stapo_lite.extras.turns.episodes import RolloutFunction, find_function, run_episodes
 from stapo_lite.extras.turns.frequencies import ToolFrequencies
 from stapo_lite.extras.turns.tools import Chat
-from stapo_lite.files import check_new, lock, read_object, write_text
+from stapo_lite.files import lock, read_object, write_text
 from stapo_lite.model.loading import find_adapter, find_start, load_tokenizer, load_weights
 from stapo_lite.model.one_base import base_on
 from stapo_lite.model.policy import make_optimizer, make_policy
@@ -46,7 +46,12 @@ from stapo_lite.rollout.make import check_options, resolve_engine, rollout_setti
 from stapo_lite.training import checkpoint, lifecycle
 from stapo_lite.training.callbacks import Callback
 from stapo_lite.training.checkpoint import Progress
-from stapo_lite.training.folder import ENVIRONMENT_FILE, drop_later_lines, read_metrics
+from stapo_lite.training.folder import (
+    ENVIRONMENT_FILE,
+    check_folder,
+    drop_later_lines,
+    read_metrics,
+)
 from stapo_lite.training.learner import Learner
 from stapo_lite.training.log import RunLog
 from stapo_lite.training.memory import MemoryBudget, card_memory, propose, vllm_share
@@ -160,9 +165,8 @@ def check_inputs(
     folder = Path(config.output_dir)
     engine = resolve_engine(config.rollout.engine)
     resumed = resume and bool(checkpoint.list_checkpoints(folder))
-    if not resume:
-        check_new(folder)
-    elif not resumed and (folder / "adapter").exists():
+    check_folder(folder, resume)
+    if not resumed and (folder / "adapter").exists():
         raise InputError(f"--resume: {folder} has an adapter, but no checkpoint to continue from")
     dtype = resolve_dtype(config.dtype, config.rollout.quantization)
     config = config.model_copy(update={"dtype": dtype})
@@ -361,7 +365,7 @@ def open_folder(
             drop_later_lines(folder, step)
             path = folder / ENVIRONMENT_FILE
             before = read_object(path) if path.exists() else environment
-            if before.get("reward_source") != environment["reward_source"]:
+            if step and before.get("reward_source") != environment["reward_source"]:
                 logger.warning("the source of a reward function has changed since the run began")
             # First, since it marks a run's folder.
             write_text(path, json.dumps(environment, indent=1))

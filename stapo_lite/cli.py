@@ -46,11 +46,14 @@ def train_command(
     """Train a LoRA adapter, in this process; on several cards:
     `accelerate launch -m stapo_lite.train CONFIG_FILE`."""
     from stapo_lite.config import batch_arithmetic, load_config, to_yaml
+    from stapo_lite.training.folder import check_place
 
     config = load_config(config_file, overrides)
     if dry_run:
         print(f"{to_yaml(config)}\n{batch_arithmetic(config, 1)}")
     else:
+        if resume:
+            check_place(config_file, config.output_dir)
         _train(config, resume, force)
 
 

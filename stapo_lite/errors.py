@@ -18,7 +18,7 @@ class RunError(Exception):
 
 
 class Terminated(SystemExit):
-    """Raised at SIGTERM; what contains the SystemExit of a tool lets it through."""
+    """Raised at SIGTERM and its like; what contains the SystemExit of a tool lets it through."""
 
 
 @contextmanager

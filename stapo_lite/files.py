@@ -147,4 +147,4 @@ def check_new(folder: Path) -> None:
     """Raise an InputError if an output folder holds anything but hidden files, such as the `.lock`
     that a failed start left."""
     if any(folder.glob("[!.]*")):
-        raise InputError(f"output_dir={folder} is not empty: --resume it, or choose another folder")
+        raise InputError(f"output_dir={folder} holds other files: choose another folder")

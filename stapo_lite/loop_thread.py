@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Coroutine
 from concurrent.futures import Future
+from functools import cache
 from threading import Thread
 from typing import Any
 
@@ -45,3 +46,10 @@ async def contained(coroutine: Coroutine[Any, Any, Any]) -> Any:
         return await coroutine
     except (SystemExit, KeyboardInterrupt) as error:
         raise RunError(f"a coroutine raised {error!r}") from error
+
+
+@cache
+def user_loop() -> LoopThread:
+    """The event loop of all the user's coroutines in this process: what they keep from one step or
+    run to the next, such as an HTTP client or a semaphore, is tied to it."""
+    return LoopThread("coroutines")

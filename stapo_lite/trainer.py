@@ -14,6 +14,7 @@ from stapo_lite.extras.publish.export import export
 from stapo_lite.extras.turns.episodes import RolloutFunction, chat_with, check_function
 from stapo_lite.extras.turns.tools import Tool, schemas_of
 from stapo_lite.training.callbacks import Callback
+from stapo_lite.training.folder import check_place
 from stapo_lite.training.loop import train
 
 RewardFunc = Callable[..., Any] | str
@@ -81,6 +82,7 @@ class Trainer:
         if rollout_func is not None:
             check_function(rollout_func, "rollout_func")
             keys["rollout.function"] = _name(rollout_func)
+        self._file = config if isinstance(config, str | Path) else None
         self._inputs = PythonInputs(own, rows, rollout_func, callbacks)
         tree = config.model_dump(exclude_unset=True) if isinstance(config, Config) else config
         self.config = load_config(tree or {}, keys)
@@ -98,6 +100,8 @@ class Trainer:
             InputError: something in the config, the data or the model cannot be used.
             RunError: the run cannot go on (docs/faults.md).
         """
+        if resume and self._file:
+            check_place(self._file, self.config.output_dir)
         with open_run(self.config, resume, force, self._inputs) as run:
             yield from train(run)
 

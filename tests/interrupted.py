@@ -60,6 +60,12 @@ def train(arguments: list[str], phase: str, moment: tuple[int, int], by: signal.
     command(arguments)
 
 
+def train_with_nohup(arguments: list[str], phase: str, moment: tuple[int, int]) -> None:
+    """The command as nohup starts it, with a SIGHUP at the moment."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    train(arguments, phase, moment, signal.SIGHUP)
+
+
 def count(arguments: list[str], out: Path) -> None:
     """The command; writes how many calls the first and the second run of each phase made."""
     calls: dict[str, list[int]] = {phase: [0, 0] for phase in PHASES}

@@ -59,4 +59,4 @@ def test_the_quickstart_of_a_wheel_trains_without_a_clone(smollm2, tmp_path):
     assert done.stdout.endswith("page about its tokens: runs/quickstart/audit/index.html\n")
     again = subprocess.run(command, capture_output=True, text=True, **options)
     assert (again.returncode, again.stderr.count("\n")) == (2, 1)
-    assert "output_dir=runs/quickstart is not empty" in again.stderr
+    assert "output_dir=runs/quickstart holds a run" in again.stderr

@@ -1,16 +1,17 @@
 """Rewards: the package's functions and the user's, given by import path or as Python objects."""
 
+import asyncio
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 from stapo_lite.config import Reward
 from stapo_lite.errors import InputError, RunError
-from stapo_lite.loop_thread import LoopThread
+from stapo_lite.loop_thread import user_loop
 from stapo_lite.rewards.sandbox import Pool, SandboxError, call, check_callable, plain, run_in
 from stapo_lite.types import Completion
 
@@ -48,10 +49,8 @@ class RewardModel:
         built_in: Mapping[str, RewardFunction] = {},
     ):
         self._max_steps = max_steps
-        self._coroutines = LoopThread("coroutine rewards")
         known = dict(built_in)
-        for name, function in own.items():
-            known[name] = LocalFunction(name, function, self._coroutines)
+        known |= {name: LocalFunction(name, function) for name, function in own.items()}
         self._functions = {
             name: known.get(name) or SandboxedFunction(name, settings.function_timeout)
             for name in settings.functions
@@ -94,9 +93,8 @@ class RewardModel:
 
     def close(self) -> None:
         """End all calls, including those in progress."""
-        self._coroutines.close()
         for function in self._functions.values():
-            if isinstance(function, SandboxedFunction):
+            if isinstance(function, LocalFunction | SandboxedFunction):
                 function.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -166,11 +164,11 @@ class LocalFunction:
     Args:
         name: for messages.
         function: called as TRL calls it; may be a coroutine function.
-        loop: where coroutines run.
     """
 
-    def __init__(self, name: str, function: Callable, loop: LoopThread):
-        self._name, self._function, self._loop = name, function, loop
+    def __init__(self, name: str, function: Callable):
+        self._name, self._function = name, function
+        self._running: Future[Any] | None = None
         kinds = map(inspect.iscoroutinefunction, (function, type(function).__call__))
         self.is_coroutine = any(kinds)
 
@@ -184,12 +182,18 @@ class LocalFunction:
         """
         values = self._function(**reward_arguments(completions, trainer_state))
         if inspect.iscoroutine(values):
-            values = self._loop.submit(values).result()
+            self._running = user_loop().submit(values)
+            values = self._running.result()
         try:
             return check_scores(self._name, plain(values), len(completions))
         except (SandboxError, TypeError, ValueError) as error:
             fix = "fix it, then resume=True"
             raise RunError(f"reward_funcs: {self._name} {error}; {fix}") from None
+
+    def close(self) -> None:
+        """Cancel a running coroutine, and let it clean up."""
+        if self._running is not None and self._running.cancel():
+            user_loop().submit(asyncio.sleep(0)).result()
 
 
 class SandboxedFunction:

@@ -5,17 +5,21 @@ rights, files, network and memory, and processes that it starts outlive it.
 """
 
 import asyncio
+import ctypes
 import inspect
 import pkgutil
 import random
+import signal
 import sys
-from collections.abc import Iterable
-from concurrent.futures import Future, TimeoutError
-from functools import cache
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, TimeoutError, wait
+from concurrent.futures.process import BrokenProcessPool
+from functools import cache, partial
 from io import TextIOWrapper
-from multiprocessing.context import ForkServerContext, ForkServerProcess
-from types import ModuleType
+from multiprocessing.context import SpawnContext, SpawnProcess
+from threading import Lock
 from typing import Any
+from unittest.mock import patch
 from weakref import WeakSet
 
 from pebble import ProcessExpired, ProcessPool
@@ -27,48 +31,95 @@ class SandboxError(Exception):
     """The sandboxed call failed; the message says why."""
 
 
-class Worker(ForkServerProcess):
+class Worker(SpawnProcess):
     """A process that does not import the user's script, whose lines it would run again unless they
     are under `if __name__ == "__main__"`."""
 
+    _one_at_a_time = Lock()
+
     def start(self) -> None:
-        main = sys.modules["__main__"]
-        sys.modules["__main__"] = ModuleType("__main__")
-        try:
+        """Start while the script has neither name nor file: multiprocessing then leaves it out, and
+        other threads still find its classes to pickle."""
+        nameless = patch.multiple("__main__", __spec__=None, __file__=None, create=True)
+        with self._one_at_a_time, nameless:
             super().start()
-        finally:
-            sys.modules["__main__"] = main
 
 
-class Workers(ForkServerContext):
-    """Starts workers from a server that has imported nothing."""
+class Workers(SpawnContext):
+    """Starts workers as fresh interpreters."""
 
     Process = Worker
 
 
-class Pool(ProcessPool):
-    """Worker processes, which start with their first call.
+class Pool:
+    """Worker processes, which start with their first call. They end with the process that started
+    them, however it ends.
 
     Args:
-        options: of `ProcessPool`.
+        initializer: called in each new worker.
     """
 
-    def __init__(self, workers: int, **options: Any):
-        super().__init__(workers, context=Workers(), **options)
+    def __init__(self, workers: int, initializer: Callable[[], None] | None = None):
+        self._make = partial(
+            ProcessPool, workers, initializer=begin, initargs=[initializer], context=Workers()
+        )
+        self._pool = self._make()
         self._calls: WeakSet[Future] = WeakSet()
+        self._killed = False
 
-    def schedule(self, *arguments: Any, **options: Any) -> Any:
-        """Begin a call; its future."""
-        call = super().schedule(*arguments, **options)
+    def schedule(
+        self, function: Any, arguments: Sequence[Any], timeout: float | None = None
+    ) -> Future:
+        """Begin a call, in new processes if the old ones broke."""
+        if not (self._killed or self._pool.active):
+            self._pool.join()
+            self._pool = self._make()
+        call = self._pool.schedule(function, arguments, timeout=timeout)
         self._calls.add(call)
         return call
 
+    def call(self, function: Any, rows: Sequence[Sequence[Any]], timeout: float) -> list[Future]:
+        """Call a function with the arguments of each row, and wait for all.
+
+        Args:
+            timeout: seconds of one call.
+
+        Returns:
+            The finished calls, which raise TimeoutError, ProcessExpired or what the function
+            raised.
+
+        Raises:
+            CancelledError: the pool was killed.
+        """
+        calls = [self.schedule(function, row, timeout) for row in rows]
+        for number, call in enumerate(calls):
+            # A worker that dies while no call runs, such as by the out-of-memory killer, breaks
+            # pebble's pool, and with it the calls that have not begun.
+            if isinstance(call.exception(), BrokenProcessPool):
+                calls[number] = self.schedule(function, rows[number], timeout)
+        wait(calls)
+        return calls
+
     def kill(self) -> None:
         """Kill the processes, and cancel their calls, which threads may wait for."""
-        self.stop()
+        self._killed = True
+        self._pool.stop()
         for call in list(self._calls):
             call.cancel()
-        self.join()
+        self._pool.join()
+
+
+def begin(initializer: Callable[[], None] | None) -> None:
+    """Begin a worker: the system kills it with its parent, also if it hangs in C code."""
+    end_with_parent(signal.SIGKILL)
+    if initializer is not None:
+        initializer()
+
+
+def end_with_parent(number: int) -> None:
+    """Have the kernel send this process a signal when the thread that started it ends."""
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def run_in(pool: Pool, timeout: float, function: Any, *arguments: Any) -> Any:
@@ -78,7 +129,8 @@ def run_in(pool: Pool, timeout: float, function: Any, *arguments: Any) -> Any:
         SandboxError: it raised, exceeded `timeout` seconds, or ended its process.
     """
     try:
-        return pool.schedule(explained_call, [function, *arguments], timeout=timeout).result()
+        (finished,) = pool.call(explained_call, [[function, *arguments]], timeout)
+        return finished.result()
     except TimeoutError:
         raise SandboxError(f"took longer than {timeout:g} s") from None
     except ProcessExpired as error:

@@ -1,15 +1,48 @@
-"""The logs in a run folder: every `*.jsonl`, those of callbacks included. Each line has its `step`,
-by which they are cut back if the run is resumed."""
+"""A run folder: what marks it, and its logs. Each line of a log has its `step`, by which the logs
+are cut back if the run is resumed."""
 
 import os
 from pathlib import Path
 from typing import Any
 
-from stapo_lite.files import read_lines, size_up_to_step, sync
+from stapo_lite.config import load_config
+from stapo_lite.errors import InputError
+from stapo_lite.files import check_new, read_lines, size_up_to_step, sync
 
 METRICS_FILE = "metrics.jsonl"
 COMPLETIONS_FILE = "completions.jsonl"
+EVALUATIONS_FILE = "evaluations.jsonl"
+TOKENS_FILE = "tokens.jsonl"
+LOGS = (METRICS_FILE, COMPLETIONS_FILE, EVALUATIONS_FILE, TOKENS_FILE)
+"""Other files in the folder are the user's, and stay as they are."""
 ENVIRONMENT_FILE = "environment.json"
+"""It marks a run's folder."""
+
+
+def check_folder(folder: Path, resume: bool) -> None:
+    """Raise InputError if a folder holds what is no run's, or without `resume` a run that took a
+    step: one that failed before may begin again."""
+    if not (folder / ENVIRONMENT_FILE).exists():
+        check_new(folder)
+    elif not resume and (folder / METRICS_FILE).exists():
+        raise InputError(f"output_dir={folder} holds a run: --resume it, or choose another folder")
+
+
+def check_place(config_file: str | Path, output_dir: str) -> None:
+    """Raise InputError if a run's own config names another folder than the run's, as it does after
+    the run was moved: --resume would begin a new run there."""
+    home = Path(config_file).parent
+    own = (home / ENVIRONMENT_FILE).exists() and load_config(config_file).output_dir == output_dir
+    if own and Path(output_dir).resolve() != home.resolve():
+        raise InputError(
+            f"--resume: the run of {config_file} is not in its output_dir={output_dir}: set "
+            f"output_dir={home.resolve()}"
+        )
+
+
+def existing_logs(folder: Path) -> list[Path]:
+    """The logs that a run has so far."""
+    return [folder / name for name in LOGS if (folder / name).exists()]
 
 
 def flush_logs(folder: Path) -> None:
@@ -18,7 +51,7 @@ def flush_logs(folder: Path) -> None:
     Raises:
         OSError: they cannot be written.
     """
-    for path in folder.glob("*.jsonl"):
+    for path in existing_logs(folder):
         sync(path)
 
 
@@ -29,7 +62,7 @@ def drop_later_lines(folder: Path, step: int) -> None:
     Raises:
         InputError: a file is not a log; then none was changed.
     """
-    sizes = {path: size_up_to_step(path, step or -1) for path in folder.glob("*.jsonl")}
+    sizes = {path: size_up_to_step(path, step or -1) for path in existing_logs(folder)}
     for path, size in sizes.items():
         os.truncate(path, size)
 

@@ -1,10 +1,8 @@
 """A run's surroundings: processes and hardware, a full disk, signals that end it."""
 
-import ctypes
 import importlib.util
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -21,7 +19,12 @@ from safetensors import SafetensorError
 from stapo_lite.config import Log
 from stapo_lite.errors import InputError, RunError, Terminated, explained
 from stapo_lite.model.processes import check_launch
+from stapo_lite.rewards.sandbox import end_with_parent
 from stapo_lite.rollout.vllm_options import vllm_version
+
+ENDINGS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that come before a process is killed: from schedulers (Slurm: `--signal=USR1@60`), and
+from a terminal that is closed."""
 
 
 def make_accelerator(log: Log, folder: Path) -> Accelerator:
@@ -72,17 +75,20 @@ def full_disk_is_a_run_error(folder: Path) -> AbstractContextManager:
 
 
 def end_on_sigterm() -> None:
-    """Make SIGTERM, which schedulers send before they kill a job, end the run like an error, with
-    status 143."""
+    """Make SIGTERM, and the other signals of ENDINGS, end the run like an error, with status 128 +
+    the signal's number."""
 
-    def end(*_: Any) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough
-        raise Terminated(128 + signal.SIGTERM)
+    def end(number: int, _: Any) -> None:
+        for ending in ENDINGS:  # once is enough
+            signal.signal(ending, signal.SIG_IGN)
+        raise Terminated(128 + number)
 
-    signal.signal(signal.SIGTERM, end)
-    if "ACCELERATE_MIXED_PRECISION" in os.environ and sys.platform == "linux":
+    for number in ENDINGS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, end)
+    if "ACCELERATE_MIXED_PRECISION" in os.environ:
         # `accelerate launch` dies of a SIGTERM without passing it on, so the kernel has to.
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        end_with_parent(signal.SIGTERM)
 
 
 @contextmanager
@@ -90,7 +96,7 @@ def undisturbed() -> Iterator[None]:
     """Ignore signals that would end the process: `accelerate launch` passes Ctrl-C on twice."""
     handlers = {}
     if threading.current_thread() is threading.main_thread():  # no other may set handlers
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, *ENDINGS):
             handlers[number] = signal.signal(number, signal.SIG_IGN)
     try:
         yield

@@ -24,7 +24,7 @@ from stapo_lite.extras.turns.episodes import chat_with, run_episodes
 from stapo_lite.extras.turns.frequencies import tool_means
 from stapo_lite.extras.turns.tools import CALL_ID, Chat, schemas_of
 from stapo_lite.files import write_lines
-from stapo_lite.training.lifecycle import end_on_sigterm
+from stapo_lite.training.lifecycle import ENDINGS, end_on_sigterm
 from stapo_lite.types import Completion, Prompt, Rollouts
 
 pytest.importorskip("vllm", reason="vLLM is not installed, whose parsers read the calls")
@@ -229,10 +229,16 @@ def test_coroutines_of_one_turn_run_side_by_side_plain_tools_in_the_main_thread(
 
 @pytest.mark.parametrize("blocks", ["tool", "coroutine"])
 @pytest.mark.parametrize(
-    ("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)]
+    ("number", "error"),
+    [
+        (signal.SIGINT, KeyboardInterrupt),
+        (signal.SIGTERM, Terminated),
+        (signal.SIGUSR1, Terminated),
+        (signal.SIGHUP, Terminated),
+    ],
 )
 def test_a_tool_that_hangs_can_be_interrupted(tiny_model, blocks, number, error):
-    before = signal.getsignal(signal.SIGTERM)
+    before = {ending: signal.getsignal(ending) for ending in ENDINGS}
     end_on_sigterm()
 
     @tool
@@ -249,7 +255,8 @@ def test_a_tool_that_hangs_can_be_interrupted(tiny_model, blocks, number, error)
         with pytest.raises(error):
             talk(make_chat(tiny_model), chat_with([chosen]), call(chosen.__name__, word="a"))
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for ending, handler in before.items():
+            signal.signal(ending, handler)
 
 
 def says(role, content, **options):

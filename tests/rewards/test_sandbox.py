@@ -1,6 +1,8 @@
 """Reward functions in a process of their own."""
 
 import os
+import pickle
+import signal
 import subprocess
 import sys
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
@@ -14,6 +16,7 @@ from helpers import ROOT
 from stapo_lite.config import Reward
 from stapo_lite.errors import RunError
 from stapo_lite.rewards.functions import RewardModel, SandboxedFunction
+from stapo_lite.rewards.sandbox import Pool
 from stapo_lite.types import Completion, Prompt
 
 GENEROUS = 20.0  # seconds: a loaded machine must not fail an honest answer
@@ -101,6 +104,69 @@ def test_a_run_that_is_interrupted_waits_for_no_reward_function(tmp_path, monkey
         with pytest.raises(CancelledError):
             call.result(GENEROUS)
     assert not psutil.pid_exists(int(os.readlink(begun)))
+
+
+@pytest.mark.parametrize("notices", [False, True])
+def test_a_worker_that_dies_while_no_call_runs_is_replaced(user_function, notices):
+    """The out-of-memory killer takes idle ones; pebble may not have noticed at the next call."""
+    function = user_function("return [os.getpid(), 0]")
+    pids = set()
+    for _ in range(3):
+        pid = int(ask(function, GOOD)[0])
+        pids.add(pid)
+        os.kill(pid, signal.SIGKILL)
+        while notices and psutil.pid_exists(pid):
+            os.sched_yield()
+    assert len(pids) == 3
+
+
+def test_a_worker_ends_with_a_killed_trainer_whose_tmpdir_is_long(tmp_path):
+    """Even one that hangs in C code; and no socket's name is limited to 107 characters."""
+    begun, folder = tmp_path / "begun", tmp_path / ("long" * 30)
+    folder.mkdir()
+    source = f"import os, re\ndef f(**_):\n    os.symlink(str(os.getpid()), {str(begun)!r})\n"
+    (tmp_path / "endless.py").write_text(f"{source}    re.match('(a+)+b', 'a' * 50)\n")
+    program = "from stapo_lite.rewards.sandbox import Pool, call\n"
+    program += "Pool(1).call(call, [['endless:f', {}, 0]], timeout=1e6)"
+    environment = os.environ | {"TMPDIR": str(folder), "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    with subprocess.Popen([sys.executable, "-c", program], env=environment) as trainer:
+        while not begun.is_symlink():
+            assert trainer.poll() is None
+            os.sched_yield()
+        worker = psutil.Process(int(os.readlink(begun)))
+        trainer.kill()
+    worker.wait(GENEROUS)
+
+
+class Own:
+    """A class of the user's script."""
+
+
+class Initializer:
+    """Is pickled while its worker starts."""
+
+    def __reduce__(self):
+        assert pickle.loads(pickle.dumps(Own())) is not None  # as another thread may now
+        return eval, ("__import__('os').getpid",)
+
+
+def test_the_users_script_stays_as_it_is_while_workers_start(monkeypatch):
+    script = sys.modules["__main__"]
+    monkeypatch.setattr(script, "Own", Own, raising=False)
+    monkeypatch.setattr(Own, "__module__", "__main__")
+    before = dict(vars(script))
+
+    def start(_):
+        pool = Pool(2, initializer=Initializer())
+        try:
+            return pool.schedule(os.getpid, []).result(GENEROUS)
+        finally:
+            pool.kill()
+
+    with ThreadPoolExecutor(4) as threads:
+        assert len(set(threads.map(start, range(4)))) == 4
+    assert sys.modules["__main__"] is script
+    assert vars(script) == before
 
 
 def test_a_script_without_a_main_guard_trains_once(write_config, user_reward, tmp_path):

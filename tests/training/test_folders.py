@@ -7,10 +7,13 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers import MINIMAL, adapter_bytes, command, contents, run
+from helpers import MINIMAL, adapter_bytes, command, contents, held_out_rows, run
 
+from stapo_lite import Trainer
 from stapo_lite.config import load_config
-from stapo_lite.errors import InputError
+from stapo_lite.errors import InputError, RunError
+from stapo_lite.extras.audit.report import Report
+from stapo_lite.files import read_lines, write_text
 from stapo_lite.training.checkpoint import check_resume
 from stapo_lite.training.folder import read_metrics
 
@@ -18,20 +21,64 @@ from stapo_lite.training.folder import read_metrics
 @pytest.mark.parametrize(
     ("name", "resume", "message"),
     [
-        ("config.yaml", False, "run is not empty: --resume it, or choose another folder"),
-        ("checkpoint-3/notes", False, "run is not empty: --resume it, or choose another folder"),
+        ("config.yaml", False, "run holds other files: choose another folder"),
+        ("events.jsonl", True, "run holds other files: choose another folder"),
+        ("checkpoint-3/notes", True, "run holds other files: choose another folder"),
         ("completions.jsonl", True, r"its lines must have a step \(KeyError\('step'\)\)"),
         ("checkpoint-3/notes", True, "checkpoint-3/state.json: cannot be read"),
         ("adapter/notes", True, "run has an adapter, but no checkpoint to continue from"),
+        ("metrics.jsonl", False, "run holds a run: --resume it, or choose another folder"),
     ],
 )
 def test_a_run_overwrites_no_other_files(write_config, tmp_path, name, resume, message):
     path = tmp_path / "run" / name
     path.parent.mkdir(parents=True)
     path.write_text('{"text": "mine"}\n', encoding="utf-8")
+    if "other files" not in message:  # it is a run's
+        write_text(tmp_path / "run" / "environment.json", "{}")
+    before = contents(tmp_path / "run")
     with pytest.raises(InputError, match=message):
         run(write_config(), resume)
-    assert contents(tmp_path / "run") == {path: b'{"text": "mine"}\n'}
+    assert contents(tmp_path / "run") == before
+
+
+def test_a_resumed_run_leaves_files_of_the_user_in_its_folder_as_they_are(write_config, tmp_path):
+    run(write_config(train__max_steps=1))
+    own = {"events.jsonl": '{"step": 9}\n{"event": 1}\n', "prompts.jsonl": '{"prompt": "no end"}'}
+    for name, text in own.items():
+        (tmp_path / "run" / name).write_text(text, encoding="utf-8")
+    run(write_config(train__max_steps=2), resume=True)
+    assert len(read_metrics(tmp_path / "run")) == 2
+    for name, text in own.items():
+        assert (tmp_path / "run" / name).read_text(encoding="utf-8") == text
+
+
+def test_a_run_that_failed_before_its_first_step_begins_again(write_config, tmp_path, monkeypatch):
+    config = write_config(train__max_steps=1, evaluation=held_out_rows(tmp_path))
+    with monkeypatch.context() as patched:
+        patched.setattr(Report, "on_step_begin", lambda *_: 1 / 0)
+        with pytest.raises(RunError, match="callback Report: on_step_begin failed"):
+            run(config)
+    assert len(read_lines(tmp_path / "run" / "evaluations.jsonl")) == 1
+    run(config)
+    steps = [line["step"] for line in read_lines(tmp_path / "run" / "evaluations.jsonl")]
+    assert (steps, len(read_metrics(tmp_path / "run"))) == ([0, 1], 1)
+
+
+def test_a_run_that_was_moved_is_resumed_in_its_new_place_only(write_config, tmp_path, capsys):
+    run(write_config(train__max_steps=2))
+    home = (tmp_path / "run").rename(tmp_path / "moved")
+    before, config = contents(home), home / "config.yaml"
+    assert command("train", config, "--resume", "train.max_steps=3") == 2
+    assert f"set output_dir={home}" in capsys.readouterr().err
+    with pytest.raises(InputError, match=f"set output_dir={home}"):
+        Trainer(config=config, max_steps=3).train(resume=True)
+    assert contents(home) == before
+    assert not (tmp_path / "run").exists()
+    place = f"output_dir={home}"
+    assert command("train", config, "--resume", "train.max_steps=3", place) == 0
+    assert len(read_metrics(home)) == 3
+    assert command("train", config, "--resume", f"output_dir={tmp_path / 'another run'}") == 0
 
 
 def test_a_run_that_was_killed_early_or_while_it_wrote_its_adapter_goes_on(write_config, tmp_path):

@@ -12,7 +12,7 @@ from pathlib import Path
 import interrupted
 import pytest
 import torch
-from helpers import RARELY_RIGHT, adapter_bytes, checkpoints, run, steps, without_times
+from helpers import RARELY_RIGHT, ROOT, adapter_bytes, checkpoints, run, steps, without_times
 
 from stapo_lite.errors import InputError
 from stapo_lite.files import read_object, size_up_to_step
@@ -69,12 +69,27 @@ def test_a_killed_run_ends_in_the_same_bytes(children, arguments, tmp_path, by, 
             shutil.rmtree(tmp_path / "run")
 
 
-def test_sigterm_loses_no_finished_step(children, arguments, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_a_signal_loses_no_finished_step(children, arguments, tmp_path, number):
     two_updates_a_step = (7, 500)
-    update = arguments("run"), "update", two_updates_a_step, signal.SIGTERM
-    assert children(interrupted.train, *update) == 143
+    update = arguments("run"), "update", two_updates_a_step, number
+    assert children(interrupted.train, *update) == 128 + number
     assert checkpoints(tmp_path / "run") == ["checkpoint-2", "checkpoint-3"]
     assert not (tmp_path / "run" / "adapter").exists()
+
+
+def test_nohup_outlives_its_terminal(children, arguments, tmp_path):
+    moment = 7, 500
+    assert children(interrupted.train_with_nohup, arguments("run"), "update", moment) == 0
+
+
+@pytest.mark.parametrize(("status", "starts"), [(0, 1), (1, 5), (2, 1), (130, 1), (143, 5)])
+def test_the_loop_of_the_docs_ends_where_it_should(status, starts):
+    text = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
+    loop = next(line.strip() for line in text.splitlines() if "for i in" in line)
+    script = f"stapo() {{ echo $*; return {status}; }}; {loop}"
+    printed = subprocess.check_output(["bash", "-c", script], text=True)
+    assert printed == "train CONFIG --resume\n" * starts
 
 
 @pytest.mark.slow

@@ -14,9 +14,9 @@ from jinja2 import Environment, PackageLoader
 from stapo_lite.config import S2T, load_config
 from stapo_lite.extras.audit.charts import curves, plane
 from stapo_lite.extras.audit.report import read_log
-from stapo_lite.extras.audit.token_log import TOKENS_FILE, thin
+from stapo_lite.extras.audit.token_log import thin
 from stapo_lite.files import read_lines, write_text
-from stapo_lite.training.folder import METRICS_FILE
+from stapo_lite.training.folder import METRICS_FILE, TOKENS_FILE
 
 MOST_TOKENS = 4000
 """Most tokens in the table of a page."""

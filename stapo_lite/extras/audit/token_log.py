@@ -22,10 +22,10 @@ from stapo_lite.algorithm.microbatches import MiniBatch, pack
 from stapo_lite.extras.audit.diagnostics import describe_tokens
 from stapo_lite.files import append_lines
 from stapo_lite.training.callbacks import Callback
+from stapo_lite.training.folder import TOKENS_FILE
 from stapo_lite.training.run import Run
 from stapo_lite.types import Completion, Prompt, Rollouts, Update
 
-TOKENS_FILE = "tokens.jsonl"
 ALTERNATIVES = 5
 CONTEXT = 40
 """Tokens shown before and after a candidate."""

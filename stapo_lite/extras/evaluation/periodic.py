@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 
 from stapo_lite.config import Config
 from stapo_lite.errors import InputError
-from stapo_lite.extras.evaluation.results import EVALUATIONS_FILE, results_table
+from stapo_lite.extras.evaluation.results import results_table
 from stapo_lite.extras.evaluation.samples import (
     Task,
     benchmark_tasks,
@@ -25,6 +25,7 @@ from stapo_lite.extras.evaluation.scores import summarise
 from stapo_lite.files import append_lines, read_lines, read_object, write_text
 from stapo_lite.rollout.engine import Decoding
 from stapo_lite.training.callbacks import Callback
+from stapo_lite.training.folder import EVALUATIONS_FILE
 from stapo_lite.training.loop import decode_and_score
 from stapo_lite.training.run import Run
 from stapo_lite.types import Completion

@@ -10,8 +10,6 @@ from tabulate import tabulate
 markdown = partial(tabulate, headers="firstrow", tablefmt="github", disable_numparse=True)
 """Rows of texts as a table with aligned columns; the first row is its head."""
 
-EVALUATIONS_FILE = "evaluations.jsonl"
-"""In a run folder: a line per evaluation."""
 COLUMNS = {
     "problems": "{problems}",
     "N": "{samples}",

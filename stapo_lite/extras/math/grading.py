@@ -68,20 +68,18 @@ class MathGrader:
         Args:
             failed: in place of a value if a call fails or takes too long.
         """
-        running = [
-            self._pool.schedule(call, [function, *row], timeout=self._timeout) for row in rows
-        ]
-        return [outcome(future, failed) for future in running]
+        calls = self._pool.call(call, [[function, *row] for row in rows], self._timeout)
+        return [outcome(finished, failed) for finished in calls]
 
     def close(self) -> None:
         """Kill the processes."""
         self._pool.kill()
 
 
-def outcome(running: Future, failed: Any) -> Any:
-    """Wait for a call's value."""
+def outcome(finished: Future, failed: Any) -> Any:
+    """A call's value."""
     try:
-        return running.result()
+        return finished.result()
     except (BrokenProcessPool, CancelledError):  # no answer's fault
         raise
     except Exception:

@@ -9,10 +9,10 @@ from huggingface_hub import ModelCard, ModelCardData
 from stapo_lite.config import IN_PYTHON, Config, load_config, to_yaml
 from stapo_lite.data.prompts import names_file
 from stapo_lite.errors import InputError
-from stapo_lite.extras.evaluation.results import EVALUATIONS_FILE, results_table
+from stapo_lite.extras.evaluation.results import results_table
 from stapo_lite.files import read_lines, read_object
 from stapo_lite.rollout.vllm_options import served_rank
-from stapo_lite.training.folder import ENVIRONMENT_FILE, read_metrics
+from stapo_lite.training.folder import ENVIRONMENT_FILE, EVALUATIONS_FILE, read_metrics
 
 
 class FinishedRun(NamedTuple):

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from itertools import count
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -31,7 +31,7 @@ from stapo_lite.extras.turns.tools import (
     run_tool,
     schemas_of,
 )
-from stapo_lite.loop_thread import LoopThread
+from stapo_lite.loop_thread import user_loop
 from stapo_lite.rewards.functions import copied
 from stapo_lite.rollout.engine import (
     Decoding,
@@ -265,15 +265,8 @@ def check_function(function: RolloutFunction, where: str) -> None:
         raise InputError(f"{where}: must be a coroutine function (async def)")
 
 
-@cache
-def episode_loop() -> LoopThread:
-    """The event loop of all episodes of this process: what their coroutines keep from one step to
-    the next, such as an HTTP client or a semaphore, is tied to it."""
-    return LoopThread("episodes")
-
-
 class Conversations:
-    """Runs episodes: their coroutines in `episode_loop`, what they ask for in this thread, between
+    """Runs episodes: their coroutines in `user_loop`, what they ask for in this thread, between
     the engine's steps."""
 
     def __init__(self, engine: RolloutEngine):
@@ -308,7 +301,7 @@ class Conversations:
         Raises:
             Exception: raised by one of them, or by the engine.
         """
-        loop = episode_loop()
+        loop = user_loop()
         with progress_bar("rollout", "episode", len(episodes)) as bar:
             running = {loop.submit(run_one(function, episode)) for episode in episodes}
             for each in running:
