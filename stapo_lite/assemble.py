@@ -20,7 +20,6 @@ from stapo_lite.errors import InputError, RunError, explained, one_line
 from stapo_lite.extras.audit.diagnostics import Diagnostics
 from stapo_lite.extras.audit.report import Report
 from stapo_lite.extras.audit.token_log import TokenLog
-from stapo_lite.extras.environment import source_digest
 from stapo_lite.extras.evaluation.contamination import find_contaminated
 from stapo_lite.extras.evaluation.periodic import PeriodicEvaluation
 from stapo_lite.extras.math.grading import MathGrader
@@ -35,7 +34,7 @@ from stapo_lite.extras.transformers_engine import TransformersEngine
 from stapo_lite.extras.turns.episodes import RolloutFunction, find_function, run_episodes
 from stapo_lite.extras.turns.frequencies import ToolFrequencies
 from stapo_lite.extras.turns.tools import Chat
-from stapo_lite.files import lock, read_object, write_text
+from stapo_lite.files import check_new, lock, write_text
 from stapo_lite.model.loading import find_adapter, find_start, load_tokenizer, load_weights
 from stapo_lite.model.one_base import base_on
 from stapo_lite.model.policy import make_optimizer, make_policy
@@ -48,7 +47,7 @@ from stapo_lite.training.callbacks import Callback
 from stapo_lite.training.checkpoint import Progress
 from stapo_lite.training.folder import (
     ENVIRONMENT_FILE,
-    check_folder,
+    METRICS_FILE,
     drop_later_lines,
     read_metrics,
 )
@@ -60,6 +59,9 @@ from stapo_lite.training.run import Run
 from stapo_lite.types import Prompt
 
 logger = logging.getLogger(__name__)
+
+ANSWERS_READ = 200
+"""About as many references of `math` are tried before a run; one takes a millisecond or two."""
 
 
 class PythonInputs(NamedTuple):
@@ -85,7 +87,7 @@ class Inputs(NamedTuple):
     """With what was chosen for this machine."""
     engine: str
     """Name of the engine, resolved."""
-    prompts: list[Prompt]
+    prompts: Sequence[Prompt]
     tokenizer: Any
     stop_tokens: tuple[int, ...]
     """They end a completion."""
@@ -164,8 +166,12 @@ def check_inputs(
     """Check everything that needs no weights, before the run folder is touched."""
     folder = Path(config.output_dir)
     engine = resolve_engine(config.rollout.engine)
-    resumed = resume and bool(checkpoint.list_checkpoints(folder))
-    check_folder(folder, resume)
+    saved = checkpoint.list_checkpoints(folder)
+    if not saved and not (folder / ENVIRONMENT_FILE).exists():
+        check_new(folder)
+    elif not resume and (saved or (folder / METRICS_FILE).exists()):
+        raise InputError(f"output_dir={folder} holds a run: --resume it, or choose another folder")
+    resumed = resume and bool(saved)
     if not resumed and (folder / "adapter").exists():
         raise InputError(f"--resume: {folder} has an adapter, but no checkpoint to continue from")
     dtype = resolve_dtype(config.dtype, config.rollout.quantization)
@@ -221,11 +227,11 @@ def build(inputs: Inputs, newest: Path | None, accelerator: Accelerator, closing
     )
     closing.callback(rewards.close)
     if "math" in config.reward.functions and accelerator.is_main_process:
-        grader.warn_of_unreadable([prompt.answer for prompt in inputs.prompts])
+        sample = range(0, len(inputs.prompts), 1 + len(inputs.prompts) // ANSWERS_READ)
+        grader.warn_of_unreadable([inputs.prompts[number].answer for number in sample])
     engine, base = open_engine(inputs, accelerator, models)
     learner = open_learner(inputs, base, newest, accelerator, models)
     environment = lifecycle.environment(inputs.engine, accelerator.num_processes)
-    environment["reward_source"] = source_digest(config.reward.functions, python.reward_funcs)
     if config.rollout.self_check:
         gap = check_engine(engine, learner, inputs.prompts)
         environment["self_check"] = f"{gap:.1e} nats between engine and trainer"
@@ -363,12 +369,8 @@ def open_folder(
     if accelerator.is_main_process:
         with lifecycle.full_disk_is_a_run_error(folder):
             drop_later_lines(folder, step)
-            path = folder / ENVIRONMENT_FILE
-            before = read_object(path) if path.exists() else environment
-            if step and before.get("reward_source") != environment["reward_source"]:
-                logger.warning("the source of a reward function has changed since the run began")
             # First, since it marks a run's folder.
-            write_text(path, json.dumps(environment, indent=1))
+            write_text(folder / ENVIRONMENT_FILE, json.dumps(environment, indent=1))
             write_text(folder / "config.yaml", to_yaml(config, given=True))
             if step < config.train.max_steps:  # left by an earlier end of this run
                 shutil.rmtree(folder / "adapter", ignore_errors=True)
@@ -377,7 +379,7 @@ def open_folder(
 
 def load_prompts(
     config: Config, rows: Sequence[dict[str, Any]] | None, show: Callable[[str], None]
-) -> tuple[list[Prompt], Any, tuple[int, ...]]:
+) -> tuple[Sequence[Prompt], Any, tuple[int, ...]]:
     """The rendered prompts, the tokenizer and the tokens that end a completion.
 
     Args:

@@ -3,10 +3,11 @@
 import json
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
+import fsspec
 from filelock import FileLock, Timeout
 
 from stapo_lite.errors import InputError, RunError, explained
@@ -36,16 +37,38 @@ def lock(folder: Path) -> AbstractContextManager:
         raise InputError(f"output_dir={folder}: cannot be written ({error.strerror})") from None
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Read a user's file with one JSON object per line. Values stay as they are; the `datasets`
-    reader would turn text into dates.
+def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
+    """Read a user's file with one JSON object per line, or one array of them; it may be compressed.
+    Values stay as they are; the `datasets` reader would turn text into dates, and large integers
+    into floats.
 
     Raises:
         InputError: no such file, or a line is not a JSON object.
     """
-    with explained(f"{path}: cannot be read", OSError), path.open("rb") as file:
-        lines = enumerate(file, start=1)
-        return [_parse(line, f"{path}, line {n}") for n, line in lines if line.strip()]
+    rows: list[dict[str, Any]] = []
+    packed = fsspec.open(str(path), "rb", compression="infer")
+    with explained(f"{path}: cannot be read", OSError, EOFError), packed as file:
+        for number, line in enumerate(file, start=1):
+            if not rows and line.lstrip(b"\xef\xbb\xbf \t")[:1] == b"[":
+                return _parse(line + file.read(), str(path), list)
+            if line.strip():
+                rows.append(_parse(line, f"{path}, line {number}"))
+    return rows
+
+
+def read_table(delimiter: str, path: str) -> list[dict[str, Any]]:
+    """Read a CSV file, which may be compressed. Columns of numbers, all in Python's spelling, hold
+    numbers, all others text."""
+    import pandas as pd  # slow to import
+
+    table = pd.read_csv(path, sep=delimiter, dtype=str, na_filter=False, index_col=False)
+    for name in table:
+        cells = list(table[name])
+        with suppress(ValueError):
+            numbers = [int(cell) if cell.lstrip("-").isdigit() else float(cell) for cell in cells]
+            if list(map(str, numbers)) == cells:  # 007 and 0.50 stay text
+                table[name] = pd.Series(numbers, dtype=object)
+    return table.to_dict("records")
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -92,11 +115,11 @@ def read_object(path: Path) -> dict[str, Any]:
         return _parse(path.read_bytes(), str(path))
 
 
-def _parse(data: bytes, where: str) -> dict[str, Any]:
+def _parse(data: bytes, where: str, kind: type = dict) -> Any:
     with explained(f"{where}: not JSON", ValueError, RecursionError):  # bad UTF-8, too
         # NaN, which is not JSON but what pandas writes for a gap, becomes None.
         value = json.loads(data.decode("utf-8-sig"), parse_constant=lambda _: None)
-    if not isinstance(value, dict):
+    if not isinstance(value, kind):
         raise InputError(f"{where}: must be a JSON object, got {type(value).__name__}")
     return value
 
@@ -132,6 +155,12 @@ def write_text(path: Path, text: str) -> None:
     partial.write_text(text, encoding="utf-8", errors=SURROGATES)
     sync(partial)
     partial.replace(path)
+
+
+def open_to_others(folder: Path) -> None:
+    """Give the folder's permissions to its weights; safetensors writes them for the user alone."""
+    for path in folder.glob("*.safetensors"):
+        path.chmod(folder.stat().st_mode & 0o666)
 
 
 def sync(path: Path) -> None:

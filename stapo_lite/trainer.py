@@ -1,5 +1,6 @@
 """A training run in Python, with reward functions and data that exist only there."""
 
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -152,9 +153,11 @@ class Trainer:
         return Path(out)
 
     def push_to_hub(self, repository: str, **options: Any) -> None:
-        """Export to a repository on the Hub, created if it does not exist, and to a new folder of
-        its name in the run folder; options as in `export`."""
-        folder = Path(self.config.output_dir) / repository.rpartition("/")[2]
+        """Export to a repository on the Hub, created if it does not exist, and to `hub/NAME` in the
+        run folder, in place of what is there; options as in `export`."""
+        folder = Path(self.config.output_dir) / "hub" / repository.rpartition("/")[2]
+        if PartialState().is_main_process:
+            shutil.rmtree(folder, ignore_errors=True)
         self.export(folder, push_to_hub=repository, **options)
 
 

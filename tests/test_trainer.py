@@ -1,5 +1,6 @@
 """A run that Python drives, with functions and rows that exist only there."""
 
+import os
 import re
 from functools import partial
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import datasets
 import pytest
 import yaml
-from helpers import ROOT, without_times
+from helpers import ROOT, contents, held_out_rows, without_times
 
 from stapo_lite import InputError, Trainer, load_config
 from stapo_lite.config.schema import EvalPrompting
@@ -99,13 +100,35 @@ def test_a_finished_run_is_pushed(hub, tree, tmp_path, monkeypatch):
     reward = lambda completions, **_: [1.0] * len(completions)  # noqa: E731
     trainer = Trainer(config=tree, reward_funcs=reward, train_dataset=ROWS)
     trainer.train()
-    trainer.push_to_hub("mine", merge=True)
+    adapter = contents(tmp_path / "run" / "adapter")
+    for name in ("mine", "mine", "me/adapter"):  # again, and under the name of a folder of the run
+        trainer.push_to_hub(name, merge=name == "mine")
+    assert contents(tmp_path / "run" / "adapter") == adapter
     assert "model.safetensors" in hub.files["me/mine"]
     assert b"datasets:" not in hub.files["me/mine"]["README.md"]  # the Hub has none of that name
+    pushed = b"".join(b"".join(files.values()) for files in hub.files.values())
+    assert str(Path(tree["model"]).parent).encode() not in pushed
     monkeypatch.setattr(push.HfApi, "upload_folder", lambda *_, **__: 1 / 0)
-    with pytest.raises(InputError, match="not pushed .*run/other is complete; upload it with: hf"):
+    with pytest.raises(InputError, match="not pushed .*hub/other is complete; upload it with: hf"):
         trainer.push_to_hub("me/other", merge=True)
-    assert (tmp_path / "run" / "other" / "model.safetensors").exists()
+    assert (tmp_path / "run" / "hub" / "other" / "model.safetensors").exists()
+
+
+def test_runs_exports_and_what_servers_read_have_the_umasks_permissions(write_config, tmp_path):
+    """safetensors writes files that only their owner may read."""
+    keys = {"evaluation": held_out_rows(tmp_path), "log": {"save_steps": 1}}
+    trainer = Trainer(config=write_config(train__max_steps=1, **keys))
+    before = os.umask(0o027)
+    try:
+        trainer.train()
+        for merge in (False, True):
+            trainer.export(tmp_path / "run" / str(merge), merge=merge, dtype="float32")
+    finally:
+        os.umask(before)
+    modes = {
+        path.parent.name: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*.safetensors")
+    }
+    assert modes == dict.fromkeys(("adapter", "best", "checkpoint-1", "True", "False"), 0o640)
 
 
 def test_a_run_is_mirrored_on_the_hub(hub, write_config, tmp_path, monkeypatch):
@@ -127,6 +150,7 @@ def test_a_run_is_mirrored_on_the_hub(hub, write_config, tmp_path, monkeypatch):
     assert hub.files["me/mine"].keys() == {"adapter_config.json", "adapter_model.safetensors"}
     for name, content in hub.files["me/mine"].items():
         assert content == (tmp_path / "run" / "adapter" / name).read_bytes()
+        assert str(tmp_path.parent).encode() not in content  # the base's path
 
 
 async def spell(episode):

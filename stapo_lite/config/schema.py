@@ -29,7 +29,7 @@ from stapo_lite.config.presets import EVAL_PRESETS, PRESETS, Presets
 UserPath = Annotated[str, Field(min_length=1), AfterValidator(expanduser)]
 """A path, or a name on the Hub."""
 Names = Annotated[list[str], Field(min_length=1)]
-Url = Annotated[str, Field(pattern="^https?://")]
+Url = Annotated[str, Field(pattern="^https?://"), AfterValidator(lambda url: url.rstrip("/"))]
 Share = Annotated[float, Field(gt=0, le=1)]
 IN_PYTHON = "train_dataset"
 """`data.source` of a run whose rows exist only in Python."""
@@ -510,9 +510,10 @@ class Config(Preset):
                 "1; set it to 1",
             ),
             (
-                not self.reward.functions and not objective.distills,
-                "reward.functions=[]: give one, or a teacher (objective.teacher_adapter or "
-                "objective.teacher_server)",
+                not objective.distills
+                and (self.algorithm == "distill" or not self.reward.functions),
+                "algorithm=distill, and reward.functions=[], need a teacher: set "
+                "objective.teacher_adapter or objective.teacher_server",
             ),
             (
                 rollout.function and evaluation.source and evaluation.top_p < 1,

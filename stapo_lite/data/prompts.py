@@ -5,23 +5,36 @@ import math
 import pkgutil
 import re
 import reprlib
-from collections.abc import Collection, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from decimal import Decimal
+from functools import partial
+from glob import glob
 from itertools import compress
 from pathlib import Path
 from typing import Any
 
 from stapo_lite.config import Data, Prompting
 from stapo_lite.errors import InputError, explained
-from stapo_lite.files import read_jsonl
+from stapo_lite.files import read_jsonl, read_table
 from stapo_lite.types import Completion, Prompt
 
 logger = logging.getLogger(__name__)
 
-LOADERS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".gz": "json"}
-"""Of `datasets`, by the end of a file's name."""
-TAGS = {"<think>", "</think>", "<tool_call>", "</tool_call>"}
+ROW_FILES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".gz", ".xz")
+"""How the names of files of rows end."""
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+"""Columns of what a text model cannot read."""
+TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+ENDS_WITH_ANSWER = (
+    "ends with a message of the assistant, which the model continues; a reference answer belongs "
+    "into data.answer_column"
+)
+RENDERED_ALREADY = (
+    "has special tokens of the chat template, which it gets; if it has been rendered already, set "
+    "data.apply_chat_template=false"
+)
 
 
 def load_rows(data: Data, key: str = "data.source") -> Sequence[dict[str, Any]]:
@@ -35,21 +48,35 @@ def load_rows(data: Data, key: str = "data.source") -> Sequence[dict[str, Any]]:
         InputError: there is no such file or Hub dataset, or it has no rows.
     """
     where = f"{key}={data.source}"
-    if names_file(data.source) and not Path(data.source).is_file():
-        raise InputError(f"{where}: no such file")
     kinds = (
         "neither a readable file of rows (docs/data.md), nor a dataset on the Hub, nor a "
         "package.module:function that returns rows"
     )
     with explained(f"{where}: {kinds}"):
-        is_jsonl = Path(data.source).suffix.lower() == ".jsonl"
-        rows = read_jsonl(Path(data.source)) if is_jsonl else _read_dataset(data)
-    return check_rows(rows, where)
+        return check_rows(
+            _read_files(data, where) if names_file(data.source) else _read_dataset(data), where
+        )
+
+
+def _read_files(data: Data, where: str) -> Sequence[dict[str, Any]]:
+    """Rows of a file, or of all files that a pattern (`*.jsonl`) matches; in every format the
+    same."""
+    paths = [data.source] if Path(data.source).is_file() else sorted(glob(data.source))
+    if not paths:
+        raise InputError(f"{where}: no such file")
+    if data.source.endswith(".parquet"):
+        import datasets
+
+        return datasets.load_dataset("parquet", data_files=paths, split="train")
+    ends = Path(data.source.lower()).suffixes[-2:]
+    is_table = ".csv" in ends or ".tsv" in ends
+    read = partial(read_table, "\t" if ".tsv" in ends else ",") if is_table else read_jsonl
+    return [row for path in paths for row in read(path)]
 
 
 def names_file(source: str) -> bool:
     """Whether a source ends like a file of rows; names on the Hub may have a dot, too."""
-    return Path(source).suffix.lower() in (".jsonl", *LOADERS)
+    return Path(source).suffix.lower() in ROW_FILES
 
 
 def check_rows(rows: Sequence[Any], where: str) -> Sequence[dict[str, Any]]:
@@ -65,14 +92,11 @@ def check_rows(rows: Sequence[Any], where: str) -> Sequence[dict[str, Any]]:
 
 
 def _read_dataset(data: Data) -> Sequence[dict[str, Any]]:
-    """Rows of a file, of a folder of `save_to_disk`, from a function, or of a dataset on the
-    Hub."""
+    """Rows from a function, of a folder of `save_to_disk`, or of a dataset on the Hub."""
     if ":" in data.source:
         return list(pkgutil.resolve_name(data.source)())
     import datasets
 
-    if loader := LOADERS.get(Path(data.source).suffix.lower()):
-        return datasets.load_dataset(loader, data_files=data.source, split="train")
     with suppress(FileNotFoundError):  # it is no such folder
         saved = datasets.load_from_disk(data.source)
         return saved[data.split] if isinstance(saved, dict) else saved
@@ -88,6 +112,25 @@ def prompt_text(prompt: Any) -> str:
     return "\n".join(message.get("content", "") for message in _messages(prompt))
 
 
+class Prompts(Sequence[Prompt]):
+    """The prompts of a data set. Each one is read, rendered and tokenized when it is asked for, so
+    that rows on disk stay there.
+
+    Args:
+        make: makes the prompt of a row.
+        numbers: of the rows, in order.
+    """
+
+    def __init__(self, make: Callable[[int], Prompt], numbers: Sequence[int]):
+        self._make, self._numbers = make, numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._make(self._numbers[index])
+
+
 def make_prompts(
     rows: Sequence[Any],
     tokenizer: Any,
@@ -95,8 +138,8 @@ def make_prompts(
     graded: bool,
     left_out: Collection[int] = (),
     key: str = "data.source",
-) -> list[Prompt]:
-    """Render and tokenize the prompts of a data set.
+) -> Prompts:
+    """Check that every prompt of a data set can be rendered and tokenized.
 
     Args:
         tokenizer: a transformers tokenizer.
@@ -114,39 +157,45 @@ def make_prompts(
             "data.apply_chat_template: the model's tokenizer has no chat template; set it to "
             "false to give the model the prompt as it is, or choose an instruction-tuned model"
         )
-    prompts = []
+    where, kept = f"{key}={data.source}", array("q")
     for number, row in enumerate(rows):
         if number in left_out:
             continue
-        where = f"{key}={data.source}, row {number + 1}"
-        prompt = _make_prompt(row, tokenizer, data, graded, where)
+        prompt = _make_prompt(row, tokenizer, data, graded, f"{where}, row {number + 1}")
         count, longest = len(prompt.token_ids), data.max_prompt_length
         if count <= longest:
-            prompts.append(prompt)
+            kept.append(number)
         elif not data.filter_overlong_prompts:
             drop = ", or set data.filter_overlong_prompts=true" if key == "data.source" else ""
             raise InputError(
-                f"{where}: the prompt has {count} tokens, data.max_prompt_length is {longest}: "
-                f"raise it{drop}"
+                f"{where}, row {number + 1}: the prompt has {count} tokens, data.max_prompt_length "
+                f"is {longest}: raise it{drop}"
             )
-    if not prompts:
-        raise InputError(f"{key}={data.source}: no prompt is left")
-    if not all(isinstance(p.prompt, str) or p.prompt[-1]["role"] != "assistant" for p in prompts):
-        logger.warning(
-            "%s=%s: some prompts end with a message of the assistant, which the model continues; "
-            "a reference answer belongs into data.answer_column",
-            key,
-            data.source,
-        )
+    if not kept:
+        raise InputError(f"{where}: no prompt is left")
+    prompts = Prompts(
+        lambda number: _make_prompt(rows[number], tokenizer, data, graded, where), kept
+    )
+    if data.apply_chat_template and (warning := doubt(prompts[0].prompt, tokenizer)):
+        logger.warning("%s: the first prompt %s", where, warning)
     return prompts
+
+
+def doubt(prompt: str | list[dict[str, Any]], tokenizer: Any) -> str:
+    """What a prompt for the chat template has that a user may not have meant; empty if nothing."""
+    if isinstance(prompt, list):
+        return ENDS_WITH_ANSWER if prompt[-1]["role"] == "assistant" else ""
+    marks = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
+    found = any(mark in prompt and mark in str(tokenizer.chat_template) for mark in marks)
+    return RENDERED_ALREADY if found else ""
 
 
 def _make_prompt(
     row: dict[str, Any], tokenizer: Any, data: Data, graded: bool, where: str
 ) -> Prompt:
     prompt: Any = row.get(data.prompt_column)
-    for name in ("image", "images"):
-        if row.get(name) is not None:
+    for name in MEDIA:
+        if row.get(name) not in (None, []):
             raise InputError(f"{where}: column {name}: only text can be trained on; drop it")
     answer = _read_answer(row, data.answer_column, where) if graded else None
     text = _render(prompt, tokenizer, data, where)
@@ -161,7 +210,8 @@ def is_answer(value: Any) -> bool:
     """Whether it is a text that is not empty, or a finite number."""
     if isinstance(value, str):
         return bool(value.strip())
-    return isinstance(value, int | float | Decimal) and math.isfinite(value)
+    # Not `isfinite`, for which an int may be too large.
+    return isinstance(value, int | float | Decimal) and value == value and abs(value) != math.inf
 
 
 def _read_answer(row: Any, column: str, where: str) -> Any:
@@ -248,17 +298,18 @@ def set_text(completion: Completion, tokenizer: Any, skip_special_tokens: bool |
         skip_special_tokens: `rollout.skip_special_tokens`.
     """
     ids = completion.token_ids
-    special = {i: t.content for i, t in tokenizer.added_tokens_decoder.items() if t.special}
 
     def without_end(ids: list[int]) -> str:
-        return tokenizer.decode(ids[:-1] if ids[-1] in special else ids)
+        last = ids[-1:]
+        is_special = not tokenizer.decode(last, skip_special_tokens=True) and tokenizer.decode(last)
+        return tokenizer.decode(ids[:-1] if is_special else ids)
 
     whole = graded = without_end(ids)
     if completion.messages and completion.loss_mask:
         graded = without_end(list(compress(ids, completion.loss_mask)))
-    if skip_special_tokens is None:
-        skip_special_tokens = TAGS.isdisjoint(special.values())
     skipped = tokenizer.decode(ids, skip_special_tokens=True)
+    if skip_special_tokens is None:
+        skip_special_tokens = not any(tag in whole and tag not in skipped for tag in TAGS)
     completion.text = skipped if skip_special_tokens else whole
     completion.whole_text = f"<think>{graded}" if completion.prompt.opens_thinking else graded
 

@@ -1,16 +1,10 @@
-"""What a bug report needs: versions, hardware, and what `auto` means on this machine; and whether a
-reward function is still the same."""
+"""What a bug report needs: versions, hardware, and what `auto` means on this machine."""
 
-import hashlib
-import inspect
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -47,20 +41,3 @@ def describe_environment() -> Iterator[str]:
     if NVIDIA_DRIVER.exists():
         yield f"driver: {NVIDIA_DRIVER.read_text().splitlines()[0]}"
     yield f"auto: engine {resolve_engine('auto')}, dtype {resolve_dtype('auto', None)}"
-
-
-def source_digest(names: Sequence[str], own: Mapping[str, Callable]) -> str:
-    """A digest of reward functions' sources.
-
-    Args:
-        own: the functions of this process, by name; others are in the file that their name says.
-    """
-    texts = []
-    for name in names:
-        with suppress(Exception):  # a built-in one, or one typed into an interpreter
-            if name in own:
-                texts.append(inspect.getsource(own[name]))
-            else:
-                module: Any = find_spec(name.partition(":")[0])
-                texts.append(Path(module.origin).read_text("utf-8"))
-    return hashlib.sha256("".join(texts).encode()).hexdigest()

@@ -43,6 +43,14 @@ def _is(*names: str, when: Callable[[float, float], bool]) -> Callable[[Metrics]
     return holds
 
 
+_EQUAL_REWARDS = _is("zero_variance_groups", when=lambda _, last: last > 0.95)
+
+
+def _no_signal(history: Metrics) -> bool:
+    last = [metrics.get("updates") for metrics in history[-SHORT:]]
+    return last == [0] * SHORT or _EQUAL_REWARDS(history)
+
+
 RULES: dict[str, Rule] = {
     "entropy_collapse": Rule(
         _is("entropy", when=lambda first, last: last < 0.1 * first),
@@ -55,11 +63,11 @@ RULES: dict[str, Rule] = {
         "train.learning_rate or objective.entropy_coef, or leave S2T on (objective.s2t.enabled)",
     ),
     "no_signal": Rule(
-        _is("zero_variance_groups", when=lambda _, last: last > 0.95),
-        "more than 95 % of the groups have equal rewards, so nothing is learned (but from "
-        "reward.overlong_penalty): the problems are too hard or too easy, or the reward is "
-        "constant; change data.source or reward.functions, or raise rollout.num_generations or "
-        "rollout.max_completion_length",
+        _no_signal,
+        "more than 95 % of the groups have equal rewards, or ten steps had no update, so nothing "
+        "is learned (but from reward.overlong_penalty): the problems are too hard or too easy, or "
+        "the reward is constant, None or of weight 0; change data.source, reward.functions or "
+        "reward.weights, or raise rollout.num_generations or rollout.max_completion_length",
     ),
     "silenced_share": Rule(
         _is("silenced_share", when=lambda _, last: last > 0.01),

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from openai import OpenAI
+from openai import DefaultHttpxClient, OpenAI
 from torch import Tensor
 
 from stapo_lite.algorithm.microbatches import MiniBatch
@@ -97,7 +97,10 @@ class ServerTeacher(Teacher):
 
     def __init__(self, weight: float, url: str, key: str):
         super().__init__(weight)
-        self._client = OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=MAX_RETRIES)
+        direct = DefaultHttpxClient(trust_env=False)  # no proxy gets the key
+        self._client = OpenAI(
+            base_url=f"{url}/v1", api_key=key, max_retries=MAX_RETRIES, http_client=direct
+        )
         self._root = self._client.with_options(base_url=url)
         with explained(f"objective.teacher_server={url}: does not answer", kind=RunError):
             self._model = self._client.models.list().data[0].id

@@ -272,6 +272,18 @@ def read_adapter(folder: Path) -> Any:
     return adapter
 
 
+def read_fitting_adapter(folder: Path, model: str) -> Any:
+    """`read_adapter`, for a model without its weights. Engines would leave out tensors whose names
+    they do not know.
+
+    Raises:
+        InputError: also if the adapter does not fit the model (`load_adapter`).
+    """
+    adapter = read_adapter(folder)
+    load_adapter(add_adapter(without_weights(load_model_config(model)), adapter), folder)
+    return adapter
+
+
 def find_start(lora: Lora) -> Path | None:
     """The folder of the adapter to start from; None without `lora.adapter`."""
     return find_adapter(lora, lora.adapter, "lora.adapter") if lora.adapter else None
@@ -311,6 +323,7 @@ def load_adapter(model: Any, folder: Path) -> None:
     from peft import set_peft_model_state_dict
 
     weights = load_file(folder / "adapter_model.safetensors")
+    weights = {name: values.to(model.device) for name, values in weights.items()}  # may be meta
     with explained(f"{folder}: the adapter does not fit the model", RuntimeError):
         result: Any = set_peft_model_state_dict(model, weights)
     wrong = [*result.unexpected_keys, *(name for name in result.missing_keys if "lora_" in name)]
@@ -318,6 +331,12 @@ def load_adapter(model: Any, folder: Path) -> None:
         raise InputError(
             f"{folder}: the adapter does not fit the model, {wrong[0]} is on one side only"
         )
+
+
+def public_name(model: str) -> str:
+    """The name on the Hub of a model or adapter, or its folder's name without the path."""
+    on_hub = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", model) and not Path(model).exists()
+    return model if on_hub else Path(model).name
 
 
 def add_adapter(base: Any, lora: Lora) -> Any:
@@ -342,6 +361,7 @@ def add_adapter(base: Any, lora: Lora) -> Any:
             task_type="CAUSAL_LM",
         ),
     )
+    model.peft_config["default"].base_model_name_or_path = public_name(base.name_or_path)
     module: Any
     if base.dtype != torch.float32:  # autocast casts; PEFT would make an fp32 copy of every input
         for module in model.modules():

@@ -12,6 +12,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from stapo_lite.algorithm.lm_head import token_statistics, top_tokens
 from stapo_lite.algorithm.microbatches import send
 from stapo_lite.config import Config, Train
+from stapo_lite.files import open_to_others
 from stapo_lite.model.loading import add_adapter, checkpoint_layers, load_adapter
 from stapo_lite.types import Completion, TokenStatistics
 
@@ -192,6 +193,7 @@ class Policy:
         self.model.save_pretrained(
             folder, save_embedding_layers=False, state_dict=values or self.parameters
         )
+        open_to_others(folder)
 
 
 def make_optimizer(policy: Policy, train: Train) -> torch.optim.Optimizer:

@@ -11,7 +11,7 @@ from typing import Any
 
 from stapo_lite.config import Reward
 from stapo_lite.errors import InputError, RunError
-from stapo_lite.loop_thread import user_loop
+from stapo_lite.loop_thread import submit
 from stapo_lite.rewards.sandbox import Pool, SandboxError, call, check_callable, plain, run_in
 from stapo_lite.types import Completion
 
@@ -182,7 +182,7 @@ class LocalFunction:
         """
         values = self._function(**reward_arguments(completions, trainer_state))
         if inspect.iscoroutine(values):
-            self._running = user_loop().submit(values)
+            self._running = submit(values)
             values = self._running.result()
         try:
             return check_scores(self._name, plain(values), len(completions))
@@ -193,7 +193,7 @@ class LocalFunction:
     def close(self) -> None:
         """Cancel a running coroutine, and let it clean up."""
         if self._running is not None and self._running.cancel():
-            user_loop().submit(asyncio.sleep(0)).result()
+            submit(asyncio.sleep(0)).result()
 
 
 class SandboxedFunction:

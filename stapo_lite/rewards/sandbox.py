@@ -12,7 +12,7 @@ import random
 import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, TimeoutError, wait
+from concurrent.futures import Future, TimeoutError
 from concurrent.futures.process import BrokenProcessPool
 from functools import cache, partial
 from io import TextIOWrapper
@@ -79,14 +79,14 @@ class Pool:
         return call
 
     def call(self, function: Any, rows: Sequence[Sequence[Any]], timeout: float) -> list[Future]:
-        """Call a function with the arguments of each row, and wait for all.
+        """Call a function with the arguments of each row.
 
         Args:
             timeout: seconds of one call.
 
         Returns:
-            The finished calls, which raise TimeoutError, ProcessExpired or what the function
-            raised.
+            The calls, most of them finished. Their results raise TimeoutError, ProcessExpired or
+            what the function raised.
 
         Raises:
             CancelledError: the pool was killed.
@@ -97,7 +97,6 @@ class Pool:
             # pebble's pool, and with it the calls that have not begun.
             if isinstance(call.exception(), BrokenProcessPool):
                 calls[number] = self.schedule(function, rows[number], timeout)
-        wait(calls)
         return calls
 
     def kill(self) -> None:

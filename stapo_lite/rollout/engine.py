@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from tqdm.auto import tqdm
 
+from stapo_lite.files import open_to_others
 from stapo_lite.types import BaseWeights, Completion, Prompt, derived_seed
 
 
@@ -169,3 +170,4 @@ def write_adapter(policy: Publisher, dtype: str, folder: Path) -> None:
 
     policy.model.peft_config["default"].save_pretrained(folder)
     save_file(policy.adapter_tensors(dtype), folder / "adapter_model.safetensors")
+    open_to_others(folder)

@@ -7,7 +7,7 @@ from typing import Any
 
 from stapo_lite.config import load_config
 from stapo_lite.errors import InputError
-from stapo_lite.files import check_new, read_lines, size_up_to_step, sync
+from stapo_lite.files import read_lines, size_up_to_step, sync
 
 METRICS_FILE = "metrics.jsonl"
 COMPLETIONS_FILE = "completions.jsonl"
@@ -16,16 +16,7 @@ TOKENS_FILE = "tokens.jsonl"
 LOGS = (METRICS_FILE, COMPLETIONS_FILE, EVALUATIONS_FILE, TOKENS_FILE)
 """Other files in the folder are the user's, and stay as they are."""
 ENVIRONMENT_FILE = "environment.json"
-"""It marks a run's folder."""
-
-
-def check_folder(folder: Path, resume: bool) -> None:
-    """Raise InputError if a folder holds what is no run's, or without `resume` a run that took a
-    step: one that failed before may begin again."""
-    if not (folder / ENVIRONMENT_FILE).exists():
-        check_new(folder)
-    elif not resume and (folder / METRICS_FILE).exists():
-        raise InputError(f"output_dir={folder} holds a run: --resume it, or choose another folder")
+"""It marks a run's folder, as a checkpoint does."""
 
 
 def check_place(config_file: str | Path, output_dir: str) -> None:

@@ -31,7 +31,8 @@ class RunLog(Callback):
         if kept := kept_completions(rollouts, log):
             lines = [completion_line(step, completion) for completion in kept]
             append_lines(run.folder / COMPLETIONS_FILE, lines)
-        if log.log_completions_steps and (step - 1) % log.log_completions_steps == 0:
+        shows = log.log_completions_steps and (step - 1) % log.log_completions_steps == 0
+        if shows and rollouts.groups:  # one process of several may have sampled none
             tqdm.write(show_samples(step, rollouts.groups[0]))
 
 
@@ -52,7 +53,7 @@ def completion_line(step: int, completion: Completion) -> dict[str, Any]:
         "advantage": completion.advantage,
         "tokens": len(completion.token_ids),
         "truncated": completion.truncated,
-        "columns": completion.prompt.columns,
+        "columns": {name: shorten(str(value)) for name, value in completion.prompt.columns.items()},
     }
 
 

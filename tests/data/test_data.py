@@ -1,13 +1,19 @@
+import csv
 import gzip
+import io
 import json
+import lzma
+import timeit
+import tracemalloc
 from decimal import Decimal
 
 import datasets
 import numpy as np
 import pytest
 import torch
+from helpers import MINIMAL
 
-from stapo_lite.config import Data
+from stapo_lite.config import Data, load_config
 from stapo_lite.data.prompts import load_rows, make_prompts, prompt_text, set_text, stop_token_ids
 from stapo_lite.errors import InputError
 from stapo_lite.extras.math.answers import equivalent, final_answer
@@ -124,18 +130,79 @@ def test_overlong_prompts_may_be_dropped_and_answers_missing_if_nothing_grades_t
     assert [p.answer for p in ungraded] == [None, None]
 
 
-def test_images_are_refused(tokenizer):
+def test_images_sound_and_films_are_refused(tokenizer):
     data = Data(source="a.jsonl")
-    for name in ("image", "images"):
-        make_prompts([{"prompt": "q", name: None}], tokenizer, data, graded=False)
+    for name in ("image", "images", "video", "videos", "audio", "audios"):
+        for nothing in (None, []):
+            make_prompts([{"prompt": "q", name: nothing}], tokenizer, data, graded=False)
         with pytest.raises(InputError, match=f"row 1: column {name}: only text can be trained on"):
             make_prompts([{"prompt": "q", name: b"PNG"}], tokenizer, data, graded=False)
 
 
-def test_prompts_that_end_with_an_answer_are_warned_of_once(tokenizer, caplog):
-    render(tokenizer, CHAT, CHAT, "q")
+@pytest.mark.parametrize(
+    ("prompt", "warning"),
+    [
+        (CHAT, "a reference answer belongs into data.answer_column"),
+        ("<|im_start|>user\nA tree?<|im_end|>\n", "set data.apply_chat_template=false"),
+    ],
+)
+def test_prompts_that_may_not_be_meant_so_are_warned_of_once(tokenizer, caplog, prompt, warning):
+    render(tokenizer, prompt, prompt, "q")
     (record,) = caplog.records
-    assert "a reference answer belongs into data.answer_column" in record.getMessage()
+    assert warning in record.getMessage()
+    if prompt != CHAT:
+        render(tokenizer, prompt, **TEXT)
+    render(tokenizer, "a < b, <b>bold</b> and |im_start|")
+    assert len(caplog.records) == 1
+
+
+def test_rows_are_read_when_they_are_used(tokenizer):
+    class Rows(list):
+        read = 0
+
+        def __getitem__(self, number):
+            self.read += 1
+            return super().__getitem__(number)
+
+    rows = Rows({"prompt": f"q{n}", "answer": "a", "tests": "x" * n} for n in range(4))
+    data = Data(source="a.jsonl", max_prompt_length=200)
+    prompts = make_prompts(rows, tokenizer, data, graded=True, left_out={1})
+    before = rows.read
+    assert len(prompts) == 3
+    assert (prompts[1].prompt, prompts[1].columns["tests"]) == ("q2", "xx")
+    assert rows.read == before + 2
+    del prompts, rows[2:]
+    big = [{"prompt": "q", "tests": "x" * 10**6} for _ in range(50)]
+    tracemalloc.start()
+    prompts = make_prompts(Repeated(big), tokenizer, data, graded=False)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(prompts) == 50
+    assert held < 10**6
+
+
+class Repeated:
+    """Rows on disk: each access makes a new one."""
+
+    def __init__(self, rows):
+        self._rows = rows
+
+    def __len__(self):
+        return len(self._rows)
+
+    def __getitem__(self, number):
+        return {name: "".join(list(text)) for name, text in self._rows[number].items()}
+
+
+def test_text_takes_no_time_for_each_token_that_the_tokenizer_has_added(tokenizer):
+    """Gemma has 6,400; making objects of them all took 8 ms a completion."""
+    tokenizer.add_special_tokens({"additional_special_tokens": [f"<u{n}>" for n in range(6400)]})
+    ids = [*tokenizer("so <u7>4", add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+    completion = Completion(Prompt("", [1], None), ids, [], False, 0)
+    text = timeit.timeit(lambda: set_text(completion, tokenizer, None), number=20)
+    objects = timeit.timeit(lambda: tokenizer.added_tokens_decoder, number=20)
+    assert text < objects / 2
+    assert (completion.text, completion.whole_text) == ("so 4", "so <u7>4")
 
 
 @pytest.mark.parametrize("answer", [4, Decimal("4"), np.int64(4), np.float32(4), torch.tensor(4)])
@@ -187,9 +254,70 @@ def test_rows_of_every_kind_of_source(tmp_path):
         assert "\n" not in str(error.value)
     with pytest.raises(InputError, match="data.source=builtins:globals: rows must be dictionaries"):
         load_rows(Data(source="builtins:globals"))
+    for source in ("none.jsonl", "no*.jsonl"):
+        with pytest.raises(InputError, match="no such file"):
+            load_rows(Data(source=str(tmp_path / source)))
     generated = load_rows(Data(source="stapo_lite.extras.quickstart.one_sentence:prompts"))
     assert (len(generated), generated[26]["word"]) == (500, "stone")
     assert generated[26]["prompt"] == 'Write one sentence about a garden with the word "stone".'
+
+
+EXACT = [
+    {"prompt": "18446744073709551620 + 1?", "answer": 18446744073709551621, "id": "007"},
+    {"prompt": 'Which "day",\nin Rome?', "answer": 70000000000000000000000004, "id": "NA"},
+    {"prompt": "2031-05-09", "answer": -3, "id": "0.50"},
+]
+TEXTS = [{"a": "None", "b": "2031-05-09", "c": ""}, {"a": "null", "b": "2031-05-10", "c": "x"}]
+MIXED = [{"a": 18446744073709551621, "b": 0.1, "c": "nan"}, {"a": 0.5, "b": 3, "c": "1e3"}]
+
+
+@pytest.mark.parametrize("rows", [EXACT, TEXTS, MIXED], ids=["exact", "texts", "mixed"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a.json",
+        "a.jsonl",
+        "a.ndjson",
+        "a.csv",
+        "a.tsv",
+        "lines.json",
+        "pretty.json",
+        "a.json.gz",
+        "a.jsonl.xz",
+        "a.csv.gz",
+        "*.jsonl",
+        "[1].jsonl",
+    ],
+)
+def test_rows_are_the_same_in_every_format(tmp_path, name, rows):
+    """With numbers beyond 64 bits, text that looks like a date, a number or a gap, and a mark."""
+    path = tmp_path / name.replace("*", "a")
+    lines = "\n".join(map(json.dumps, rows))
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, rows[0], delimiter="\t" if "tsv" in name else ",")
+    writer.writeheader()
+    writer.writerows(rows)
+    whole = json.dumps(rows, indent=2 if name == "pretty.json" else None)
+    forms = {".json": whole, ".csv": text.getvalue(), ".tsv": text.getvalue()}
+    content = lines if name == "lines.json" else forms.get(path.suffixes[0], lines)
+    pack = {".gz": gzip.compress, ".xz": lzma.compress}.get(path.suffix, bytes)
+    path.write_bytes(pack(content.encode("utf-8-sig")))
+    assert load_rows(Data(source=str(tmp_path / name))) == rows
+
+
+def test_files_that_a_pattern_matches_are_one_data_set(tmp_path):
+    for name, kind in (("b", "jsonl"), ("a", "jsonl"), ("c", "txt"), ("b", "parquet")):
+        datasets.Dataset.from_list([{"prompt": name}]).to_json(tmp_path / f"{name}.{kind}")
+    for name in ("a", "b"):
+        datasets.Dataset.from_list([{"prompt": name}]).to_parquet(tmp_path / f"{name}.parquet")
+    for kind in ("jsonl", "parquet"):
+        rows = load_rows(Data(source=str(tmp_path / f"*.{kind}")))
+        assert list(rows) == [{"prompt": "a"}, {"prompt": "b"}]
+
+
+def test_a_list_of_files_is_refused_in_one_line():
+    with pytest.raises(InputError, match="key 'data.source': input should be a valid string"):
+        load_config(MINIMAL, {"data.source": ["a.jsonl", "b.jsonl"]})
 
 
 def test_order_is_a_permutation_of_each_epoch_and_resumes_anywhere():

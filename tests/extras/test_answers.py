@@ -52,6 +52,15 @@ def test_of_a_response_that_was_cut_off_only_a_box_or_an_answer_in_tags_counts()
 
 # pairs of a gold and a response
 RIGHT = [
+    ("<answer>C</answer>", "<think>so</think><answer>C</answer>"),
+    ("<answer> x = 7 </answer>", "7"),
+    ("<solution>3/8</solution>", r"\boxed{0.375}"),
+    ("= 7", r"\boxed{7}"),
+    (r"\sqrt[3]{6}", r"\boxed{\sqrt[3]6}"),
+    (r"\emptyset", r"\boxed{\{\}}"),
+    ("3/5", r"\boxed{3⁄5}"),  # noqa: RUF001
+    (r"5^3 \cdot 13", r"\boxed{5^3 13}"),
+    ("3^2 7^4", r"\boxed{3^2 \cdot 7^4}"),
     ("12", "<think>3*4</think>\n<answer>\n12 apples\n</answer>"),
     ("1/2", r"<answer>\boxed{\frac12}</answer>"),
     ("C", "<SOLUTION>(C)</SOLUTION> User: 15"),
@@ -73,6 +82,9 @@ RIGHT = [
     (r"so it is \boxed{72}", "72"),
 ]
 WRONG = [
+    ("<answer>C</answer>", "<answer>B</answer>"),
+    ("E", r"\boxed{e}"),
+    (r"\sqrt[3]{6}", r"\boxed{\sqrt[3]7}"),
     ("12", "<think><answer>12</answer></think><answer>13</answer>"),
     ("12", "<think>12"),
     ("60", "The answer is 58, not 60."),

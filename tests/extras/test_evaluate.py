@@ -4,10 +4,12 @@ import importlib
 import itertools
 import shutil
 from functools import partial
+from itertools import chain
 from types import SimpleNamespace
 
 import pytest
 from helpers import changed, command, write_yaml
+from safetensors.torch import load_file, save_file
 
 from stapo_lite.config import load_eval_config
 from stapo_lite.errors import InputError
@@ -147,6 +149,44 @@ def test_bad_input_is_one_line(run, finished, tmp_path, monkeypatch, changes, me
     run()
     with pytest.raises(InputError, match=message):
         run(**changes)
+
+
+BREAKAGES = {
+    "the prefix of another model": lambda name, value: {
+        name.replace("model.l", "text_model.l"): value
+    },
+    "half of the layers": lambda name, value: {} if "layers.1" in name else {name: value},
+    "no lora_B": lambda name, value: {} if "lora_B" in name else {name: value},
+    "another rank": lambda name, value: {name: value[:4] if "lora_A" in name else value[:, :4]},
+    "nothing": lambda name, value: {name: value},
+}
+
+
+@pytest.mark.parametrize("breakage", BREAKAGES)
+def test_an_adapter_that_does_not_fit_is_refused_before_anything_is_loaded(
+    run, make_policy, tiny_model, tmp_path, monkeypatch, capsys, recwarn, breakage
+):
+    """Engines leave out what they do not know, and would evaluate the base."""
+    folder = tmp_path / "adapter"
+    make_policy().save_adapter(folder)
+    tensors = load_file(folder / "adapter_model.safetensors").items()
+    broken = dict(chain(*(BREAKAGES[breakage](*tensor).items() for tensor in tensors)))
+    save_file(
+        {name: v.contiguous() for name, v in broken.items()}, folder / "adapter_model.safetensors"
+    )
+    serve = f"serve configs/quickstart.yaml model={tiny_model} lora.adapter={folder}"
+    serve += " lora.r=8 lora.lora_alpha=16"
+    monkeypatch.setattr("stapo_lite.extras.servers.serve.become_server", lambda *_: None)
+    if breakage == "nothing":
+        assert run(adapter=str(folder))["adapter"] == str(folder)
+        assert command(*serve.split()) == 0
+    else:
+        monkeypatch.setattr(evaluation, "open_evaluation_engine", None)
+        with pytest.raises(InputError, match="the adapter does not fit the model"):
+            run(adapter=str(folder))
+        assert command(*serve.split()) == 2
+        assert "the adapter does not fit the model" in capsys.readouterr().err
+    assert not [warning for warning in recwarn if "meta" in str(warning.message)]
 
 
 def test_samples_of_an_adapter_that_has_learned_since_are_refused(tmp_path):

@@ -36,6 +36,12 @@ RUNS = {
         {"entropy_collapse": [59]},
     ),
     "no signal": ({"zero_variance_groups": after(30, 0.4, 1.0)}, {"no_signal": [40]}),
+    "no update, such as with rewards that are all None": (
+        {"updates": after(30, 2, 0), "zero_variance_groups": None},
+        {"no_signal": [40]},
+    ),
+    "from the start": ({"updates": 0, "zero_variance_groups": None}, {"no_signal": [10]}),
+    "one update in ten steps": ({"updates": lambda step: step % 10 == 0}, {}),
     "silenced again": (
         {"silenced_share": lambda step: 0.05 if 30 <= step < 40 or step > 70 else 0.0},
         {"silenced_share": [33, 74]},

@@ -11,7 +11,7 @@ from stapo_lite.errors import InputError, RunError
 from stapo_lite.extras.transformers_engine import TransformersEngine
 from stapo_lite.extras.turns.episodes import run_episodes, until_stop
 from stapo_lite.extras.turns.tools import Chat
-from stapo_lite.loop_thread import user_loop
+from stapo_lite.loop_thread import submit
 
 ALL = SAMPLING.num_generations * len(PROMPTS)
 
@@ -27,7 +27,7 @@ def run(make_policy, tokenizer):
         return [completion for group in groups for completion in group]
 
     yield run_all
-    assert user_loop().submit(tasks_after_a_while()).result() == 2  # that and the loop's own
+    assert submit(tasks_after_a_while()).result() == 1  # that one
 
 
 async def tasks_after_a_while():

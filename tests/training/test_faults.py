@@ -146,16 +146,16 @@ def test_stop_on_ends_a_run(write_config, user_reward, tmp_path, monkeypatch, ca
         assert command("train", config) == 143
     folder, output = tmp_path / "run", capsys.readouterr().out
     assert "no update: no token to train" in output
-    assert "stop_on=no_signal: the run ends after step 20" in output
+    assert "stop_on=no_signal: the run ends after step 10" in output
     assert not (folder / "adapter").exists()
     assert command("train", config, "--resume") == 0
-    assert checkpoints(folder) == ["checkpoint-20"]
-    assert len(read_metrics(folder)) == 20
+    assert checkpoints(folder) == ["checkpoint-10"]
+    assert len(read_metrics(folder)) == 10
     values = adapter(folder).items()
     assert not any(value.any() for name, value in values if "lora_B" in name)  # nothing has moved
-    other = write_config(train__max_steps=22, log__save_steps=0, stop_on=["ratio"])
+    other = write_config(train__max_steps=12, log__save_steps=0, stop_on=["ratio"])
     assert command("train", other, "--resume") == 0
-    assert len(read_metrics(folder)) == 22
+    assert len(read_metrics(folder)) == 12
 
 
 DEADLY = """

@@ -23,7 +23,7 @@ from stapo_lite.training.folder import read_metrics
     [
         ("config.yaml", False, "run holds other files: choose another folder"),
         ("events.jsonl", True, "run holds other files: choose another folder"),
-        ("checkpoint-3/notes", True, "run holds other files: choose another folder"),
+        ("checkpoint-3/notes", False, "run holds a run: --resume it, or choose another folder"),
         ("completions.jsonl", True, r"its lines must have a step \(KeyError\('step'\)\)"),
         ("checkpoint-3/notes", True, "checkpoint-3/state.json: cannot be read"),
         ("adapter/notes", True, "run has an adapter, but no checkpoint to continue from"),
@@ -34,7 +34,7 @@ def test_a_run_overwrites_no_other_files(write_config, tmp_path, name, resume, m
     path = tmp_path / "run" / name
     path.parent.mkdir(parents=True)
     path.write_text('{"text": "mine"}\n', encoding="utf-8")
-    if "other files" not in message:  # it is a run's
+    if name in ("completions.jsonl", "adapter/notes", "metrics.jsonl"):  # of a run
         write_text(tmp_path / "run" / "environment.json", "{}")
     before = contents(tmp_path / "run")
     with pytest.raises(InputError, match=message):

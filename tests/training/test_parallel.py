@@ -108,6 +108,19 @@ def test_two_processes_go_on_from_the_checkpoint_of_one(one, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_step_may_have_fewer_prompts_than_processes(write_config, user_reward, tmp_path):
+    """One has nothing to sample, and with equal rewards none has anything to show."""
+    user_reward("def even(completions, **_): return [1.0] * len(completions)")
+    keys = {"batch_size": 1, "mini_batch_size": 1, "max_steps": 2, "learning_rate": 1e-4}
+    dynamic = {"dynamic_sampling": True, "max_sampling_rounds": 1, "engine": "transformers"}
+    sizes = {"num_generations": 2, "max_completion_length": 4}
+    log = {"log_completions_steps": 1}
+    config = write_config(train=keys, rollout=dynamic | sizes, log=log)
+    in_two_processes(config, tmp_path)
+    assert [m["updates"] for m in read_metrics(tmp_path / "run")] == [0, 0]
+
+
+@pytest.mark.slow
 def test_two_processes_with_vllm_export_evaluate_and_train_again(tiny_model, tmp_path):
     """vLLM ends a process group that is not its own; exports and evaluations wait for all."""
     pytest.importorskip("vllm", reason="vLLM is not installed")

@@ -28,7 +28,7 @@ from stapo_lite.extras.evaluation.samples import Task, benchmark_tasks, draw, gr
 from stapo_lite.extras.evaluation.scores import summarise
 from stapo_lite.extras.transformers_engine import TransformersEngine
 from stapo_lite.files import append_lines, check_new, lock, read_lines, write_lines, write_text
-from stapo_lite.model.loading import load_tokenizer, load_weights, read_adapter
+from stapo_lite.model.loading import load_tokenizer, load_weights, public_name, read_fitting_adapter
 from stapo_lite.model.processes import check_launch, resolve_dtype
 from stapo_lite.rollout.engine import Decoding, RolloutEngine, RolloutSettings
 from stapo_lite.rollout.make import check_options, resolve_engine
@@ -58,8 +58,8 @@ def evaluate(config: EvalConfig) -> dict[str, Any] | None:
     config = config.model_copy(update={"dtype": dtype})
     engine_name = resolve_engine(config.rollout.engine)
     check_options(engine_name, config.rollout, dtype)
-    lora = read_adapter(Path(config.adapter)) if config.adapter else None
-    if lora and lora.base_model_name_or_path != config.model:
+    lora = read_fitting_adapter(Path(config.adapter), config.model) if config.adapter else None
+    if lora and public_name(lora.base_model_name_or_path) != public_name(config.model):
         logger.warning("adapter=%s was trained on %s", config.adapter, lora.base_model_name_or_path)
     tokenizer, model_eos = load_tokenizer(config.model, [])
     tasks = benchmark_tasks(

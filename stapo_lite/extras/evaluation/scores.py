@@ -63,7 +63,10 @@ def average_scores(rates: Sequence[Sequence[float]]) -> dict[str, float]:
     Args:
         rates: for each benchmark the share of right samples of each problem.
     """
-    rng = np.random.default_rng(0)
-    means = [rng.choice(shares, (RESAMPLES, len(shares))).mean(1) for shares in rates]
+    rng, means = np.random.default_rng(0), []
+    for shares in rates:
+        values, counts = np.unique(shares, return_counts=True)
+        resampled = rng.multinomial(len(shares), counts / len(shares), RESAMPLES)
+        means.append(resampled @ values / len(shares))
     low, high = np.quantile(np.mean(means, 0), [0.025, 0.975])
     return {"avg": fmean(map(fmean, rates)), "low": low, "high": high}

@@ -107,7 +107,7 @@ _SPELLINGS = r"""
 ^\s*\\text\{([^{}]*)\}|\\text\{([^{}]*\b(?:and|or)\b[^{}]*|[A-J])\} → \1\2
 [\s.,;:\\]+$|(?<=[a-zA-Z]{2})!$ →
 (?<=\d)\s*\^?\s*(?:\{?\s*\\text)?\s*\{?\s*(?:st|nd|rd|th)\b(?:\s*\}){0,2} →
-(?i)^.*\b(?:answer|result)\s+is:?\s* →
+(?i)^(?:.*\b(?:answer|result)\s+is:?|\s*=(?!=))\s* →
 (?i)\b(?:about|approximately|exactly|only|simply|equal to)\s+(?=[-\d\\(]) →
 (?i)^[^\d$\\]*(?:\b(?:is|are|option|choice)\b:?|[a-z]{4}:)\s*(?=[-\d$\\(]|(?-i:[A-J])\b) →
 ,?\s*(?:\\text\{\s*)?(?:\bfor (?:all|every|any|each)\b|\\forall)[^,;=]*?(?=$|,|\band\b|\bor\b) → \t
@@ -119,14 +119,14 @@ _SPELLINGS = r"""
 # Commands: -3./2 and np.arcsin (Minerva), \frac\pi4, sqrt(x)
 \\(le|ge|ne)q(?:slant)?(?![a-z]) → \\\1
 \\lg(?![a-z]) → \\log_{10}
-\\varnothing → \\emptyset
+\\varnothing|^\s*\\\{\s*\\\}\s*$ → \\emptyset
 (?<![a-zA-Z\\])inf(?:inity)?(?![a-z]) → \\infty
 (?<=\d)\.(?=/) →
 \\[dtc]frac → \\frac
 \\frac\s*(?:\{([^{}]*)\}|(\w|\\[a-z]+))\s*(?:\{([^{}]*)\}|(\w|\\[a-z]+)) → \\frac{\1\2}{\3\4}
 (?<![a-zA-Z\\])(?:np\.)?(?=(?:arc)?(?:sqrt|pi|infty|sin|cos|tan|ln|log)(?![a-z])) → \\
-\\sqrt\s*(?:\(([^()]*)\)|(\d+)) → \\sqrt{\1\2}
-(?<![\w.^])(\d+)\s*/\s*(\d+)(?![\d.]) → \\frac{\1}{\2}
+\\sqrt\s*(\[\w+\])?\s*(?:\(([^()]*)\)|(\d+)) → \\sqrt\1{\2\3}
+(?<![\w.^])(\d+)\s*[/⁄]\s*(\d+)(?![\d.]) → \\frac{\1}{\2}
 ^\((\w+)\)_ → \1_
 (?<=\d)_\{\((\d+)\)\}$ → _{\1}
 _\s*(\\text\{[^{}]*\}|\\(?!text)[a-zA-Z]+) → _{\1}
@@ -215,7 +215,7 @@ _DECIMAL = re.compile(r"[^.]*?(?<![\d.])(?=[0.]*[1-9](?:\.?\d){5})\d*\.(\d+)[^.]
 _LITERAL = re.compile(
     r"(?![ei])[a-zA-Z]|[A-Z][A-Za-z]{2,}|(?i:yes|no|[a-z]{4,})|-?[0-9A-Z]+_(?:\d|\{\d+\})"
 )
-_PROSE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}[\s,]+[a-zA-Z]{2,}|(?<![_\d])\d+\s+\d")
+_PROSE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}[\s,]+[a-zA-Z]{2,}|(?<![_^\d])\d+\s+\d")
 _TUPLES = re.compile(r"([(\[])([^()\[\]\n]*;[^()\[\]\n]*)([)\]])\n\1(.*)\3")
 _BRACKETS = _nested(r"[^()\[\]{}]", r"[(\[{]", r"[)\]}]")
 _PART = re.compile(
@@ -278,7 +278,7 @@ def equivalent(gold: Any, answer: str, ordered: bool = False, tolerance: float =
 
     Args:
         gold: text or number; may be a whole solution, with a \boxed{} or ending in `#### 72` as in
-            GSM8K.
+            GSM8K, or in tags.
         answer: as `final_answer` returns it.
         ordered: whether the order of a plain list counts (`1, 2`). It always does in tuples.
         tolerance: absolute difference up to which numbers are equal.
@@ -296,7 +296,7 @@ def readable(gold: Any) -> bool:
 def _reference(gold: Any) -> str:
     """The answer of a gold in normal spelling."""
     text = str(gold)
-    if re.search(r"\\f?box|####|answer is", text):
+    if re.search(r"\\f?box|####|answer is|</(?:answer|solution)>", text):
         text = final_answer(text) or text
     return _rewrite(text)
 
@@ -354,7 +354,7 @@ def _same(gold: str, answer: str, tolerance: Rational) -> bool:
         )
     a, b = _bare(gold), _bare(answer)
     if a == b or _LITERAL.fullmatch(a) or _LITERAL.fullmatch(b):
-        return a == b if re.fullmatch("[k-zK-Z]", a) else a.casefold() == b.casefold()
+        return a == b if re.fullmatch("[eEk-zK-Z]", a) else a.casefold() == b.casefold()
     if "%" in (a[-1:], b[-1:]) and _same(gold.rstrip("% "), answer.rstrip("% "), tolerance):
         return True  # 17.5 % is 17.5 here, and 0.175 below
     x, y = _value(gold), _value(answer)

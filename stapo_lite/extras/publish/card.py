@@ -1,6 +1,5 @@
 """The model card of a run's adapter: the README of its repository, with the Hub's metadata."""
 
-import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ from stapo_lite.data.prompts import names_file
 from stapo_lite.errors import InputError
 from stapo_lite.extras.evaluation.results import results_table
 from stapo_lite.files import read_lines, read_object
+from stapo_lite.model.loading import public_name
 from stapo_lite.rollout.vllm_options import served_rank
 from stapo_lite.training.folder import ENVIRONMENT_FILE, EVALUATIONS_FILE, read_metrics
 
@@ -88,9 +88,3 @@ def model_card(name: str, run: FinishedRun, base: str, merged: bool, stops: tupl
         stops=list(stops),
     )
     return str(card)
-
-
-def public_name(model: str) -> str:
-    """The name on the Hub of a model or adapter, or its folder's name without the path."""
-    on_hub = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", model) and not Path(model).exists()
-    return model if on_hub else Path(model).name

@@ -20,7 +20,14 @@ from stapo_lite.data.prompts import stop_token_ids
 from stapo_lite.errors import InputError, explained
 from stapo_lite.extras.publish.card import FinishedRun, model_card, read_run
 from stapo_lite.extras.publish.hub import prepare_repository, push_folder
-from stapo_lite.model.loading import load_model_config, load_tokenizer, load_weights
+from stapo_lite.files import open_to_others
+from stapo_lite.model.loading import (
+    load_model_config,
+    load_tokenizer,
+    load_weights,
+    public_name,
+    read_fitting_adapter,
+)
 
 SHARD_SIZE = "5GB"
 HELD_OUT = (
@@ -63,9 +70,9 @@ def export(
         private: whether the repository is private.
 
     Raises:
-        InputError: the folder holds no adapter; the base is missing or quantised; `out` exists or
-            cannot be written; the Hub's token cannot write; the exported model gives other
-            log-probabilities.
+        InputError: the folder holds no adapter, or one that does not fit the base; the base is
+            missing or quantised; `out` exists or cannot be written; the Hub's token cannot write;
+            the exported model gives other log-probabilities.
     """
     run, final = read_run(Path(run_folder), evaluation), Path(out).resolve()
     partial = final.with_name(f".{final.name}.partial")
@@ -73,6 +80,7 @@ def export(
     if getattr(load_model_config(base), "quantization_config", None) is not None:
         fix = "name the base in full precision with --base-model"
         raise InputError(f"model={base} is quantised: {fix}")
+    read_fitting_adapter(run.adapter, base)
     tokenizer, model_eos = load_tokenizer(base, [])
     stops = stop_token_ids(tokenizer, model_eos, run.config.data.apply_chat_template)
     if final.exists():
@@ -82,6 +90,7 @@ def export(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         write(run, base, partial, merge, dtype, tokenizer, stops)
+        open_to_others(partial)
         card = model_card(repository or final.name, run, base, merge, stops)
         (partial / "README.md").write_text(card, encoding="utf-8")
         partial.rename(final)
@@ -117,7 +126,7 @@ def write(
         save_merged(merged, folder, stops, run.config.rollout.temperature)
         del merged
     else:
-        model.peft_config["default"].base_model_name_or_path = base
+        model.peft_config["default"].base_model_name_or_path = public_name(base)
         model.to(torch_dtype).save_pretrained(folder, save_embedding_layers=False)
     tokenizer.save_pretrained(folder)
     del model

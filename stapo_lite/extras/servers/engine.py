@@ -2,13 +2,15 @@
 the trainer.
 
 Each completion is a request with its own seed, so the result does not depend on the server.
-OpenAI's client retries it; if that does not help, it goes to the next server.
+OpenAI's client retries it; if that does not help, it goes to another server, and the lost one gets
+no more requests in this step.
 
 Every adapter version is written to a folder that the servers see under the same path, and loaded
 under a new name, since vLLM keys its prefix cache by name.
 """
 
 import asyncio
+import logging
 import os
 import secrets
 import shutil
@@ -21,11 +23,17 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from filelock import FileLock
-from openai import APIConnectionError, AsyncOpenAI, OpenAIError
+from openai import (
+    APIConnectionError,
+    AsyncOpenAI,
+    DefaultAsyncHttpxClient,
+    OpenAIError,
+    Timeout,
+)
 
 from stapo_lite.config import Rollout
-from stapo_lite.errors import InputError, RunError, explained
-from stapo_lite.loop_thread import LoopThread
+from stapo_lite.errors import InputError, RunError, explained, one_line
+from stapo_lite.loop_thread import submit
 from stapo_lite.rollout.engine import (
     Decoding,
     Publisher,
@@ -39,10 +47,14 @@ from stapo_lite.rollout.engine import (
 )
 from stapo_lite.types import Completion, Prompt
 
+logger = logging.getLogger(__name__)
+
 MAX_RETRIES = 5
 """Retries of a request by the client, with growing pauses, before the next server is tried."""
 START_TIMEOUT = 600.0
 """Seconds that servers have to come up."""
+CONNECT_TIMEOUT = 5.0
+"""Seconds until a machine that does not answer counts as lost."""
 POLL = 0.02
 """Seconds after which requests made meanwhile begin."""
 KEY_FILE = Path("~/.cache/stapo_lite/api_key")
@@ -63,8 +75,8 @@ def api_key() -> str:
 
 
 class ServerEngine(RolloutEngine):
-    """Client of vLLM's OpenAI-compatible servers, started by `stapo serve`; requests run in their
-    own thread.
+    """Client of vLLM's OpenAI-compatible servers, started by `stapo serve`; requests run in the
+    process's event loop.
 
     Args:
         dtype: data type of the adapters sent to the servers.
@@ -94,14 +106,19 @@ class ServerEngine(RolloutEngine):
                 shutil.rmtree(left)
         self._ahead: dict[int, Future] = {}
         self._asked: dict[Future, int] = {}
-        options: Any = {"api_key": api_key(), "timeout": None, "max_retries": MAX_RETRIES}
+        options: Any = {
+            "api_key": api_key(),
+            "timeout": Timeout(None, connect=CONNECT_TIMEOUT),
+            "max_retries": MAX_RETRIES,
+            "http_client": DefaultAsyncHttpxClient(trust_env=False),  # no proxy gets the key
+        }
         self._servers = [AsyncOpenAI(base_url=f"{url}/v1", **options) for url in rollout.servers]
+        self._up = list(range(len(self._servers)))
         at_once = max(1, rollout.max_num_seqs // accelerator.num_processes)
         self._slots = asyncio.Semaphore(at_once * len(self._servers))
-        self._loop = LoopThread("rollouts")
         for server in self._servers:
             with explained(f"rollout.servers: {server.base_url} cannot be used"):
-                self._loop.submit(self._connect(server)).result()
+                submit(self._connect(server)).result()
 
     async def _connect(self, server: AsyncOpenAI) -> None:
         """Wait until a server is up, and check that it can serve this run."""
@@ -117,38 +134,44 @@ class ServerEngine(RolloutEngine):
             raise InputError(f"{server.base_url} serves {served} tokens, {needed} are needed")
 
     def publish(self, policy: Publisher, version: int) -> None:
-        """Load the adapter as `version`, which must be new, into every server.
+        """Load the adapter as `version`, which must be new, into every server. Those that cannot be
+        reached get no requests until the next version.
 
         Raises:
             RunError: none could load it.
         """
+        there = list[int]()
         if self._accelerator.is_main_process:
             write_adapter(policy, self._dtype, self._folder / f"v{version}")
             with explained("rollout.servers: no adapter loaded", OpenAIError, kind=RunError):
-                self._loop.submit(self._load(version)).result()
-        self._accelerator.wait_for_everyone()
+                there = submit(self._load(version)).result()
+        (self._up,) = broadcast_object_list([there])
         self._version = version
 
-    async def _load(self, version: int) -> None:
+    async def _load(self, version: int) -> list[int]:
         path = str(self._folder / f"v{version}")
-        await self._post("load", version, lora_path=path)
+        there = await self._post("load", version, lora_path=path)
         # Requests of version v belong to steps up to v + max_lag; steps before `version` are done.
         old = version - self._max_lag - 1
         if (self._folder / f"v{old}").exists():
             with suppress(OpenAIError):  # a server that was restarted has lost it
                 await self._post("unload", old)
             shutil.rmtree(self._folder / f"v{old}")
+        return there
 
-    async def _post(self, verb: str, version: int, **content: str) -> None:
-        """Ask every server to load or unload a version; raise if none does."""
+    async def _post(self, verb: str, version: int, **content: str) -> list[int]:
+        """Ask every server to load or unload a version, a lost one only once; the numbers of those
+        that answer. Raises if none does it."""
         body = {"lora_name": self._name(version)} | content
-        posts = (
-            server.post(f"/{verb}_lora_adapter", cast_to=str, body=body) for server in self._servers
-        )
-        answers = await asyncio.gather(*posts, return_exceptions=True)
-        failures = [answer for answer in answers if isinstance(answer, BaseException)]
-        if len(failures) == len(answers):
-            raise failures[0]
+        posts = []
+        for number, server in enumerate(self._servers):
+            asked = server.with_options(max_retries=MAX_RETRIES if number in self._up else 0)
+            posts.append(asked.post(f"/{verb}_lora_adapter", cast_to=str, body=body))
+        answers: list[Any] = await asyncio.gather(*posts, return_exceptions=True)
+        if not any(isinstance(answer, str) for answer in answers):
+            raise answers[0]
+        # One that was asked again may refuse what it has done already.
+        return [n for n, answer in enumerate(answers) if not isinstance(answer, APIConnectionError)]
 
     def _name(self, version: int) -> str:
         return f"{self._folder.name}-v{version}"
@@ -160,7 +183,7 @@ class ServerEngine(RolloutEngine):
                 self._ahead[seed] = self._begin(prompt, seed, self._sampling.decoding)
 
     def _begin(self, prompt: Prompt, seed: int, decoding: Decoding) -> Future:
-        return self._loop.submit(self._sample(prompt, decoding.parameters(seed)))
+        return submit(self._sample(prompt, decoding.parameters(seed)))
 
     def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[list[Completion]]:
         self.prefetch(prompts, seeds)
@@ -186,7 +209,7 @@ class ServerEngine(RolloutEngine):
         self._asked.clear()
 
     async def _sample(self, prompt: Prompt, parameters: dict[str, Any]) -> Completion:
-        """Sample one completion on the server that its seed falls to, or on the next one if that
+        """Sample one completion on the server that its seed falls to, or on another one if that
         fails.
 
         Raises:
@@ -194,26 +217,34 @@ class ServerEngine(RolloutEngine):
         """
         stops = list(self._sampling.stop_token_ids)
         body = {"stop_token_ids": stops, "return_token_ids": True} | parameters
-        first = parameters["seed"] % len(self._servers)
         async with self._slots:
             version = self._version
-            for server in self._servers[first:] + self._servers[:first]:
+            while self._up:
+                number = self._up[parameters["seed"] % len(self._up)]
                 try:
-                    answer: Any = await server.completions.create(
+                    answer: Any = await self._servers[number].completions.create(
                         model=self._name(version), prompt=prompt.token_ids, extra_body=body
                     )
                     (choice,) = answer.choices
                     if choice.finish_reason == "abort":  # the server is being stopped
                         raise OpenAIError("aborted")
                 except OpenAIError as error:
-                    failure = error
+                    self._lose(number, error)
                     continue
                 logprobs = choice.logprobs.token_logprobs if choice.logprobs else []
                 truncated = choice.finish_reason == "length"
                 return Completion(prompt, choice.token_ids, logprobs, truncated, version)
-        raise RunError(f"rollout.servers: all have failed ({failure}); continue with --resume")
+        raise RunError("rollout.servers: all have failed; continue with --resume")
+
+    def _lose(self, number: int, error: OpenAIError) -> None:
+        """Send a server no more requests until the next version."""
+        if number in self._up:  # the first of its requests to fail
+            self._up.remove(number)
+            url = self._servers[number].base_url
+            logger.warning("%s is left out of this step (%s)", url, one_line(error))
 
     def close(self) -> None:
         """Cancel all requests, and delete the adapters' files."""
-        self._loop.close()
+        for request in [*self._ahead.values(), *self._asked]:
+            request.cancel()
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -31,7 +31,7 @@ from stapo_lite.extras.turns.tools import (
     run_tool,
     schemas_of,
 )
-from stapo_lite.loop_thread import user_loop
+from stapo_lite.loop_thread import submit
 from stapo_lite.rewards.functions import copied
 from stapo_lite.rollout.engine import (
     Decoding,
@@ -266,8 +266,8 @@ def check_function(function: RolloutFunction, where: str) -> None:
 
 
 class Conversations:
-    """Runs episodes: their coroutines in `user_loop`, what they ask for in this thread, between
-    the engine's steps."""
+    """Runs episodes: their coroutines in the process's event loop; what they ask for in this
+    thread, between the engine's steps."""
 
     def __init__(self, engine: RolloutEngine):
         self._engine = engine
@@ -301,16 +301,15 @@ class Conversations:
         Raises:
             Exception: raised by one of them, or by the engine.
         """
-        loop = user_loop()
         with progress_bar("rollout", "episode", len(episodes)) as bar:
-            running = {loop.submit(run_one(function, episode)) for episode in episodes}
+            running = {submit(run_one(function, episode)) for episode in episodes}
             for each in running:
                 # An idle engine waits for work.
                 each.add_done_callback(lambda _: self._work.put(lambda: None))
             try:
                 while running:
                     # Coroutines that can go on ask before the engine's next step.
-                    loop.submit(asyncio.sleep(0)).result()
+                    submit(asyncio.sleep(0)).result()
                     self._catch_up()
                     if self._turns:
                         for index, completion in self._engine.step():
