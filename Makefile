@@ -49,7 +49,7 @@ check: install-dev  ## the inner loop, under a minute: linters, types, rooms, th
 	$(BIN)/ruff format -q --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(PYTEST) -q -n 2 tests/algorithm tests/config
+	$(PYTEST) -q -n 2 tests/method tests/config
 
 test: install-dev  ## five minutes on two quiet cores
 	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder

@@ -22,7 +22,7 @@ from common import save, seconds
 from memory import peak_bytes
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 
-from stapo_lite.algorithm.lm_head import token_statistics
+from stapo_lite.method.lm_head import token_statistics
 from stapo_lite.model.processes import resolve_dtype
 
 

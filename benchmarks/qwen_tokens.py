@@ -27,11 +27,11 @@ from typing import Any, NamedTuple
 import torch
 from qwen_tokens_report import RARE, load, report, spurious_and_others
 
-from stapo_lite.algorithm.microbatches import sequence_length, split_by_tokens
 from stapo_lite.assemble import load_prompts
 from stapo_lite.config import Config
 from stapo_lite.extras.math.grading import MathGrader, Question
 from stapo_lite.files import append_lines, read_jsonl, read_lines, write_lines
+from stapo_lite.method.microbatches import sequence_length, split_by_tokens
 from stapo_lite.model.loading import load_weights
 from stapo_lite.model.policy import Policy, make_policy
 from stapo_lite.model.processes import resolve_dtype

@@ -20,9 +20,9 @@ import torch
 from matplotlib.figure import Figure
 from pandas import DataFrame
 
-from stapo_lite.algorithm.advantages import group_advantages
-from stapo_lite.algorithm.objective import logit_gradient_norm
 from stapo_lite.files import read_lines
+from stapo_lite.method.advantages import group_advantages
+from stapo_lite.method.loss import logit_gradient_norm
 
 VERSIONS = {
     "paper": (0.002, 0.75, "candidates"),

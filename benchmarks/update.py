@@ -49,10 +49,11 @@ from transformers import AutoConfig, PrinterCallback, TrainerCallback
 from trl import GRPOTrainer
 from trl_arguments import trl_arguments
 
-from stapo_lite.algorithm.advantages import group_advantages
-from stapo_lite.algorithm.microbatches import pack, sequence_length, split_by_tokens
 from stapo_lite.config import Config
 from stapo_lite.extras.quickstart.model import fetch_model
+from stapo_lite.method.advantages import group_advantages
+from stapo_lite.method.microbatches import sequence_length, split_by_tokens
+from stapo_lite.method.tokens import pack, with_gradient
 from stapo_lite.model.loading import load_weights
 from stapo_lite.model.policy import Policy, make_optimizer, make_policy
 from stapo_lite.model.processes import resolve_dtype
@@ -60,7 +61,6 @@ from stapo_lite.training.checkpoint import Progress
 from stapo_lite.training.learner import Learner
 from stapo_lite.training.memory import MemoryBudget, MemorySetting
 from stapo_lite.training.metrics import gather_means
-from stapo_lite.training.statistics import measure, rows_with_gradient
 from stapo_lite.training.update import update
 from stapo_lite.types import Completion, Prompt
 
@@ -88,7 +88,9 @@ class Ours:
         """Make an update; return its loss and seconds."""
         start = now()
         self.learner.set_learning_rate(0.0)
-        done = update(self.learner, pack(self.rollouts, self.learner.policy.device))
+        learner = self.learner
+        batch = pack(self.rollouts, learner.policy.device, learner.config.objective)
+        done = update(learner, batch)
         metrics: Any = gather_means([done.means])
         return {"loss": metrics["loss"], "seconds": now() - start}
 
@@ -201,9 +203,9 @@ def make_budget(config: Config, policy: Policy) -> MemoryBudget:
 def give_logprobs(rollouts: list[Completion], policy: Policy, config: Config) -> None:
     """Set the sampler's log-probabilities: those of the policy plus noise."""
     generator = torch.Generator().manual_seed(0)
-    batch = pack(rollouts, policy.device)
+    batch = pack(rollouts, policy.device, config.objective)
     learner: Any = SimpleNamespace(policy=policy, budget=make_budget(config, policy))
-    measured = measure(learner, batch, range(len(rollouts))).logprobs.cpu()
+    measured = Learner.measure(learner, batch, range(len(rollouts))).logprobs.cpu()
     parts = measured.split([len(c.token_ids) for c in rollouts])
     for completion, logprobs in zip(rollouts, parts, strict=True):
         noise = GAP * torch.randn(len(logprobs), generator=generator)
@@ -316,7 +318,7 @@ def measure_sides(ours: Ours, trl: Trl, reference: Ours, pairs: int) -> dict[str
 
 def count_tokens(rollouts: list[Completion], config: Config) -> dict[str, Any]:
     """Tokens of the rollouts, and those that each side runs through the model."""
-    trained = rows_with_gradient(rollouts, config.objective)
+    trained = with_gradient(rollouts, config.objective)
     lengths = [sequence_length(rollouts[row]) for row in trained]
     microbatches = split_by_tokens(lengths, config.train.max_tokens_per_microbatch)
     longest = config.data.max_prompt_length + config.rollout.max_completion_length

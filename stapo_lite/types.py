@@ -4,13 +4,13 @@ Shapes: G: completions of a group; B: completions in this process's share of a m
 tokens, without prompts, concatenated; n: the same of a micro-batch; L: tokens of its longest prompt
 + completion; D: hidden size; V: vocabulary size.
 
-Per-token quantities of a mini-batch are flat [N] tensors on the device; `MiniBatch.rows` maps each
-token to its completion. A micro-batch is a set of completions; its tokens are places in [N].
-Only the decoder's input is padded, [completions, L], in `Policy.hidden_states`.
+Per-token quantities of a mini-batch are flat [N] tensors on the device, the columns of a table
+(`method/tokens.py`); `Tokens.owner` maps each token to its completion. A micro-batch is a part of
+that table. Only the decoder's input is padded, [completions, L], in `Policy.hidden_states`.
 
 There are four kinds of log-probabilities: `rollout_logprobs` (the engine, at sampling),
 `old_logprobs` (the trainer, before the step's first update), `logprobs` (the trainer, now) and
-`ref_logprobs` (the KL term's reference); and two masks: `loss_mask` (the model wrote the token,
+`ref_logprobs` (the KL term's reference); and two masks: `written` (the model wrote the token,
 and its completion is trained on) and `keep` (the token stays in the loss).
 """
 
@@ -114,7 +114,7 @@ class Masks(NamedTuple):
 
     keep: Tensor
     """[N] bool: the token stays in the loss. The denominator counts these tokens, or without
-    `renormalize` all in `loss_mask` (`weigh_tokens`)."""
+    `renormalize` all in `Tokens.written` (`loss.weigh`)."""
     silenced: Tensor
     """[N] bool: S2T takes it out."""
     amplification: Tensor
@@ -125,10 +125,14 @@ class Masks(NamedTuple):
     """None if its population is empty, or without S2T."""
 
 
-class Gradient(NamedTuple):
-    """Values computed along with a mini-batch's gradient, [N] each; 0 for tokens that were in no
-    micro-batch."""
+class LossOutputs(NamedTuple):
+    """The loss of a micro-batch, and the values behind it, [n] each; or those of a mini-batch, [N],
+    joined, with 0 for tokens that were in no micro-batch."""
 
+    surrogate: Tensor
+    """[] float64: its gradient is the loss's."""
+    loss: Tensor
+    """[] float64: this process's part."""
     statistics: TokenStatistics
     """Of the current policy, before this update."""
     weight: Tensor
@@ -143,8 +147,6 @@ class Gradient(NamedTuple):
     """bool"""
     capped: Tensor
     """bool: the sampler correction hit its bound."""
-    loss: Tensor
-    """[] float64, this process's part."""
 
 
 class Update(NamedTuple):
@@ -158,7 +160,7 @@ class Update(NamedTuple):
     skipped: bool = False
     """Loss or gradient was not finite: nothing changed, and nothing was counted."""
     masks: Masks | None = None
-    gradient: Gradient | None = None
+    outputs: LossOutputs | None = None
 
     @property
     def changed(self) -> bool:

@@ -18,12 +18,12 @@ from accelerate import Accelerator
 from random_model import VOCABULARY, qwen3
 from transformers import AutoTokenizer
 
-from stapo_lite.algorithm.microbatches import pack
 from stapo_lite.assemble import open_run
 from stapo_lite.cli import main as cli
 from stapo_lite.config import Config, Engine, Lora, Train, load_config
 from stapo_lite.extras.audit.diagnostics import Diagnostics
 from stapo_lite.files import write_lines
+from stapo_lite.method.tokens import pack
 from stapo_lite.model.loading import find_start, load_weights
 from stapo_lite.model.policy import Policy, make_optimizer, make_policy
 from stapo_lite.rollout.engine import RolloutSettings
@@ -32,7 +32,6 @@ from stapo_lite.training.learner import Learner
 from stapo_lite.training.loop import train
 from stapo_lite.training.memory import MemoryBudget, MemorySetting
 from stapo_lite.training.metrics import gather_means
-from stapo_lite.training.statistics import measure
 from stapo_lite.training.update import update
 from stapo_lite.types import Completion, Prompt, TokenStatistics
 
@@ -244,7 +243,7 @@ def run_update(policy, completions, objective, *, old=None, max_tokens=10_000, *
     """(gradient, metrics, result): SGD at rate 1 moves the parameters by minus the gradient."""
     before = torch.cat([p.detach().flatten() for p in policy.parameters.values()])
     learner = make_learner(policy, objective, max_tokens, **options)
-    batch = packed(policy, completions, old)
+    batch = packed(policy, completions, old, objective)
     result = update(learner, batch)
     after = torch.cat([p.detach().flatten() for p in policy.parameters.values()])
     metrics, run = gather_means([result.means]), SimpleNamespace(learner=learner, policy=policy)
@@ -274,16 +273,17 @@ def make_budget(tokens):
 
 def measured(policy, completions):
     """Statistics of the policy now for each completion."""
-    batch, budget = pack(completions, policy.device), make_budget(10_000)
+    batch = pack(completions, policy.device, objective())
+    learner = SimpleNamespace(policy=policy, budget=make_budget(10_000))
     lengths = [len(c.token_ids) for c in completions]
-    whole = measure(SimpleNamespace(policy=policy, budget=budget), batch, range(len(completions)))
+    whole = Learner.measure(learner, batch, range(len(completions)))
     parts = zip(*(values.split(lengths) for values in whole), strict=True)
     return dict(zip(completions, itertools.starmap(TokenStatistics, parts), strict=True))
 
 
-def packed(policy, completions, old=None):
+def packed(policy, completions, old=None, kind=None):
     """A mini-batch; `old` has statistics of each completion."""
-    batch = pack(completions, policy.device)
+    batch = pack(completions, policy.device, kind or objective())
     if old is not None:
         values = zip(*(old[c] for c in completions), strict=True)
         batch.old = TokenStatistics(*map(torch.cat, values))
@@ -363,7 +363,7 @@ def gap(policy, groups):
     completions = [c for group in groups for c in group]
     with torch.no_grad():
         logprobs = policy.statistics(completions).logprobs
-    return (pack(completions, policy.device).rollout_logprobs - logprobs).abs()
+    return (pack(completions, policy.device, objective()).rollout_logprobs - logprobs).abs()
 
 
 def with_gradient(policy, completions):

@@ -13,12 +13,11 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from stapo_lite.algorithm.microbatches import pack
 from stapo_lite.errors import RunError
+from stapo_lite.method.tokens import pack
 from stapo_lite.rollout.engine import Decoding, RolloutEngine
 from stapo_lite.training.learner import Learner
 from stapo_lite.training.run import lent_device
-from stapo_lite.training.statistics import measure
 from stapo_lite.types import Completion, Prompt
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 64, 16
@@ -130,7 +129,7 @@ def measure_gap(learner: Learner, completions: Sequence[Completion], moment: str
 def logprobs(learner: Learner, completions: Sequence[Completion], adapted: bool = True) -> Tensor:
     """The trainer's log-probabilities of the completions' tokens, [N] fp32 on the host, with or
     without the adapter."""
-    policy, rows = learner.policy, range(len(completions))
-    batch = pack(completions, policy.device)
+    policy = learner.policy
+    tokens = pack(completions, policy.device, learner.config.objective)
     with nullcontext() if adapted else policy.model.disable_adapter():
-        return measure(learner, batch, rows).logprobs.cpu()
+        return learner.measure(tokens, range(len(completions))).logprobs.cpu()

@@ -16,13 +16,12 @@ from typing import Any
 from openai import DefaultHttpxClient, OpenAI
 from torch import Tensor
 
-from stapo_lite.algorithm.microbatches import MiniBatch
 from stapo_lite.errors import InputError, RunError, explained
+from stapo_lite.method.tokens import Tokens
 from stapo_lite.model.loading import load_adapter
 from stapo_lite.training.callbacks import Callback
 from stapo_lite.training.metrics import Means, gather_means, sum_and_number
 from stapo_lite.training.run import Run
-from stapo_lite.training.statistics import measure
 from stapo_lite.types import Completion, Rollouts
 
 AT_ONCE = 16
@@ -44,16 +43,16 @@ class Teacher(Callback):
         self._weight = weight
         self._parts: list[Means] = []
 
-    def logprobs(self, run: Run, batch: MiniBatch) -> Tensor:
+    def logprobs(self, run: Run, tokens: Tokens) -> Tensor:
         """The teacher's log-probabilities of a mini-batch's tokens, [N] fp32."""
         raise NotImplementedError
 
-    def on_mini_batches(self, run: Run, batches: Sequence[MiniBatch]) -> None:
+    def on_mini_batches(self, run: Run, batches: Sequence[Tokens]) -> None:
         for batch in batches:
             difference = self.logprobs(run, batch) - batch.rollout_logprobs
-            difference = difference.where(batch.loss_mask, 0.0)
+            difference = difference.where(batch.written, 0.0)
             batch.advantages += self._weight * difference
-            self._parts.append({"teacher_kl": sum_and_number(-difference, batch.loss_mask)})
+            self._parts.append({"teacher_kl": sum_and_number(-difference, batch.written)})
 
     def on_step_end(self, run: Run, metrics: dict[str, Any], rollouts: Rollouts) -> None:
         metrics |= gather_means(self._parts)
@@ -76,10 +75,10 @@ class AdapterTeacher(Teacher):
         with run.policy.holding(self._values):
             load_adapter(run.policy.model, self._folder)  # into these values
 
-    def logprobs(self, run: Run, batch: MiniBatch) -> Tensor:
+    def logprobs(self, run: Run, tokens: Tokens) -> Tensor:
         with run.policy.holding(self._values):
-            rows = range(len(batch.completions))
-            return measure(run.learner, batch, rows).logprobs
+            every = range(len(tokens.completions))
+            return run.learner.measure(tokens, every).logprobs
 
 
 class ServerTeacher(Teacher):
@@ -117,11 +116,11 @@ class ServerTeacher(Teacher):
         if served < needed:
             raise InputError(f"objective.teacher_server: serves {served} tokens, {needed} needed")
 
-    def logprobs(self, run: Run, batch: MiniBatch) -> Tensor:
+    def logprobs(self, run: Run, tokens: Tokens) -> Tensor:
         with ThreadPoolExecutor(AT_ONCE) as threads:
-            scores = threads.map(self._score, batch.completions)
+            scores = threads.map(self._score, tokens.completions)
             values = [value for of_completion in scores for value in of_completion]
-        return batch.rollout_logprobs.new_tensor(values)
+        return tokens.rollout_logprobs.new_tensor(values)
 
     def _score(self, completion: Completion) -> list[float]:
         """The log-probability of each token of a completion."""

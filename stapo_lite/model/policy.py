@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from stapo_lite.algorithm.lm_head import token_statistics, top_tokens
-from stapo_lite.algorithm.microbatches import send
 from stapo_lite.config import Config, Train
 from stapo_lite.files import open_to_others
+from stapo_lite.method.lm_head import token_statistics, top_tokens
+from stapo_lite.method.tokens import send
 from stapo_lite.model.loading import add_adapter, checkpoint_layers, load_adapter
 from stapo_lite.types import Completion, TokenStatistics
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stapo_lite.algorithm.microbatches import MiniBatch
+from stapo_lite.method.tokens import Tokens
 from stapo_lite.training.run import Run
 from stapo_lite.types import Rollouts, Update
 
@@ -35,14 +35,14 @@ class Callback:
     def on_step_begin(self, run: Run, step: int) -> None:
         """The engine is awake and has the adapter that this step samples from."""
 
-    def on_mini_batches(self, run: Run, batches: Sequence[MiniBatch]) -> None:
+    def on_mini_batches(self, run: Run, batches: Sequence[Tokens]) -> None:
         """A step's completions are cut into mini-batches; `batches` has this process's share of
         each. A teacher changes their `advantages` (`objective.distills`): without one, completions
         with a group advantage of 0 stay out of the update."""
 
-    def on_update(self, run: Run, batch: MiniBatch, update: Update) -> None:
-        """An update has ended; `batch` is this process's share of its mini-batch. The policy is
-        unchanged unless `update.changed`. `update.masks` and `update.gradient` are dropped
+    def on_update(self, run: Run, tokens: Tokens, update: Update) -> None:
+        """An update has ended; `tokens` is this process's share of its mini-batch. The policy is
+        unchanged unless `update.changed`. `update.masks` and `update.outputs` are dropped
         afterwards."""
 
     def on_evaluate(self, run: Run, step: int, results: dict[str, Any] | None) -> None:

@@ -1,6 +1,7 @@
 """What an update changes: the policy, its optimiser, and where the run stands."""
 
 import logging
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -8,13 +9,15 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from stapo_lite.algorithm.masks import Collective
 from stapo_lite.config import Config
 from stapo_lite.errors import RunError
+from stapo_lite.method.masks import Collective
+from stapo_lite.method.tokens import Tokens, blank_statistics, scatter_into
 from stapo_lite.model.policy import Policy
 from stapo_lite.training.checkpoint import Progress
 from stapo_lite.training.memory import MemoryBudget, MemorySetting
 from stapo_lite.training.metrics import gather_values
+from stapo_lite.types import TokenStatistics
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +44,24 @@ class Learner:
     def __post_init__(self) -> None:
         self.gather: Collective = gather_values
         self.reduce: Collective = partial(self.accelerator.reduce, reduction="sum")
+
+    @torch.no_grad()
+    def measure(self, tokens: Tokens, chosen: Sequence[int]) -> TokenStatistics:
+        """Statistics of the current policy, [N], by a pass without a gradient; 0 for the tokens of
+        completions that are not chosen.
+
+        Args:
+            chosen: indices of completions.
+        """
+        statistics = blank_statistics(tokens)
+
+        def work(micro_batches: Iterable[list[int]]) -> None:
+            for some in micro_batches:
+                now = self.policy.statistics([tokens.completions[number] for number in some])
+                scatter_into(statistics, tokens.find_places(some), now)
+
+        self.budget.fit(tokens, chosen, work)
+        return statistics
 
     def agree(self) -> MemorySetting:
         """Give all processes the memory setting of the one that has to save most; returns it.

@@ -15,16 +15,22 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 
-from stapo_lite.algorithm.advantages import group_advantages
-from stapo_lite.algorithm.microbatches import MiniBatch, cut_evenly, deal, pack, sequence_length
 from stapo_lite.config import Config, Objective
 from stapo_lite.data.prompts import set_text
 from stapo_lite.errors import RunError
+from stapo_lite.method.advantages import group_advantages
+from stapo_lite.method.microbatches import cut_evenly, deal, sequence_length
+from stapo_lite.method.tokens import (
+    Tokens,
+    pack,
+    that_decide_masks,
+    to_remember,
+    with_gradient,
+)
 from stapo_lite.rewards.functions import overlong_share
 from stapo_lite.training.learner import Learner
 from stapo_lite.training.metrics import has_variance
 from stapo_lite.training.run import Run
-from stapo_lite.training.statistics import measure, rows_for_masks, rows_for_old, rows_with_gradient
 from stapo_lite.training.update import update
 from stapo_lite.types import Completion, Rollouts, Update, derived_seed
 
@@ -148,15 +154,16 @@ def leave_out(completion: Completion) -> Completion:
     return replace(completion, advantage=0.0, loss_mask=nothing)
 
 
-def make_mini_batches(groups: Sequence[Sequence[Completion]], learner: Learner) -> list[MiniBatch]:
+def make_mini_batches(groups: Sequence[Sequence[Completion]], learner: Learner) -> list[Tokens]:
     """Cut a step's groups into mini-batches; return this process's share of each. All processes get
     about the same work."""
-    config, accelerator, batches = learner.config, learner.accelerator, list[MiniBatch]()
+    config, accelerator, batches = learner.config, learner.accelerator, list[Tokens]()
     for part in cut_evenly(groups, config.train.mini_batch_size):
         completions = list(chain(*part))
         work = count_work(completions, config.objective, later=bool(batches))
         ours = deal(work, accelerator.num_processes)[accelerator.process_index]
-        batches.append(pack([completions[row] for row in ours], learner.policy.device))
+        share = [completions[number] for number in ours]
+        batches.append(pack(share, learner.policy.device, config.objective))
     return batches
 
 
@@ -168,28 +175,33 @@ def count_work(completions: Sequence[Completion], objective: Objective, later: b
     Args:
         later: whether the mini-batch is not the step's first.
     """
-    learned = set(rows_with_gradient(completions, objective))
-    measured = rows_for_old if later else rows_for_masks
-    read = set(measured(completions, objective))
-    return [
-        (4 * (row in learned) + (row in read)) * sequence_length(completion)
-        for row, completion in enumerate(completions)
-    ]
+    trained = set(with_gradient(completions, objective))
+    to_measure = to_remember if later else that_decide_masks
+    measured = set(to_measure(completions, objective))
+    work = []
+    for number, completion in enumerate(completions):
+        passes = 0
+        if number in trained:
+            passes += 4
+        if number in measured:
+            passes += 1
+        work.append(passes * sequence_length(completion))
+    return work
 
 
-def measure_old(batches: Sequence[MiniBatch], learner: Learner) -> None:
+def measure_old(batches: Sequence[Tokens], learner: Learner) -> None:
     """Store the statistics of the policy before the step's first update, for later updates."""
     for batch in batches:
-        rows = rows_for_old(batch.completions, learner.config.objective)
-        batch.old = measure(learner, batch, rows)
+        needed = to_remember(batch.completions, learner.config.objective)
+        batch.old = learner.measure(batch, needed)
 
 
-def update_on_each(run: Run, batches: Sequence[MiniBatch]) -> list[Update]:
+def update_on_each(run: Run, batches: Sequence[Tokens]) -> list[Update]:
     """Update the policy on one mini-batch after the other."""
     updates = []
     for batch in batches:
-        done = update(run.learner, batch)
-        run.call("on_update", batch, done)
+        outcome = update(run.learner, batch)
+        run.call("on_update", batch, outcome)
         # Without its tensors, which would take the next update's memory.
-        updates.append(done._replace(masks=None, gradient=None))
+        updates.append(outcome._replace(masks=None, outputs=None))
     return updates

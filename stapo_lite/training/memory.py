@@ -15,9 +15,10 @@ import torch
 from accelerate.utils import gather_object
 from accelerate.utils.memory import clear_device_cache
 
-from stapo_lite.algorithm.microbatches import MiniBatch, sequence_length, split_by_tokens
 from stapo_lite.config import Config
 from stapo_lite.errors import RunError, out_of_memory
+from stapo_lite.method.microbatches import sequence_length, split_by_tokens
+from stapo_lite.method.tokens import Tokens
 from stapo_lite.model.sizes import GIB, count_activations, count_sizes
 from stapo_lite.rollout.engine import progress_bar
 
@@ -91,25 +92,25 @@ class MemoryBudget:
         self._save_memory(setting.checkpointing, setting.offload)
 
     def fit(
-        self, batch: MiniBatch, rows: Sequence[int], work: Callable[[Iterable[list[int]]], T]
+        self, tokens: Tokens, chosen: Sequence[int], work: Callable[[Iterable[list[int]]], T]
     ) -> T:
         """Run `work` on completions, split into micro-batches. If memory runs out, repeat all of it
         with the next setting.
 
         Args:
-            rows: the completions' rows in the mini-batch.
-            work: called with an iterator over the micro-batches, a list of rows each, and again
+            chosen: indices of the completions.
+            work: called with an iterator over the micro-batches, a list of indices each, and again
                 from the start if memory runs out; its result is returned.
 
         Raises:
             RunError: a single sequence is too much.
         """
-        lengths = [sequence_length(completion) for completion in batch.select(rows)]
+        lengths = [sequence_length(tokens.completions[number]) for number in chosen]
         while True:
             parts = split_by_tokens(lengths, self.setting.tokens)
-            micro_batches = [[rows[i] for i in part] for part in parts]
+            micro_batches = [[chosen[i] for i in part] for part in parts]
             try:
-                return work(watched(batch, micro_batches, sum(lengths)))
+                return work(watched(tokens, micro_batches, sum(lengths)))
             except RuntimeError as error:
                 if not out_of_memory(error):
                     raise
@@ -126,14 +127,12 @@ class MemoryBudget:
             self.use(following)
 
 
-def watched(
-    batch: MiniBatch, micro_batches: Sequence[list[int]], total: int
-) -> Iterator[list[int]]:
+def watched(tokens: Tokens, micro_batches: Sequence[list[int]], total: int) -> Iterator[list[int]]:
     """The micro-batches, with a bar of the tokens done."""
     with progress_bar("update", "token", total) as bar:
-        for rows in micro_batches:
-            yield rows
-            bar.update(sum(map(sequence_length, batch.select(rows))))
+        for chosen in micro_batches:
+            yield chosen
+            bar.update(sum(sequence_length(tokens.completions[number]) for number in chosen))
 
 
 def free_memory() -> tuple[int, int] | None:

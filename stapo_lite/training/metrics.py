@@ -14,10 +14,10 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from stapo_lite.algorithm.microbatches import MiniBatch
-from stapo_lite.algorithm.objective import k3
 from stapo_lite.config import Objective
-from stapo_lite.types import Completion, Gradient, Masks, Rollouts
+from stapo_lite.method.loss import k3, masked_sum
+from stapo_lite.method.tokens import Tokens
+from stapo_lite.types import Completion, LossOutputs, Masks, Rollouts
 
 Means = Mapping[str, tuple[Any, Any]]
 """Metric -> its sum and the number of values: numbers, or [] tensors."""
@@ -53,46 +53,41 @@ def rollout_means(rollouts: Rollouts, step: int) -> Means:
     }
 
 
-def token_means(batch: MiniBatch, masks: Masks) -> dict[str, tuple[Any, Any]]:
+def token_means(tokens: Tokens, masks: Masks) -> dict[str, tuple[Any, Any]]:
     """What the masks did with a mini-batch."""
     return {
-        "kept_share": sum_and_number(masks.keep, batch.loss_mask),
-        "silenced_share": sum_and_number(masks.silenced, batch.loss_mask),
-        "amplified_share": sum_and_number(masks.amplification != 1, batch.loss_mask),
+        "kept_share": sum_and_number(masks.keep, tokens.written),
+        "silenced_share": sum_and_number(masks.silenced, tokens.written),
+        "amplified_share": sum_and_number(masks.amplification != 1, tokens.written),
     }
 
 
 def update_means(
-    batch: MiniBatch, masks: Masks, gradient: Gradient, objective: Objective
+    tokens: Tokens, masks: Masks, outputs: LossOutputs, objective: Objective
 ) -> dict[str, tuple[Any, Any]]:
     """What an update did with the tokens that have an advantage."""
-    active = batch.loss_mask & (batch.advantages != 0)
+    active = tokens.written & (tokens.advantages != 0)
     trained = active & masks.keep
-    logprobs, entropy, _ = gradient.statistics
+    logprobs, entropy, _ = outputs.statistics
     means = {
         "entropy": sum_and_number(entropy, active),
-        "clip_low_share": sum_and_number(gradient.clipped_low, trained),
-        "clip_high_share": sum_and_number(gradient.clipped_high, trained),
-        "sampler_capped_share": sum_and_number(gradient.capped, active),
+        "clip_low_share": sum_and_number(outputs.clipped_low, trained),
+        "clip_high_share": sum_and_number(outputs.clipped_high, trained),
+        "sampler_capped_share": sum_and_number(outputs.capped, active),
     }
     if objective.beta:
-        means["kl"] = sum_and_number(k3(logprobs, gradient.ref_logprobs), masks.keep)
-    if batch.old is None or objective.old_logprobs == "trainer":  # else it was not measured
-        old_logprobs = logprobs if batch.old is None else batch.old.logprobs
-        gap = (old_logprobs - batch.rollout_logprobs).abs()
+        means["kl"] = sum_and_number(k3(logprobs, outputs.ref_logprobs), masks.keep)
+    if tokens.old is None or objective.old_logprobs == "trainer":  # else it was not measured
+        old_logprobs = logprobs if tokens.old is None else tokens.old.logprobs
+        gap = (old_logprobs - tokens.rollout_logprobs).abs()
         means["sampler_gap_mean"] = sum_and_number(gap, active)
-        means["sampler_gap_k3"] = sum_and_number(k3(batch.rollout_logprobs, old_logprobs), active)
+        means["sampler_gap_k3"] = sum_and_number(k3(tokens.rollout_logprobs, old_logprobs), active)
     return means
 
 
 def sum_and_number(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Sum and number of the values in a mask."""
     return masked_sum(values, mask), mask.sum()
-
-
-def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """The sum over a mask, [] float64; `values[mask]` would wait for the device."""
-    return values.where(mask, 0.0).sum(dtype=torch.float64)
 
 
 def gather_means(parts: Iterable[Means]) -> dict[str, float | None]:

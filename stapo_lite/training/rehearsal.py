@@ -2,14 +2,15 @@
 here, and all processes go on with the setting that fits everywhere."""
 
 import math
+from dataclasses import replace
 
 import torch
 
-from stapo_lite.algorithm.masks import find_masks
-from stapo_lite.algorithm.microbatches import MiniBatch, pack
+from stapo_lite.method.loss import weigh
+from stapo_lite.method.masks import find_masks
+from stapo_lite.method.tokens import Tokens, blank_statistics, pack
 from stapo_lite.training.learner import Learner
-from stapo_lite.training.statistics import blank_statistics
-from stapo_lite.training.update import accumulate_gradient, weigh_tokens
+from stapo_lite.training.update import accumulate_gradient
 from stapo_lite.types import Completion, Prompt
 
 
@@ -29,18 +30,18 @@ def rehearse(learner: Learner) -> None:
     tried = None
     while tried != learner.budget.setting:
         tried = learner.budget.setting
-        batch = largest_batch(learner)
-        masks = find_masks(blank_statistics(batch), batch, objective, learner.gather)
-        longest = len(batch.completions[0].token_ids)
-        factors = weigh_tokens(masks, batch, objective, longest, learner.reduce)
-        assert factors is not None
-        accumulate_gradient(learner, batch, masks, factors)
+        tokens = largest_batch(learner)
+        masks = find_masks(blank_statistics(tokens), tokens, objective, learner.gather)
+        longest = len(tokens.completions[0].token_ids)
+        factor = weigh(tokens, masks.keep, objective, longest, learner.reduce)
+        table = replace(tokens, keep=masks.keep, amplification=masks.amplification, factor=factor)
+        accumulate_gradient(learner, table)
         learner.optimizer.zero_grad()
         learner.agree()
     del states
 
 
-def largest_batch(learner: Learner) -> MiniBatch:
+def largest_batch(learner: Learner) -> Tokens:
     """A mini-batch that is one micro-batch of the most tokens."""
     config, tokens = learner.config, learner.budget.setting.tokens
     rows = math.ceil(tokens / config.max_sequence_length)
@@ -49,4 +50,4 @@ def largest_batch(learner: Learner) -> MiniBatch:
     length = min(config.rollout.max_completion_length, row - 1)
     prompt = Prompt("", [0] * (row - length), None)
     completion = Completion(prompt, [0] * length, [0.0] * length, True, 0, advantage=1.0)
-    return pack([completion] * rows, learner.policy.device)
+    return pack([completion] * rows, learner.policy.device, config.objective)

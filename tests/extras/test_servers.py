@@ -23,12 +23,12 @@ from helpers import (
     gap,
     generate,
     in_two_processes,
+    objective,
     run,
     same_metrics,
     steps,
 )
 
-from stapo_lite.algorithm.microbatches import pack
 from stapo_lite.config import Rollout, load_config
 from stapo_lite.errors import InputError, RunError
 from stapo_lite.extras.servers import engine as server_engine
@@ -36,6 +36,7 @@ from stapo_lite.extras.servers import serve
 from stapo_lite.extras.servers.engine import ServerEngine, api_key
 from stapo_lite.extras.teacher import ServerTeacher
 from stapo_lite.loop_thread import submit
+from stapo_lite.method.tokens import pack
 from stapo_lite.rollout.vllm_options import engine_arguments
 from stapo_lite.training.folder import read_metrics
 from stapo_lite.types import Completion
@@ -152,11 +153,11 @@ def test_a_server_is_a_teacher(server, make_policy):
     pairs = zip(PROMPTS, texts, strict=True)
     completions = [Completion(prompt, ids, [0.0] * len(ids), False, 1) for prompt, ids in pairs]
     teacher = ServerTeacher(1.0, server, api_key())
-    found = teacher.logprobs(SimpleNamespace(), pack(completions, "cpu"))
+    found = teacher.logprobs(SimpleNamespace(), pack(completions, "cpu", objective()))
     torch.testing.assert_close(found, policy.statistics(completions).logprobs, atol=1e-4, rtol=1e-4)
     unknown = Completion(PROMPTS[0], [10**6], [0.0], False, 1)
     with pytest.raises(RunError, match="objective.teacher_server: does not score"):
-        teacher.logprobs(SimpleNamespace(), pack([unknown], "cpu"))
+        teacher.logprobs(SimpleNamespace(), pack([unknown], "cpu", objective()))
 
 
 def test_a_teacher_must_have_the_students_vocabulary_and_room(server, tokenizer):

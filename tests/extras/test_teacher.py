@@ -9,15 +9,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import SAMPLING, adapted_policy, make_budget
+from helpers import SAMPLING, adapted_policy, make_budget, objective
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from stapo_lite import InputError, RunError, Trainer
-from stapo_lite.algorithm.microbatches import pack
 from stapo_lite.config import load_config
 from stapo_lite.extras import teacher as teachers
 from stapo_lite.extras.teacher import AdapterTeacher, ServerTeacher
+from stapo_lite.method.tokens import pack
 from stapo_lite.training.folder import read_metrics
 from stapo_lite.types import Completion, Prompt
 
@@ -36,7 +36,7 @@ def teacher_folder(tiny_model, tmp_path):
 
 
 def test_advantages_are_the_teachers_log_ratios(tiny_model, make_policy, teacher_folder):
-    policy, batch = make_policy(), pack(COMPLETIONS, "cpu")
+    policy, batch = make_policy(), pack(COMPLETIONS, "cpu", objective())
     before = {name: value.detach().clone() for name, value in policy.parameters.items()}
     learner = SimpleNamespace(policy=policy, budget=make_budget(64))
     run = SimpleNamespace(policy=policy, learner=learner)
@@ -106,7 +106,7 @@ def test_a_probability_of_0_costs_a_bounded_advantage():
     answer = SimpleNamespace(choices=[SimpleNamespace(prompt_logprobs=[None] * 3 + scores)])
     completions = SimpleNamespace(create=lambda **_: answer)
     teacher._client, teacher._model = SimpleNamespace(completions=completions), "m"
-    found = teacher.logprobs(SimpleNamespace(), pack(COMPLETIONS[:1], "cpu"))
+    found = teacher.logprobs(SimpleNamespace(), pack(COMPLETIONS[:1], "cpu", objective()))
     assert found.tolist() == [-0.5, -30.0, -30.0, -1.0]
 
 

@@ -31,8 +31,8 @@ from helpers import (
 from memory import peak_bytes
 from random_model import build, qwen3
 
-from stapo_lite.algorithm.lm_head import token_statistics
-from stapo_lite.algorithm.microbatches import sequence_length
+from stapo_lite.method.lm_head import token_statistics
+from stapo_lite.method.microbatches import sequence_length
 from stapo_lite.model.one_base import base_on
 from stapo_lite.training.folder import read_metrics
 from stapo_lite.training.memory import MemoryBudget, MemorySetting

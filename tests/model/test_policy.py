@@ -10,10 +10,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma3Config, OPTConfig, PhiConfig, PhimoeConfig
 
-from stapo_lite.algorithm.microbatches import sequence_length
 from stapo_lite.config import PROJECTIONS, Lora
 from stapo_lite.errors import InputError
 from stapo_lite.extras.transformers_engine import TransformersEngine
+from stapo_lite.method.microbatches import sequence_length
 from stapo_lite.model.loading import (
     add_adapter,
     load_adapter,

@@ -16,7 +16,7 @@ SHOWN = {
     "on_train_begin": lambda run: (run.progress.step, run.policy.device.type),
     "on_step_begin": lambda run, step: step if run.progress.step == step - 1 else None,
     "on_mini_batches": lambda run, batches: [len(batch.completions) for batch in batches],
-    "on_update": lambda run, batch, update: len(update.masks.keep) == len(batch.rows),
+    "on_update": lambda run, batch, update: len(update.masks.keep) == len(batch.owner),
     "on_step_end": lambda run, metrics, rollouts: (metrics["step"], len(rollouts.batch)),
     "on_save": lambda run, folder: folder.name if (folder / "state.json").exists() else None,
     "on_train_end": lambda run: (run.folder / "adapter" / "adapter_model.safetensors").exists(),

@@ -12,9 +12,9 @@ import torch
 from helpers import MINIMAL, RARELY_RIGHT, fake_completions, in_groups, run, without_times
 
 from stapo_lite import assemble
-from stapo_lite.algorithm.microbatches import cut_evenly
 from stapo_lite.config import Config, Train, load_config
 from stapo_lite.extras.transformers_engine import TransformersEngine
+from stapo_lite.method.microbatches import cut_evenly
 from stapo_lite.training.run import Run, learning_rate, prompt_order
 from stapo_lite.types import derived_seed
 

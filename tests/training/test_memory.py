@@ -19,11 +19,11 @@ from helpers import (
     steps,
 )
 
-from stapo_lite.algorithm.microbatches import pack
 from stapo_lite.assemble import open_run
 from stapo_lite.config import load_config
 from stapo_lite.errors import RunError
 from stapo_lite.files import read_object
+from stapo_lite.method.tokens import pack
 from stapo_lite.model.sizes import Sizes
 from stapo_lite.training import memory
 from stapo_lite.training.loop import train
@@ -132,7 +132,9 @@ def test_a_single_sequence_is_checkpointed_then_offloaded_and_then_ends_the_run(
 
 def test_one_long_sequence_does_not_make_the_others_single():
     prompt, lengths = Prompt("", [0], None), [800] + [10] * 100
-    batch = pack([Completion(prompt, [0] * (n - 1), [], True, 0) for n in lengths], "cpu")
+    batch = pack(
+        [Completion(prompt, [0] * (n - 1), [], True, 0) for n in lengths], "cpu", objective()
+    )
     budget = MemoryBudget(setting(800), lambda *_: None)
 
     def work(micro_batches):

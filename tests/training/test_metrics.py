@@ -32,13 +32,13 @@ def test_metrics_of_a_step_are_means_over_completions_or_tokens(write_config, tr
     }
     # The oracle has all of an update; here its tokens count the same in both mini-batches.
     active = torch.cat([batch.advantages for batch, _ in seen]) != 0
-    entropy = torch.cat([update.gradient.statistics.entropy for _, update in seen])[active].double()
+    entropy = torch.cat([update.outputs.statistics.entropy for _, update in seen])[active].double()
     means |= {
         "entropy": entropy.mean(),
         **{f"entropy_p{p}": np.quantile(entropy, p / 100) for p in (10, 50, 90)},
         "kept_share": torch.cat([update.masks.keep for _, update in seen]).double().mean(),
         "silenced_share": torch.cat([update.masks.silenced for _, update in seen]).double().mean(),
-        "loss": np.mean([update.gradient.loss for _, update in seen]),
+        "loss": np.mean([update.outputs.loss for _, update in seen]),
         "grad_norm": np.mean([update.grad_norm for _, update in seen]),
     }
     assert 0 < m["silenced_share"] < m["candidate_share"]

@@ -19,7 +19,7 @@ from helpers import (
     run_update,
 )
 
-from stapo_lite.algorithm.objective import sampler_correction
+from stapo_lite.method.loss import sampler_correction
 
 trl = pytest.importorskip("trl", reason="TRL is not installed: pip install -e '.[test]'")
 
@@ -106,7 +106,7 @@ def test_loss_and_gradient_agree(tiny_model, tmp_path, case):
     batch = packed(policy, completions, old)
     logprobs = batch.old.logprobs, batch.rollout_logprobs
     settings = preset.sampler_correction, preset.sampler_cap
-    correction, capped = sampler_correction(*logprobs, batch.rows, len(completions), *settings)
+    correction, capped = sampler_correction(*logprobs, batch.owner, len(completions), *settings)
     assert capped.any()
     policy.model.zero_grad()
     tensors = trl_tensors(completions, old, reference, correction)

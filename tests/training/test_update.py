@@ -32,9 +32,9 @@ from objectives import CASES, INVARIANT, tolerance
 from torch.nn.utils import parameters_to_vector
 from transformers import AutoModelForCausalLM
 
-from stapo_lite.algorithm.s2t import random_scores
+from stapo_lite.method.masks import random_scores
+from stapo_lite.method.tokens import to_remember
 from stapo_lite.training.loop import leave_out
-from stapo_lite.training.statistics import rows_for_old
 from stapo_lite.training.update import gradient_scale, update
 
 
@@ -107,7 +107,7 @@ def compare(policy, model, completions, case, *, later, rel=1e-5, exact=None, s2
     shares = metrics["kept_share"], metrics["silenced_share"]
     assert shares == (len(kept) / tokens, len(silenced) / tokens)
     if not any(c.advantage or constants.beta or constants.entropy_coef for c, _ in kept):
-        assert (result.grad_norm, result.gradient) == (None, None)
+        assert (result.grad_norm, result.outputs) == (None, None)
         assert not moved.any()
         return None
     reference = None
@@ -283,9 +283,9 @@ def test_later_updates_need_old_statistics_of_all_that_the_masks_read():
     """Rows without advantage count for thresholds over all tokens, which zeros would lower."""
     pair = fake_completions(0, [1.0, 0.0])
     for kind in (objective(s2t={"preset": "paper-v1"}), objective("20-entropy")):
-        assert rows_for_old(pair, kind) == [0, 1]
-    assert rows_for_old(pair, objective()) == [0]
-    assert rows_for_old(pair, objective("justrl", old_logprobs="rollout")) == []
+        assert to_remember(pair, kind) == [0, 1]
+    assert to_remember(pair, objective()) == [0]
+    assert to_remember(pair, objective("justrl", old_logprobs="rollout")) == []
 
 
 def test_a_completion_that_is_left_out_is_not_in_the_mini_batch(make_policy):

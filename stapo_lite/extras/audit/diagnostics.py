@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from stapo_lite.algorithm.microbatches import MiniBatch
-from stapo_lite.algorithm.objective import logit_gradient_norm
-from stapo_lite.algorithm.s2t import candidate_mask, linear_quantile, spurious_mask
+from stapo_lite.method.loss import logit_gradient_norm, masked_sum
+from stapo_lite.method.masks import candidate_mask, linear_quantile, spurious_mask
+from stapo_lite.method.tokens import Tokens
 from stapo_lite.training.callbacks import Callback
 from stapo_lite.training.learner import Learner
-from stapo_lite.training.metrics import Means, gather_means, masked_sum, sum_and_number
+from stapo_lite.training.metrics import Means, gather_means, sum_and_number
 from stapo_lite.training.run import Run
-from stapo_lite.types import Gradient, Masks, Rollouts, Update
+from stapo_lite.types import LossOutputs, Masks, Rollouts, Update
 
 KINDS = ("candidate", "spurious", "negative_rare", "negative_sure")
 
@@ -25,24 +25,24 @@ class Diagnostics(Callback):
         self._parts: list[Means] = []
         self._entropies: list[Tensor] = []
 
-    def on_update(self, run: Run, batch: MiniBatch, update: Update) -> None:
-        if update.masks is None or update.gradient is None:
+    def on_update(self, run: Run, tokens: Tokens, update: Update) -> None:
+        if update.masks is None or update.outputs is None:
             if not update.skipped:  # no token has an advantage, as each kind must
-                none = 0, batch.loss_mask.sum()
+                none = 0, tokens.written.sum()
                 self._parts.append({f"{kind}_share": none for kind in KINDS})
             return
-        active = batch.loss_mask & (batch.advantages != 0)
-        _, entropy, collision = update.gradient.statistics
-        tokens = describe_tokens(run.learner, batch, update.masks, update.gradient)
-        norm, mass = tokens.gradient_norm, masked_sum(tokens.gradient_norm, active)
+        active = tokens.written & (tokens.advantages != 0)
+        _, entropy, collision = update.outputs.statistics
+        details = describe_tokens(run.learner, tokens, update.masks, update.outputs)
+        norm, mass = details.gradient_norm, masked_sum(details.gradient_norm, active)
         means: dict[str, tuple[Any, Any]] = {
             "logit_grad_norm": sum_and_number(norm, active & update.masks.keep),
             "collision": sum_and_number(collision, active),
         }
-        if tokens.tau_h is not None:
-            means["tau_h"] = tokens.tau_h, 1
-        for kind, mask in tokens.kinds.items():
-            means[f"{kind}_share"] = mask.sum(), batch.loss_mask.sum()
+        if details.tau_h is not None:
+            means["tau_h"] = details.tau_h, 1
+        for kind, mask in details.kinds.items():
+            means[f"{kind}_share"] = mask.sum(), tokens.written.sum()
             means[f"{kind}_gradient_share"] = masked_sum(norm, mask), mass
         self._parts.append(means)
         self._entropies.append(entropy[active])
@@ -73,26 +73,26 @@ class TokenDetails(NamedTuple):
 
 
 def describe_tokens(
-    learner: Learner, batch: MiniBatch, masks: Masks, gradient: Gradient
+    learner: Learner, tokens: Tokens, masks: Masks, outputs: LossOutputs
 ) -> TokenDetails:
     """Sort a mini-batch's tokens.
 
     Collective: every rank must call it.
     """
-    s2t, now = learner.config.objective.s2t, gradient.statistics
-    norm = logit_gradient_norm(gradient.weight, now.logprobs, now.collision)
+    s2t, now = learner.config.objective.s2t, outputs.statistics
+    norm = logit_gradient_norm(outputs.weight, now.logprobs, now.collision)
     # What the mask was computed from, or else the policy now.
-    by_mask = (batch.advantages > 0) & s2t.enabled
+    by_mask = (tokens.advantages > 0) & s2t.enabled
     logprobs = torch.where(by_mask, masks.statistics.logprobs, now.logprobs)
     entropy = torch.where(by_mask, masks.statistics.entropy, now.entropy)
-    candidate = batch.loss_mask & candidate_mask(logprobs, batch.advantages, s2t.tau_p)
+    candidate = tokens.written & candidate_mask(logprobs, tokens.advantages, s2t.tau_p)
     tau_h = masks.tau_h
     if not s2t.enabled:
-        active = batch.loss_mask & (batch.advantages != 0)
+        active = tokens.written & (tokens.advantages != 0)
         population = candidate if s2t.population == "candidates" else active
         tau_h = linear_quantile(learner.gather(entropy[population]), s2t.quantile)
-    negative = batch.loss_mask & (batch.advantages < 0)
-    rare = negative & candidate_mask(logprobs, -batch.advantages, s2t.tau_p)
+    negative = tokens.written & (tokens.advantages < 0)
+    rare = negative & candidate_mask(logprobs, -tokens.advantages, s2t.tau_p)
     spurious = spurious_mask(candidate, entropy, tau_h)
     rare = spurious_mask(rare, entropy, tau_h)
     sure = negative & (-torch.expm1(logprobs) < s2t.tau_p)

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 
-from stapo_lite.algorithm.microbatches import MiniBatch, pack
 from stapo_lite.extras.audit.diagnostics import describe_tokens
 from stapo_lite.files import append_lines
+from stapo_lite.method.masks import random_column
+from stapo_lite.method.tokens import Tokens, pack
 from stapo_lite.training.callbacks import Callback
 from stapo_lite.training.folder import TOKENS_FILE
 from stapo_lite.training.run import Run
@@ -46,27 +47,28 @@ class TokenLog(Callback):
         self._candidates: list[tuple[float, Candidate]] = []
         self._others: list[Candidate] = []
 
-    def on_update(self, run: Run, batch: MiniBatch, update: Update) -> None:
-        if update.gradient is None or update.masks is None:
+    def on_update(self, run: Run, tokens: Tokens, update: Update) -> None:
+        if update.outputs is None or update.masks is None:
             return
-        tokens = describe_tokens(run.learner, batch, update.masks, update.gradient)
-        norms = tokens.gradient_norm / batch.advantages  # at equal advantages
-        values = torch.stack([tokens.logprobs.exp(), tokens.entropy, norms], 1)
+        details = describe_tokens(run.learner, tokens, update.masks, update.outputs)
+        norms = details.gradient_norm / tokens.advantages  # at equal advantages
+        values = torch.stack([details.logprobs.exp(), details.entropy, norms], 1)
         names = ("probability", "entropy", "gradient_norm")
-        known = {"tau_h": tokens.tau_h, "kind": "other"}
-        rewarded = batch.loss_mask & (batch.advantages > 0)
-        others = (rewarded & ~tokens.kinds["candidate"]).nonzero()[:, 0]
+        known = {"tau_h": details.tau_h, "kind": "other"}
+        rewarded = tokens.written & (tokens.advantages > 0)
+        others = (rewarded & ~details.kinds["candidate"]).nonzero()[:, 0]
         for numbers in values[thin(others, self._limit)].tolist():
             self._others.append(known | dict(zip(names, map(_short, numbers), strict=True)))
-        places = tokens.kinds["candidate"].nonzero()[:, 0]
+        places = details.kinds["candidate"].nonzero()[:, 0]
         # Not the salt of the `random` ablation, whose scores decide what is silenced.
-        lots = batch.random_scores([~c.adapter_version for c in batch.completions])[places].tolist()
+        salts = [~completion.adapter_version for completion in tokens.completions]
+        lots = random_column(tokens, salts)[places].tolist()
         for lot, place in heapq.nsmallest(self._limit, zip(lots, places.tolist(), strict=True)):
-            row = int(batch.rows[place])
-            candidate = in_context(batch.completions[row], place - batch.starts[row])
+            owner = int(tokens.owner[place])
+            candidate = in_context(tokens.completions[owner], place - tokens.starts[owner])
             numbers = map(_short, values[place].tolist())
             candidate |= known | dict(zip(names, numbers, strict=True))
-            candidate["advantage"] = _short(batch.advantages[place].item())
+            candidate["advantage"] = _short(tokens.advantages[place].item())
             candidate["kind"] = "silenced" if update.masks.silenced[place] else "kept"
             self._candidates.append((lot, candidate))
 
@@ -112,18 +114,18 @@ def add_alternatives(run: Run, candidates: Sequence[Candidate]) -> None:
         Completion(Prompt("", c.pop("beginning"), None), c["token"], [0.0], False, 0)
         for c in candidates
     ]
-    batch = pack(completions, policy.device)
+    tokens = pack(completions, policy.device, run.config.objective)
     before = {name: value.to(policy.device) for name, value in run.snapshot.adapter.items()}
 
     def find(micro_batches: Iterable[list[int]]) -> None:
-        for rows in micro_batches:
-            hidden = policy.hidden_states(batch.select(rows))
+        for chosen in micro_batches:
+            hidden = policy.hidden_states([completions[number] for number in chosen])
             ids, shares = policy.top_tokens(hidden, ALTERNATIVES)
-            for row, *best in zip(rows, ids.tolist(), shares.tolist(), strict=True):
-                candidates[row]["alternatives"] = best
+            for number, *best in zip(chosen, ids.tolist(), shares.tolist(), strict=True):
+                candidates[number]["alternatives"] = best
 
     with policy.holding(before):
-        run.learner.budget.fit(batch, range(len(completions)), find)
+        run.learner.budget.fit(tokens, range(len(completions)), find)
 
 
 def readable(candidate: Candidate, tokenizer: Any) -> Candidate:

@@ -3,8 +3,8 @@ import math
 import pytest
 import torch
 
-from stapo_lite.algorithm.advantages import group_advantages
 from stapo_lite.errors import InputError
+from stapo_lite.method.advantages import group_advantages
 
 NAN, HALF, ROOT = math.nan, math.sqrt(0.5), math.sqrt(2.5)
 SPREAD = [[1 / ROOT, -1 / ROOT, 0.0], [difference / 3 / ROOT for difference in (5, -1, -4)]]

@@ -2,9 +2,11 @@ import itertools
 import math
 
 import torch
-from helpers import fake_completions
+from helpers import fake_completions, objective
 
-from stapo_lite.algorithm.microbatches import deal, pack, sequence_length, split_by_tokens
+from stapo_lite.method.masks import random_column
+from stapo_lite.method.microbatches import deal, sequence_length, split_by_tokens
+from stapo_lite.method.tokens import pack
 from stapo_lite.types import Completion, Prompt
 
 
@@ -40,19 +42,18 @@ def test_tokens_are_packed_one_after_the_other():
     completions = [Completion(prompt, [9] * n, [0.0] * n, False, 0) for n in (3, 1, 2)]
     completions[0].advantage, completions[1].advantage = 1.5, -1.0
     completions[2].loss_mask = [False, True]
-    batch = pack(completions, "cpu")
+    batch = pack(completions, "cpu", objective())
     assert batch.starts == [0, 3, 4, 6]
-    assert batch.rows.tolist() == [0, 0, 0, 1, 2, 2]
+    assert batch.owner.tolist() == [0, 0, 0, 1, 2, 2]
     assert batch.advantages.tolist() == [1.5, 1.5, 1.5, -1.0, 0.0, 0.0]
-    assert batch.loss_mask.tolist() == [True, True, True, True, False, True]
+    assert batch.written.tolist() == [True, True, True, True, False, True]
     assert batch.rollout_logprobs.tolist() == [0.0] * 6
-    assert batch.places([2, 0]).tolist() == [4, 5, 0, 1, 2]
-    assert batch.places([]).tolist() == []
-    assert batch.select([1]) == [batch.completions[1]]
-    empty = pack([], "cpu")
+    assert batch.find_places([2, 0]).tolist() == [4, 5, 0, 1, 2]
+    assert batch.find_places([]).tolist() == []
+    empty = pack([], "cpu", objective())
     assert empty.starts == [0]
-    tensors = (empty.rows, empty.advantages, empty.loss_mask, empty.rollout_logprobs)
-    assert [len(values) for values in (*tensors, empty.random_scores([]))] == [0] * 5
+    tensors = (empty.owner, empty.advantages, empty.written, empty.rollout_logprobs)
+    assert [len(values) for values in (*tensors, random_column(empty, []))] == [0] * 5
 
 
 def test_work_is_dealt_out_evenly():

@@ -3,14 +3,14 @@ import math
 import pytest
 import torch
 
-from stapo_lite.algorithm.s2t import (
+from stapo_lite.method.masks import (
     candidate_mask,
+    highest_of_lowest,
     linear_quantile,
     random_scores,
     spurious_mask,
     top_entropy_mask,
 )
-from stapo_lite.algorithm.stare import highest_of_lowest
 
 
 def test_mask_of_two_completions_by_hand():

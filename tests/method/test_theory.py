@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stapo_lite.algorithm.lm_head import token_statistics
-from stapo_lite.algorithm.objective import logit_gradient_norm, token_loss
+from stapo_lite.method.lm_head import token_statistics
+from stapo_lite.method.loss import logit_gradient_norm, token_loss
 
 VOCABULARY = 50
 C_V = (VOCABULARY - 1) / (VOCABULARY * math.log(VOCABULARY) ** 2)

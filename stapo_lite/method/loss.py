@@ -1,7 +1,17 @@
-"""The token loss of every preset, from the same few functions. Tokens are flat [n].
+"""The loss of every preset, as functions of values: no model, no optimiser.
 
-Only sums and weights, no means: denominators cover the whole mini-batch, across micro-batches and
-processes. `update.micro_batch_loss` combines them.
+    sum over kept tokens of  factor * (c * token loss + beta * k3 - entropy_coef * H)
+
+`policy_loss` computes this for a micro-batch, and its gradient's surrogate. Four numbers of a token
+make its part of the loss:
+
+    factor         one over the denominator of the mean      `weigh`, before any gradient
+    correction     c: what the engine computed differently   `sampler_correction`
+    amplification  STARE's omega, 1 in other methods         `masks.py`
+    weight         w: minus the derivative of c * omega * token loss by log pi
+
+There are sums and factors here, no means: a denominator covers the whole mini-batch, across
+micro-batches and processes.
 """
 
 from typing import NamedTuple
@@ -9,11 +19,124 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from stapo_lite.config import Objective
+from stapo_lite.method.masks import Collective
+from stapo_lite.method.tokens import Tokens
+from stapo_lite.types import LossOutputs, TokenStatistics
+
 LARGEST_LOG_RATIO = 80.0
 """Limit of a log-ratio before `exp`, which is infinite in fp32 from 88.8 on; infinity times a
 gradient of 0 would be NaN."""
 SAPO_TEMPERATURES = (1.0, 1.05)
 """Temperatures of SAPO's gate, for A > 0 and for the rest (arXiv 2511.20347, and TRL)."""
+
+
+def policy_loss(
+    part: Tokens, now: TokenStatistics, reference: Tensor | None, objective: Objective
+) -> LossOutputs:
+    """The loss of a micro-batch.
+
+    Args:
+        part: with `keep`, `amplification` and `factor`.
+        now: of the current policy, [n]; log-probabilities with a gradient, entropies only if
+            `objective.entropy_coef` is not 0.
+        reference: log-probabilities of the KL term's reference, [n]; None without that term.
+
+    Returns:
+        Its `surrogate` has the gradient: -w log pi in place of c * token loss, where the number w
+        is minus the latter's derivative by log pi. (The metrics' gradient norms need w, too.)
+    """
+    assert part.keep is not None
+    assert part.factor is not None
+    assert part.amplification is not None
+    logprobs = now.logprobs.detach()
+    # The policy before the step. In the step's first mini-batch nothing has changed since.
+    old = logprobs if part.old is None else part.old.logprobs
+    # What the model did not write was not sampled: engine and trainer agree on it.
+    rollout = part.rollout_logprobs.where(part.written, old)
+    # The correction weighs each token by its probability under the policy before the step over
+    # that in the engine, which rounds differently and may have had an older adapter. If the ratio
+    # is to the engine's probability itself, nothing is left to correct.
+    denominator, mode = old, objective.sampler_correction
+    if objective.old_logprobs == "rollout":
+        denominator, mode = rollout, "off"
+    correction, capped = sampler_correction(
+        old, rollout, part.owner, len(part.completions), mode, objective.sampler_cap
+    )
+    correction = correction * part.amplification
+    token = bounded_loss(part, logprobs, denominator, objective)
+    weight = correction * token.weight
+    penalties = -objective.entropy_coef * now.entropy
+    if reference is not None:
+        # k3 may be infinite for a masked token, and 0 * infinity is NaN: give these tokens k3 = 0.
+        kept = now.logprobs.where(part.keep, reference)
+        penalties = penalties + objective.beta * k3(kept, reference)
+    # Masked tokens get 0 * w; w is finite (LARGEST_LOG_RATIO).
+    value = part.factor * (correction * token.loss + penalties.detach())
+    surrogate = part.factor * (penalties - weight * now.logprobs)
+    return LossOutputs(
+        surrogate=masked_sum(surrogate, part.keep),
+        loss=masked_sum(value, part.keep),
+        statistics=now,
+        weight=weight,
+        ref_logprobs=torch.zeros_like(logprobs) if reference is None else reference,
+        clipped_low=token.clipped_low,
+        clipped_high=token.clipped_high,
+        capped=capped,
+    )
+
+
+def bounded_loss(
+    part: Tokens, logprobs: Tensor, denominator: Tensor, objective: Objective
+) -> "TokenLoss":
+    """The token loss of the config's method, from the ratio of each token or of its sequence.
+
+    Args:
+        logprobs: [n] of the policy now, without gradient.
+        denominator: log-probabilities of the ratio's denominator, [n].
+    """
+    log_ratio = logprobs - denominator
+    if objective.token_loss == "gspo":
+        log_ratio = sequence_log_ratio(log_ratio, part.written, part.owner, len(part.completions))
+    return token_loss(
+        objective.token_loss,
+        logprobs,
+        log_ratio,
+        part.advantages,
+        objective.epsilon,
+        objective.epsilon_high,
+    )
+
+
+def weigh(
+    tokens: Tokens, keep: Tensor, objective: Objective, longest: int, reduce: Collective
+) -> Tensor | None:
+    """Find the denominator, over the mini-batch on all processes, before the first gradient: if
+    micro-batches divided by their own counts, a token's weight would depend on the cut.
+
+    Args:
+        keep: [N] bool, from `find_masks`.
+        longest: `rollout.max_completion_length`, Dr. GRPO's constant.
+
+    Returns:
+        The factor on each token's loss, [N] fp32, so that the mini-batch's loss is a plain sum;
+        None if no kept token has a gradient.
+    """
+    counted = keep if objective.renormalize else tokens.written
+    counts = segment_sum(counted, tokens.owner, len(tokens.completions))
+    kept_and_trained = keep[tokens.find_places(tokens.trained)].sum()
+    sequences = counts.new_full((), len(counts))
+    numbers = [counts.sum(), (counts > 0).sum(), sequences, kept_and_trained]
+    *totals, with_a_gradient = map(int, reduce(torch.stack(numbers)).tolist())
+    if not with_a_gradient:
+        return None
+    factors = sequence_weights(counts, Totals(*totals), objective.aggregation, longest)
+    return factors[tokens.owner]
+
+
+def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
+    """The sum over a mask, [] float64; `values[mask]` would wait for the device."""
+    return values.where(mask, 0.0).sum(dtype=torch.float64)
 
 
 class TokenLoss(NamedTuple):

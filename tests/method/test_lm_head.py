@@ -6,7 +6,7 @@ from helpers import dense, relative
 from memory import peak_bytes
 from torch.utils.flop_counter import FlopCounterMode
 
-from stapo_lite.algorithm.lm_head import token_statistics, top_tokens
+from stapo_lite.method.lm_head import token_statistics, top_tokens
 
 N, D, V = 140, 24, 271
 BUDGET = 4 * (2 * 128 * 128 + 3 * 128 * D)  # the smallest tiles, 128 x 128: two by three of them

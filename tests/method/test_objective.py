@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from stapo_lite.algorithm.objective import k3, sampler_correction, token_loss
+from stapo_lite.method.loss import k3, sampler_correction, token_loss
 
 # ratio, advantage -> objective, its derivative by log pi, the bound that took effect. The bounds
 # are 0.8 and 1.28, for dppo -0.2 and 0.28 from a probability of 0.5.
