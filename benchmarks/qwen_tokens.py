@@ -20,7 +20,7 @@ from its shortest tenth, which a small model solves more often.
 import argparse
 import random
 from collections.abc import Sequence
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -123,7 +123,7 @@ def sample(setup: Setup) -> None:
         path = folder / f"completions-{start:04d}.jsonl"
         if path.exists():
             continue
-        prompts = list(islice(setup.prompts, start, start + CHUNK))
+        prompts = setup.prompts[start : start + CHUNK]
         seeds = [derived_seed(0, start + i) for i in range(len(prompts))]
         completions = list(chain(*setup.engine.generate(prompts, seeds)))
         right = grade(setup, completions)

@@ -49,6 +49,7 @@ from stapo_lite.training.folder import (
     ENVIRONMENT_FILE,
     METRICS_FILE,
     drop_later_lines,
+    holds_run,
     read_metrics,
 )
 from stapo_lite.training.learner import Learner
@@ -167,7 +168,7 @@ def check_inputs(
     folder = Path(config.output_dir)
     engine = resolve_engine(config.rollout.engine)
     saved = checkpoint.list_checkpoints(folder)
-    if not saved and not (folder / ENVIRONMENT_FILE).exists():
+    if not holds_run(folder):
         check_new(folder)
     elif not resume and (saved or (folder / METRICS_FILE).exists()):
         raise InputError(f"output_dir={folder} holds a run: --resume it, or choose another folder")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -46,7 +47,7 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
         InputError: no such file, or a line is not a JSON object.
     """
     rows: list[dict[str, Any]] = []
-    packed = fsspec.open(str(path), "rb", compression="infer")
+    packed = fsspec.filesystem("file").open(str(path), "rb", compression="infer")
     with explained(f"{path}: cannot be read", OSError, EOFError), packed as file:
         for number, line in enumerate(file, start=1):
             if not rows and line.lstrip(b"\xef\xbb\xbf \t")[:1] == b"[":
@@ -61,12 +62,15 @@ def read_table(delimiter: str, path: str) -> list[dict[str, Any]]:
     numbers, all others text."""
     import pandas as pd  # slow to import
 
-    table = pd.read_csv(path, sep=delimiter, dtype=str, na_filter=False, index_col=False)
+    options: Any = {"sep": delimiter, "dtype": str, "na_filter": False, "index_col": False}
+    with warnings.catch_warnings(action="error", category=pd.errors.ParserWarning):
+        table = pd.read_csv(path, **options)  # a warning: rows have more cells than the head
     for name in table:
         cells = list(table[name])
         with suppress(ValueError):
             numbers = [int(cell) if cell.lstrip("-").isdigit() else float(cell) for cell in cells]
-            if list(map(str, numbers)) == cells:  # 007 and 0.50 stay text
+            # 007 and 0.50 stay text, as do nan and inf.
+            if list(map(str, numbers)) == cells and all(cell[-1].isdigit() for cell in cells):
                 table[name] = pd.Series(numbers, dtype=object)
     return table.to_dict("records")
 

@@ -1,6 +1,8 @@
-"""One event loop for the process, in a thread of its own, for coroutines that plain functions start
-and wait for. What a coroutine keeps from one step or run to the next, such as an HTTP client or a
-semaphore, is tied to its loop."""
+"""Event loops in threads of their own, for coroutines that plain functions start and wait for.
+
+A loop lasts as long as the process: what a coroutine keeps from one step or run to the next, such
+as an HTTP client or a semaphore, is tied to it.
+"""
 
 import asyncio
 from collections.abc import Coroutine
@@ -12,16 +14,17 @@ from typing import Any
 from stapo_lite.errors import RunError
 
 
-def submit(coroutine: Coroutine[Any, Any, Any]) -> Future:
-    """Begin a coroutine in the loop."""
-    return asyncio.run_coroutine_threadsafe(contained(coroutine), running_loop())
+def submit(coroutine: Coroutine[Any, Any, Any], name: str = "the user's") -> Future:
+    """Begin a coroutine in the loop of that name. The user's coroutines, which may block theirs,
+    have one."""
+    return asyncio.run_coroutine_threadsafe(contained(coroutine), running_loop(name))
 
 
 @cache
-def running_loop() -> asyncio.AbstractEventLoop:
-    """The loop, which runs until the process ends."""
+def running_loop(name: str) -> asyncio.AbstractEventLoop:
+    """A loop, which runs until the process ends."""
     loop = asyncio.new_event_loop()
-    Thread(target=loop.run_forever, name="coroutines", daemon=True).start()
+    Thread(target=loop.run_forever, name=name, daemon=True).start()
     return loop
 
 

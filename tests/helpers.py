@@ -294,9 +294,9 @@ def relative(actual, expected):
     return ((actual - expected).norm() / expected.norm().clamp(min=1e-12)).item()
 
 
-def sampled_by_an_engine(policy, completions, noise=0.5):
+def sampled_by_an_engine(policy, completions, noise=0.5, temperature=SAMPLING.temperature):
     """Give the completions log-probabilities of an engine that differs a good deal."""
-    exact = oracle.statistics(oracle.double(policy.model), completions, SAMPLING.temperature)
+    exact = oracle.statistics(oracle.double(policy.model), completions, temperature)
     draw = partial(torch.randn, (), generator=torch.Generator().manual_seed(0))
     for c in completions:
         c.rollout_logprobs = [x + noise * draw().item() for x in exact[c][0]]

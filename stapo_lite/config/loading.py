@@ -109,7 +109,8 @@ def _read_override(override: str) -> tuple[str, Any]:
     if not separator or not key:
         raise InputError(f"override {override!r}: write it as key.sub=value")
     with explained(f"override {override[:80]!r}: the value is not YAML", *NOT_YAML):
-        return key, yaml.load(text, _Loader)
+        # To YAML an asterisk begins an alias; here it begins a pattern of files.
+        return key, text if text.startswith("*") else yaml.load(text, _Loader)
 
 
 def _full_key(schema: type[Section], name: str) -> str:

@@ -28,11 +28,11 @@ MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 """Columns of what a text model cannot read."""
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 ENDS_WITH_ANSWER = (
-    "ends with a message of the assistant, which the model continues; a reference answer belongs "
-    "into data.answer_column"
+    "a prompt ends with a message of the assistant, which the model continues; a reference answer "
+    "belongs into data.answer_column"
 )
 RENDERED_ALREADY = (
-    "has special tokens of the chat template, which it gets; if it has been rendered already, set "
+    "a prompt has tokens of the chat template, which it gets; if it has been rendered already, set "
     "data.apply_chat_template=false"
 )
 
@@ -64,13 +64,13 @@ def _read_files(data: Data, where: str) -> Sequence[dict[str, Any]]:
     paths = [data.source] if Path(data.source).is_file() else sorted(glob(data.source))
     if not paths:
         raise InputError(f"{where}: no such file")
-    if data.source.endswith(".parquet"):
+    if data.source.lower().endswith(".parquet"):
         import datasets
 
         return datasets.load_dataset("parquet", data_files=paths, split="train")
-    ends = Path(data.source.lower()).suffixes[-2:]
-    is_table = ".csv" in ends or ".tsv" in ends
-    read = partial(read_table, "\t" if ".tsv" in ends else ",") if is_table else read_jsonl
+    end = Path(data.source.lower().removesuffix(".gz").removesuffix(".xz")).suffix
+    tables = {".csv": partial(read_table, ","), ".tsv": partial(read_table, "\t")}
+    read = tables.get(end, read_jsonl)
     return [row for path in paths for row in read(path)]
 
 
@@ -128,6 +128,8 @@ class Prompts(Sequence[Prompt]):
         return len(self._numbers)
 
     def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self._make(number) for number in self._numbers[index]]
         return self._make(self._numbers[index])
 
 
@@ -157,7 +159,8 @@ def make_prompts(
             "data.apply_chat_template: the model's tokenizer has no chat template; set it to "
             "false to give the model the prompt as it is, or choose an instruction-tuned model"
         )
-    where, kept = f"{key}={data.source}", array("q")
+    where, kept, warning = f"{key}={data.source}", array("q"), ""
+    marks = marks_of_template(tokenizer) if data.apply_chat_template else []
     for number, row in enumerate(rows):
         if number in left_out:
             continue
@@ -165,6 +168,7 @@ def make_prompts(
         count, longest = len(prompt.token_ids), data.max_prompt_length
         if count <= longest:
             kept.append(number)
+            warning = warning or doubt(prompt.prompt, marks)
         elif not data.filter_overlong_prompts:
             drop = ", or set data.filter_overlong_prompts=true" if key == "data.source" else ""
             raise InputError(
@@ -173,29 +177,38 @@ def make_prompts(
             )
     if not kept:
         raise InputError(f"{where}: no prompt is left")
-    prompts = Prompts(
-        lambda number: _make_prompt(rows[number], tokenizer, data, graded, where), kept
-    )
-    if data.apply_chat_template and (warning := doubt(prompts[0].prompt, tokenizer)):
-        logger.warning("%s: the first prompt %s", where, warning)
-    return prompts
+    if warning:
+        logger.warning("%s: %s", where, warning)
+    return Prompts(lambda number: _make_prompt(rows[number], tokenizer, data, graded, where), kept)
 
 
-def doubt(prompt: str | list[dict[str, Any]], tokenizer: Any) -> str:
-    """What a prompt for the chat template has that a user may not have meant; empty if nothing."""
+def marks_of_template(tokenizer: Any) -> list[str]:
+    """Tokens that the chat template adds, and a prompt has only if it went through one."""
+    added = {token.content for token in tokenizer.added_tokens_decoder.values()}
+    return [mark for mark in added.difference(TAGS) if mark in str(tokenizer.chat_template)]
+
+
+def doubt(prompt: str | list[dict[str, Any]], marks: Sequence[str]) -> str:
+    """What a user may not have meant by a prompt; empty if nothing.
+
+    Args:
+        marks: of the chat template.
+    """
     if isinstance(prompt, list):
         return ENDS_WITH_ANSWER if prompt[-1]["role"] == "assistant" else ""
-    marks = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
-    found = any(mark in prompt and mark in str(tokenizer.chat_template) for mark in marks)
-    return RENDERED_ALREADY if found else ""
+    return RENDERED_ALREADY if any(mark in prompt for mark in marks) else ""
 
 
 def _make_prompt(
     row: dict[str, Any], tokenizer: Any, data: Data, graded: bool, where: str
 ) -> Prompt:
+    if not isinstance(row, dict):
+        raise InputError(f"{where}: must be a dictionary, got {reprlib.repr(row)}")
     prompt: Any = row.get(data.prompt_column)
     for name in MEDIA:
-        if row.get(name) not in (None, []):
+        value = row.get(name)
+        empty = value is None or (isinstance(value, str | list) and not value)
+        if not empty:
             raise InputError(f"{where}: column {name}: only text can be trained on; drop it")
     answer = _read_answer(row, data.answer_column, where) if graded else None
     text = _render(prompt, tokenizer, data, where)
@@ -309,7 +322,9 @@ def set_text(completion: Completion, tokenizer: Any, skip_special_tokens: bool |
         graded = without_end(list(compress(ids, completion.loss_mask)))
     skipped = tokenizer.decode(ids, skip_special_tokens=True)
     if skip_special_tokens is None:
-        skip_special_tokens = not any(tag in whole and tag not in skipped for tag in TAGS)
+        tags = tokenizer("".join(TAGS), add_special_tokens=False).input_ids
+        left = tokenizer.decode(tags, skip_special_tokens=True)
+        skip_special_tokens = all(tag in left for tag in TAGS)
     completion.text = skipped if skip_special_tokens else whole
     completion.whole_text = f"<think>{graded}" if completion.prompt.opens_thinking else graded
 

@@ -336,7 +336,7 @@ def load_adapter(model: Any, folder: Path) -> None:
 def public_name(model: str) -> str:
     """The name on the Hub of a model or adapter, or its folder's name without the path."""
     on_hub = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", model) and not Path(model).exists()
-    return model if on_hub else Path(model).name
+    return model if on_hub else Path(model).resolve().name
 
 
 def add_adapter(base: Any, lora: Lora) -> Any:

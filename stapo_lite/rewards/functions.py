@@ -3,8 +3,8 @@
 import asyncio
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -168,7 +168,7 @@ class LocalFunction:
 
     def __init__(self, name: str, function: Callable):
         self._name, self._function = name, function
-        self._running: Future[Any] | None = None
+        self._task: asyncio.Task | None = None
         kinds = map(inspect.iscoroutinefunction, (function, type(function).__call__))
         self.is_coroutine = any(kinds)
 
@@ -182,8 +182,7 @@ class LocalFunction:
         """
         values = self._function(**reward_arguments(completions, trainer_state))
         if inspect.iscoroutine(values):
-            self._running = submit(values)
-            values = self._running.result()
+            values = submit(self._run(values)).result()
         try:
             return check_scores(self._name, plain(values), len(completions))
         except (SandboxError, TypeError, ValueError) as error:
@@ -191,9 +190,19 @@ class LocalFunction:
             raise RunError(f"reward_funcs: {self._name} {error}; {fix}") from None
 
     def close(self) -> None:
-        """Cancel a running coroutine, and let it clean up."""
-        if self._running is not None and self._running.cancel():
-            submit(asyncio.sleep(0)).result()
+        """Cancel a running coroutine, and wait until it has ended."""
+        if self._task is not None:
+            submit(end(self._task)).result()
+
+    async def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        self._task = asyncio.current_task()
+        return await coroutine
+
+
+async def end(task: asyncio.Task) -> None:
+    """Cancel a task and wait until it has ended."""
+    task.cancel()
+    await asyncio.wait([task])
 
 
 class SandboxedFunction:

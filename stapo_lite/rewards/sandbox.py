@@ -12,7 +12,7 @@ import random
 import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, TimeoutError
+from concurrent.futures import Future, TimeoutError, wait
 from concurrent.futures.process import BrokenProcessPool
 from functools import cache, partial
 from io import TextIOWrapper
@@ -25,6 +25,9 @@ from weakref import WeakSet
 from pebble import ProcessExpired, ProcessPool
 
 from stapo_lite.errors import one_line
+
+POLL = 1.0
+"""Seconds between two looks at whether a pool that is waited for has broken."""
 
 
 class SandboxError(Exception):
@@ -70,42 +73,62 @@ class Pool:
     def schedule(
         self, function: Any, arguments: Sequence[Any], timeout: float | None = None
     ) -> Future:
-        """Begin a call, in new processes if the old ones broke."""
-        if not (self._killed or self._pool.active):
-            self._pool.join()
-            self._pool = self._make()
+        """Begin a call."""
+        self._revive()
         call = self._pool.schedule(function, arguments, timeout=timeout)
         self._calls.add(call)
         return call
 
-    def call(self, function: Any, rows: Sequence[Sequence[Any]], timeout: float) -> list[Future]:
-        """Call a function with the arguments of each row.
+    def call(
+        self, function: Any, rows: Sequence[Sequence[Any]], timeout: float, tries: int = 2
+    ) -> list[Future]:
+        """Call a function with the arguments of each row, and wait for all.
+
+        A worker that dies while no call runs, such as by the out-of-memory killer, breaks pebble's
+        pool, and with it the calls that have not begun. They are made again in a new one.
 
         Args:
             timeout: seconds of one call.
 
         Returns:
-            The calls, most of them finished. Their results raise TimeoutError, ProcessExpired or
-            what the function raised.
+            The finished calls. Their results raise TimeoutError, ProcessExpired or what the
+            function raised; CancelledError if the pool was killed.
 
         Raises:
-            CancelledError: the pool was killed.
+            BrokenProcessPool: the new workers died, too.
         """
         calls = [self.schedule(function, row, timeout) for row in rows]
         for number, call in enumerate(calls):
-            # A worker that dies while no call runs, such as by the out-of-memory killer, breaks
-            # pebble's pool, and with it the calls that have not begun.
-            if isinstance(call.exception(), BrokenProcessPool):
-                calls[number] = self.schedule(function, rows[number], timeout)
+            while not wait([call], POLL).done:
+                self._revive()  # pebble leaves calls in its queue waiting
+            if not self._killed and (call.cancelled() or broken(call)):
+                if tries == 1:
+                    raise BrokenProcessPool("the processes that call rewards do not start")
+                return calls[:number] + self.call(function, rows[number:], timeout, tries - 1)
         return calls
+
+    def _revive(self) -> None:
+        """Replace a pool that broke."""
+        if not (self._killed or self._pool.active):
+            self._cancel_calls()
+            self._pool.join()
+            self._pool = self._make()
+
+    def _cancel_calls(self) -> None:
+        for call in list(self._calls):
+            call.cancel()
 
     def kill(self) -> None:
         """Kill the processes, and cancel their calls, which threads may wait for."""
         self._killed = True
         self._pool.stop()
-        for call in list(self._calls):
-            call.cancel()
+        self._cancel_calls()
         self._pool.join()
+
+
+def broken(call: Future) -> bool:
+    """Whether a finished call was lost with its pool."""
+    return isinstance(call.exception(), BrokenProcessPool)
 
 
 def begin(initializer: Callable[[], None] | None) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from stapo_lite.config import load_config
 from stapo_lite.errors import InputError
-from stapo_lite.files import read_lines, size_up_to_step, sync
+from stapo_lite.files import read_lines, read_object, size_up_to_step, sync
 
 METRICS_FILE = "metrics.jsonl"
 COMPLETIONS_FILE = "completions.jsonl"
@@ -16,14 +16,20 @@ TOKENS_FILE = "tokens.jsonl"
 LOGS = (METRICS_FILE, COMPLETIONS_FILE, EVALUATIONS_FILE, TOKENS_FILE)
 """Other files in the folder are the user's, and stay as they are."""
 ENVIRONMENT_FILE = "environment.json"
-"""It marks a run's folder, as a checkpoint does."""
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a folder is a run's: it has its environment or a checkpoint."""
+    path = folder / ENVIRONMENT_FILE
+    begun = path.exists() and "stapo_lite" in read_object(path)
+    return begun or any(folder.glob("checkpoint-*/state.json"))
 
 
 def check_place(config_file: str | Path, output_dir: str) -> None:
     """Raise InputError if a run's own config names another folder than the run's, as it does after
     the run was moved: --resume would begin a new run there."""
     home = Path(config_file).parent
-    own = (home / ENVIRONMENT_FILE).exists() and load_config(config_file).output_dir == output_dir
+    own = holds_run(home) and load_config(config_file).output_dir == output_dir
     if own and Path(output_dir).resolve() != home.resolve():
         raise InputError(
             f"--resume: the run of {config_file} is not in its output_dir={output_dir}: set "

@@ -6,6 +6,7 @@ import lzma
 import timeit
 import tracemalloc
 from decimal import Decimal
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -130,10 +131,16 @@ def test_overlong_prompts_may_be_dropped_and_answers_missing_if_nothing_grades_t
     assert [p.answer for p in ungraded] == [None, None]
 
 
+def test_rows_that_are_no_dictionaries(tokenizer):
+    data = Data(source="a.json", max_prompt_length=200)
+    with pytest.raises(InputError, match="row 2: must be a dictionary, got 'x'"):
+        make_prompts([{"prompt": "q"}, "x"], tokenizer, data, graded=False)
+
+
 def test_images_sound_and_films_are_refused(tokenizer):
     data = Data(source="a.jsonl")
     for name in ("image", "images", "video", "videos", "audio", "audios"):
-        for nothing in (None, []):
+        for nothing in (None, [], ""):
             make_prompts([{"prompt": "q", name: nothing}], tokenizer, data, graded=False)
         with pytest.raises(InputError, match=f"row 1: column {name}: only text can be trained on"):
             make_prompts([{"prompt": "q", name: b"PNG"}], tokenizer, data, graded=False)
@@ -147,12 +154,12 @@ def test_images_sound_and_films_are_refused(tokenizer):
     ],
 )
 def test_prompts_that_may_not_be_meant_so_are_warned_of_once(tokenizer, caplog, prompt, warning):
-    render(tokenizer, prompt, prompt, "q")
+    render(tokenizer, "plain", prompt, prompt)
     (record,) = caplog.records
     assert warning in record.getMessage()
     if prompt != CHAT:
         render(tokenizer, prompt, **TEXT)
-    render(tokenizer, "a < b, <b>bold</b> and |im_start|")
+    render(tokenizer, "a < b, <b>bold</b>, <think> and |im_start|")
     assert len(caplog.records) == 1
 
 
@@ -171,6 +178,7 @@ def test_rows_are_read_when_they_are_used(tokenizer):
     assert len(prompts) == 3
     assert (prompts[1].prompt, prompts[1].columns["tests"]) == ("q2", "xx")
     assert rows.read == before + 2
+    assert [prompt.prompt for prompt in prompts[1:]] == ["q2", "q3"]
     del prompts, rows[2:]
     big = [{"prompt": "q", "tests": "x" * 10**6} for _ in range(50)]
     tracemalloc.start()
@@ -254,6 +262,10 @@ def test_rows_of_every_kind_of_source(tmp_path):
         assert "\n" not in str(error.value)
     with pytest.raises(InputError, match="data.source=builtins:globals: rows must be dictionaries"):
         load_rows(Data(source="builtins:globals"))
+    more = tmp_path / "more.csv"
+    more.write_text("prompt,answer\nWhat, then?,1\n", encoding="utf-8")
+    with pytest.raises(InputError, match="neither a readable file"):
+        load_rows(Data(source=str(more)))  # the comma in the prompt has no quotes
     for source in ("none.jsonl", "no*.jsonl"):
         with pytest.raises(InputError, match="no such file"):
             load_rows(Data(source=str(tmp_path / source)))
@@ -287,6 +299,9 @@ MIXED = [{"a": 18446744073709551621, "b": 0.1, "c": "nan"}, {"a": 0.5, "b": 3, "
         "a.csv.gz",
         "*.jsonl",
         "[1].jsonl",
+        "a.csv.jsonl",
+        "A.TSV",
+        "a::b.jsonl",
     ],
 )
 def test_rows_are_the_same_in_every_format(tmp_path, name, rows):
@@ -294,12 +309,15 @@ def test_rows_are_the_same_in_every_format(tmp_path, name, rows):
     path = tmp_path / name.replace("*", "a")
     lines = "\n".join(map(json.dumps, rows))
     text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, rows[0], delimiter="\t" if "tsv" in name else ",")
+    writer = csv.DictWriter(
+        text, rows[0], delimiter="\t" if name == "A.TSV" or "tsv" in name else ","
+    )
     writer.writeheader()
     writer.writerows(rows)
     whole = json.dumps(rows, indent=2 if name == "pretty.json" else None)
     forms = {".json": whole, ".csv": text.getvalue(), ".tsv": text.getvalue()}
-    content = lines if name == "lines.json" else forms.get(path.suffixes[0], lines)
+    end = Path(name.lower().removesuffix(".gz").removesuffix(".xz")).suffix
+    content = lines if name == "lines.json" else forms.get(end, lines)
     pack = {".gz": gzip.compress, ".xz": lzma.compress}.get(path.suffix, bytes)
     path.write_bytes(pack(content.encode("utf-8-sig")))
     assert load_rows(Data(source=str(tmp_path / name))) == rows

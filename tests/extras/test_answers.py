@@ -54,6 +54,7 @@ def test_of_a_response_that_was_cut_off_only_a_box_or_an_answer_in_tags_counts()
 RIGHT = [
     ("<answer>C</answer>", "<think>so</think><answer>C</answer>"),
     ("<answer> x = 7 </answer>", "7"),
+    ("<Final_Answer>7</Final_Answer>", "<SOLUTION>7</SOLUTION>"),
     ("<solution>3/8</solution>", r"\boxed{0.375}"),
     ("= 7", r"\boxed{7}"),
     (r"\sqrt[3]{6}", r"\boxed{\sqrt[3]6}"),
@@ -300,7 +301,7 @@ def test_golds_that_cannot_be_read_are_found(caplog):
     grader = MathGrader(timeout=20.0, num_workers=1)
     grader.warn_of_unreadable([*golds, *prose, "12", prose[0]])
     count, total = len(prose) + 1, len(golds) + len(prose) + 2
-    assert f"{count} of {total} answers are no mathematics" in caplog.text
+    assert f"{count} of {total} answers read are no mathematics" in caplog.text
     caplog.clear()
     grader.warn_of_unreadable(golds)
     assert not caplog.text

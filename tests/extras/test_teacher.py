@@ -3,6 +3,7 @@
 import json
 import math
 import threading
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from statistics import fmean
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from stapo_lite.extras import teacher as teachers
 from stapo_lite.extras.teacher import AdapterTeacher, ServerTeacher
 from stapo_lite.method.tokens import pack
 from stapo_lite.training.folder import read_metrics
+from stapo_lite.training.learner import Learner
 from stapo_lite.types import Completion, Prompt
 
 TOOL = {"advantage": 0.5, "loss_mask": [True, False, True]}  # its second token is a tool's
@@ -39,6 +41,7 @@ def test_advantages_are_the_teachers_log_ratios(tiny_model, make_policy, teacher
     policy, batch = make_policy(), pack(COMPLETIONS, "cpu", objective())
     before = {name: value.detach().clone() for name, value in policy.parameters.items()}
     learner = SimpleNamespace(policy=policy, budget=make_budget(64))
+    learner.measure = partial(Learner.measure, learner)
     run = SimpleNamespace(policy=policy, learner=learner)
     teacher = AdapterTeacher(0.25, teacher_folder)
     teacher.on_train_begin(run)

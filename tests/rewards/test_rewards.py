@@ -217,6 +217,7 @@ def test_a_coroutine_under_way_is_cancelled_at_the_end_of_its_run():
         try:
             await asyncio.sleep(3 * GENEROUS)
         finally:
+            await asyncio.sleep(0.01)  # it may clean up
             ended.set()
 
     model = RewardModel(Reward(functions=["slow"]), 10, {"slow": judge})

@@ -120,6 +120,19 @@ def test_a_worker_that_dies_while_no_call_runs_is_replaced(user_function, notice
     assert len(pids) == 3
 
 
+@pytest.mark.parametrize(("count", "size"), [(300, 10), (40, 100_000)])
+def test_calls_that_were_waiting_when_a_pool_broke_are_made_again(count, size):
+    """Those in pebble's queue are never resolved; large ones fill the pipe to the workers."""
+    pool = Pool(2)
+    try:
+        for child in {call.result() for call in pool.call(os.getpid, [[]] * 20, GENEROUS)}:
+            os.kill(child, signal.SIGKILL)
+        calls = pool.call(len, [["x" * size]] * count, GENEROUS)
+        assert [call.result() for call in calls] == [size] * count
+    finally:
+        pool.kill()
+
+
 def test_a_worker_ends_with_a_killed_trainer_whose_tmpdir_is_long(tmp_path):
     """Even one that hangs in C code; and no socket's name is limited to 107 characters."""
     begun, folder = tmp_path / "begun", tmp_path / ("long" * 30)

@@ -165,7 +165,7 @@ def even(completion_ids, **columns):
     global calls
     calls += 1
     if os.environ.get("RANK") == "1" and calls == 3:
-        psutil.Process().parent().parent().kill()  # the trainer, behind the fork server
+        psutil.Process().parent().kill()  # the trainer
     return [float(sum(i % 2 == 0 for i in ids)) for ids in completion_ids]
 """
 

@@ -23,9 +23,14 @@ from stapo_lite.training.folder import read_metrics
     [
         ("config.yaml", False, "run holds other files: choose another folder"),
         ("events.jsonl", True, "run holds other files: choose another folder"),
-        ("checkpoint-3/notes", False, "run holds a run: --resume it, or choose another folder"),
+        ("checkpoint-3/notes", True, "run holds other files: choose another folder"),
+        ("environment.json", True, "run holds other files: choose another folder"),
+        (
+            "checkpoint-3/state.json",
+            False,
+            "run holds a run: --resume it, or choose another folder",
+        ),
         ("completions.jsonl", True, r"its lines must have a step \(KeyError\('step'\)\)"),
-        ("checkpoint-3/notes", True, "checkpoint-3/state.json: cannot be read"),
         ("adapter/notes", True, "run has an adapter, but no checkpoint to continue from"),
         ("metrics.jsonl", False, "run holds a run: --resume it, or choose another folder"),
     ],
@@ -35,7 +40,7 @@ def test_a_run_overwrites_no_other_files(write_config, tmp_path, name, resume, m
     path.parent.mkdir(parents=True)
     path.write_text('{"text": "mine"}\n', encoding="utf-8")
     if name in ("completions.jsonl", "adapter/notes", "metrics.jsonl"):  # of a run
-        write_text(tmp_path / "run" / "environment.json", "{}")
+        write_text(tmp_path / "run" / "environment.json", '{"stapo_lite": "0.1.0"}')
     before = contents(tmp_path / "run")
     with pytest.raises(InputError, match=message):
         run(write_config(), resume)

@@ -62,7 +62,8 @@ def test_an_update_waits_in_few_places_and_never_for_a_micro_batch(make_policy, 
     counts, policy, completions = [], make_policy(), fake_completions(3, ADVANTAGES)
     for max_tokens in (10_000, 1):
         learner = make_learner(policy, KINDS[kind], max_tokens)
-        batch = packed(policy, completions, measured(policy, completions) if later else None)
+        old = measured(policy, completions) if later else None
+        batch = packed(policy, completions, old, KINDS[kind])
         with Waits() as waits:
             assert update(learner, batch).changed
         # transformers' at each pass: whether positions begin anew in a row

@@ -114,7 +114,7 @@ def add_alternatives(run: Run, candidates: Sequence[Candidate]) -> None:
         Completion(Prompt("", c.pop("beginning"), None), c["token"], [0.0], False, 0)
         for c in candidates
     ]
-    tokens = pack(completions, policy.device, run.config.objective)
+    tokens = pack(completions, policy.device, run.learner.config.objective)
     before = {name: value.to(policy.device) for name, value in run.snapshot.adapter.items()}
 
     def find(micro_batches: Iterable[list[int]]) -> None:

@@ -296,7 +296,7 @@ def readable(gold: Any) -> bool:
 def _reference(gold: Any) -> str:
     """The answer of a gold in normal spelling."""
     text = str(gold)
-    if re.search(r"\\f?box|####|answer is|</(?:answer|solution)>", text):
+    if _TAGGED.search(text) or re.search(r"\\f?box|####|answer is", text):
         text = final_answer(text) or text
     return _rewrite(text)
 

@@ -59,7 +59,7 @@ class MathGrader:
         readable = self._call("readable", [[gold] for gold in golds], failed=False)
         found = [gold for gold, good in zip(golds, readable, strict=True) if not good]
         if found:
-            message = "%d of %d answers are no mathematics, and are compared as text: %.100r"
+            message = "%d of %d answers read are no mathematics, and are compared as text: %.100r"
             logger.warning(message, len(found), len(golds), found[0])
 
     def _call(self, function: str, rows: Sequence[Sequence[Any]], failed: Any) -> list[Any]:

@@ -75,8 +75,8 @@ def api_key() -> str:
 
 
 class ServerEngine(RolloutEngine):
-    """Client of vLLM's OpenAI-compatible servers, started by `stapo serve`; requests run in the
-    process's event loop.
+    """Client of vLLM's OpenAI-compatible servers, started by `stapo serve`; requests run in an
+    event loop of their own.
 
     Args:
         dtype: data type of the adapters sent to the servers.
@@ -110,15 +110,18 @@ class ServerEngine(RolloutEngine):
             "api_key": api_key(),
             "timeout": Timeout(None, connect=CONNECT_TIMEOUT),
             "max_retries": MAX_RETRIES,
-            "http_client": DefaultAsyncHttpxClient(trust_env=False),  # no proxy gets the key
         }
-        self._servers = [AsyncOpenAI(base_url=f"{url}/v1", **options) for url in rollout.servers]
+        self._servers = []
+        for url in rollout.servers:
+            direct = DefaultAsyncHttpxClient(trust_env=False)  # no proxy gets the key
+            self._servers.append(AsyncOpenAI(base_url=f"{url}/v1", http_client=direct, **options))
         self._up = list(range(len(self._servers)))
+        self._failure: OpenAIError | None = None
         at_once = max(1, rollout.max_num_seqs // accelerator.num_processes)
         self._slots = asyncio.Semaphore(at_once * len(self._servers))
         for server in self._servers:
             with explained(f"rollout.servers: {server.base_url} cannot be used"):
-                submit(self._connect(server)).result()
+                submit(self._connect(server), "rollouts").result()
 
     async def _connect(self, server: AsyncOpenAI) -> None:
         """Wait until a server is up, and check that it can serve this run."""
@@ -140,24 +143,22 @@ class ServerEngine(RolloutEngine):
         Raises:
             RunError: none could load it.
         """
-        there = list[int]()
         if self._accelerator.is_main_process:
             write_adapter(policy, self._dtype, self._folder / f"v{version}")
             with explained("rollout.servers: no adapter loaded", OpenAIError, kind=RunError):
-                there = submit(self._load(version)).result()
-        (self._up,) = broadcast_object_list([there])
+                submit(self._load(version), "rollouts").result()
+        (self._up,) = broadcast_object_list([self._up])
         self._version = version
 
-    async def _load(self, version: int) -> list[int]:
+    async def _load(self, version: int) -> None:
         path = str(self._folder / f"v{version}")
-        there = await self._post("load", version, lora_path=path)
+        self._up = await self._post("load", version, lora_path=path)
         # Requests of version v belong to steps up to v + max_lag; steps before `version` are done.
         old = version - self._max_lag - 1
         if (self._folder / f"v{old}").exists():
             with suppress(OpenAIError):  # a server that was restarted has lost it
                 await self._post("unload", old)
             shutil.rmtree(self._folder / f"v{old}")
-        return there
 
     async def _post(self, verb: str, version: int, **content: str) -> list[int]:
         """Ask every server to load or unload a version, a lost one only once; the numbers of those
@@ -170,8 +171,13 @@ class ServerEngine(RolloutEngine):
         answers: list[Any] = await asyncio.gather(*posts, return_exceptions=True)
         if not any(isinstance(answer, str) for answer in answers):
             raise answers[0]
-        # One that was asked again may refuse what it has done already.
-        return [n for n, answer in enumerate(answers) if not isinstance(answer, APIConnectionError)]
+        there = []
+        for number, answer in enumerate(answers):
+            if isinstance(answer, APIConnectionError):
+                self._lose(number, answer)
+            else:  # one that was asked again may refuse what it has done already
+                there.append(number)
+        return there
 
     def _name(self, version: int) -> str:
         return f"{self._folder.name}-v{version}"
@@ -183,7 +189,7 @@ class ServerEngine(RolloutEngine):
                 self._ahead[seed] = self._begin(prompt, seed, self._sampling.decoding)
 
     def _begin(self, prompt: Prompt, seed: int, decoding: Decoding) -> Future:
-        return submit(self._sample(prompt, decoding.parameters(seed)))
+        return submit(self._sample(prompt, decoding.parameters(seed)), "rollouts")
 
     def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[list[Completion]]:
         self.prefetch(prompts, seeds)
@@ -219,8 +225,8 @@ class ServerEngine(RolloutEngine):
         body = {"stop_token_ids": stops, "return_token_ids": True} | parameters
         async with self._slots:
             version = self._version
-            while self._up:
-                number = self._up[parameters["seed"] % len(self._up)]
+            while up := self._up:
+                number = up[parameters["seed"] % len(up)]
                 try:
                     answer: Any = await self._servers[number].completions.create(
                         model=self._name(version), prompt=prompt.token_ids, extra_body=body
@@ -234,10 +240,13 @@ class ServerEngine(RolloutEngine):
                 logprobs = choice.logprobs.token_logprobs if choice.logprobs else []
                 truncated = choice.finish_reason == "length"
                 return Completion(prompt, choice.token_ids, logprobs, truncated, version)
-        raise RunError("rollout.servers: all have failed; continue with --resume")
+        raise RunError(
+            f"rollout.servers: all have failed ({self._failure}); continue with --resume"
+        )
 
     def _lose(self, number: int, error: OpenAIError) -> None:
         """Send a server no more requests until the next version."""
+        self._failure = error
         if number in self._up:  # the first of its requests to fail
             self._up.remove(number)
             url = self._servers[number].base_url
