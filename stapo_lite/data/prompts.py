@@ -161,10 +161,14 @@ def make_prompts(
         )
     where, kept, warning = f"{key}={data.source}", array("q"), ""
     marks = marks_of_template(tokenizer) if data.apply_chat_template else []
+
+    def make(number: int, row: Any) -> Prompt:
+        return _make_prompt(row, tokenizer, data, graded, f"{where}, row {number + 1}")
+
     for number, row in enumerate(rows):
         if number in left_out:
             continue
-        prompt = _make_prompt(row, tokenizer, data, graded, f"{where}, row {number + 1}")
+        prompt = make(number, row)
         count, longest = len(prompt.token_ids), data.max_prompt_length
         if count <= longest:
             kept.append(number)
@@ -179,7 +183,7 @@ def make_prompts(
         raise InputError(f"{where}: no prompt is left")
     if warning:
         logger.warning("%s: %s", where, warning)
-    return Prompts(lambda number: _make_prompt(rows[number], tokenizer, data, graded, where), kept)
+    return Prompts(lambda number: make(number, rows[number]), kept)
 
 
 def marks_of_template(tokenizer: Any) -> list[str]:
