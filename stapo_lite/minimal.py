@@ -10,7 +10,6 @@ out are vLLM, several devices, mixed precision, memory that runs out, checkpoint
 import random
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -124,7 +123,7 @@ def update(model: Any, optimizer: Any, tokens: Tokens, objective: Objective) -> 
     factor = weigh(tokens, masks.keep, objective, LENGTH, reduce=alone)
     if factor is None:  # every group had equal rewards
         return
-    table = replace(tokens, keep=masks.keep, amplification=masks.amplification, factor=factor)
+    table = tokens.weighed(masks, factor)
     for chosen in cut_evenly(tokens.trained, MICRO_BATCH):
         part = table.part(chosen)
         now = statistics(model, part.completions)

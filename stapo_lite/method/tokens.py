@@ -11,13 +11,13 @@ beforehand, is decided when they are packed, and nowhere else.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from stapo_lite.config import Objective
-from stapo_lite.types import Completion, TokenStatistics
+from stapo_lite.types import Completion, Masks, TokenStatistics
 
 
 @dataclass
@@ -87,6 +87,11 @@ class Tokens:
             places=places,
             **{name: v[places] for name, v in columns.items() if v is not None},
         )
+
+    def weighed(self, masks: Masks, factor: Tensor | None) -> "Tokens":
+        """The table with the columns that the loss needs besides (`masks.find_masks`,
+        `loss.weigh`)."""
+        return replace(self, keep=masks.keep, amplification=masks.amplification, factor=factor)
 
 
 def pack(

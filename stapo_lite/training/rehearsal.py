@@ -2,7 +2,6 @@
 here, and all processes go on with the setting that fits everywhere."""
 
 import math
-from dataclasses import replace
 
 import torch
 
@@ -34,8 +33,7 @@ def rehearse(learner: Learner) -> None:
         masks = find_masks(blank_statistics(tokens), tokens, objective, learner.gather)
         longest = len(tokens.completions[0].token_ids)
         factor = weigh(tokens, masks.keep, objective, longest, learner.reduce)
-        table = replace(tokens, keep=masks.keep, amplification=masks.amplification, factor=factor)
-        accumulate_gradient(learner, table)
+        accumulate_gradient(learner, tokens.weighed(masks, factor))
         learner.optimizer.zero_grad()
         learner.agree()
     del states

@@ -13,7 +13,6 @@ before the first layer); an update waits for thresholds, counts and gradient nor
 
 import math
 from collections.abc import Iterable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -47,8 +46,7 @@ def update(learner: Learner, tokens: Tokens) -> Update:
     if factor is None:  # nothing to learn from, on no process
         return Update(token_means(tokens, masks))
     # 4. Add up the gradient, micro-batch by micro-batch.
-    table = replace(tokens, keep=masks.keep, amplification=masks.amplification, factor=factor)
-    outputs = accumulate_gradient(learner, table)
+    outputs = accumulate_gradient(learner, tokens.weighed(masks, factor))
     # 5. Clip it, and step. An update that is not finite changes nothing.
     grad_norm, finite = clip_gradient(learner, outputs.loss)
     if not finite:
