@@ -23,8 +23,10 @@ from transformers import AutoTokenizer
 
 from stapo_lite.files import write_lines
 
-# A script's background jobs ignore Ctrl-C, and a test that interrupts a tool would wait for ever.
+# A script's background jobs ignore Ctrl-C, and those of nohup SIGHUP: a test that interrupts a
+# tool with it would wait for ever.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 EVEN = """def even(completion_ids, **_):
     return [sum(i % 2 == 0 for i in ids) for ids in completion_ids]

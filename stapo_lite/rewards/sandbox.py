@@ -99,7 +99,8 @@ class Pool:
         """
         calls = [self.schedule(function, row, timeout) for row in rows]
         for number, call in enumerate(calls):
-            while not wait([call], POLL).done:
+            while not call.done():  # `wait` says that of a cancelled one only once pebble saw it
+                wait([call], POLL)
                 self._revive()  # pebble leaves calls in its queue waiting
             if not self._killed and (call.cancelled() or broken(call)):
                 if tries == 1:
