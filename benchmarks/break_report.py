@@ -1,12 +1,11 @@
 """Report whether STAPO's mask delays the break of a run (docs/results.md).
 
-    python benchmarks/experiments.py break-2.25e-3 --seeds 100 101 102 103 104 105   # and others
     python benchmarks/experiments.py break --seeds 0 1 2 3 4 5 6 7 8 9 10 11
-    python benchmarks/break_report.py [STUDY] [--figure docs/break.png]
+    python benchmarks/break_report.py [--figure docs/break.png]
 
 The rules, set down before any of these runs. Model, task, rollouts and code are those of
-`countdown`; a run breaks at the first step whose reward, a mean over five steps, is below half of
-the highest before it.
+`countdown` (README.md); a run breaks at the first step whose reward, a mean over five steps, is
+below half of the highest before it.
 
 1. Calibration, with `justrl` alone, seeds 100 to 105, 800 steps, at 2.25e-3, 2.5e-3 and 2.75e-3:
    the rate is the lowest at which at least four of six runs break after step 100 and before 800. If
@@ -26,28 +25,42 @@ probability that a mask that delays each break by a factor is found, in the mask
 """
 
 import argparse
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from countdown_report import ROUNDING, break_step
 from experiments_report import COLOURS, Steps, column, difference, load, mean, smooth, trained
 from matplotlib.figure import Figure
 from scipy.stats import CensoredData, binomtest, ecdf
-from study_csv import add_results_option, steps_paths
+from study_file import add_results_option, study_path
 
 from stapo_lite.extras.evaluation.results import markdown
 
+STUDY = "break"
 BASE, MASK = "justrl", "stapo"
 METHODS = (MASK, BASE, "random", "full")
 STYLES = ("-", "--", "-.", ":")
 """Of the curves, which may lie on each other."""
 LAST = slice(-50, None)
+ROUNDING = 1e-5
+"""Most by which the five digits of the kept rewards can move one against half of another. Rewards
+are multiples of 1 / 128, so that many are exactly the half."""
 DRAWS = 2000
 FACTORS = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0, math.inf)
 """Of the delay; inf: no run breaks."""
+
+
+def break_step(reward: Sequence[float]) -> int:
+    """The first step whose smoothed reward is below half of the highest up to it; one more than
+    there are steps if none is."""
+    highest = list(itertools.accumulate(reward, max))
+    for step, (value, peak) in enumerate(zip(reward, highest, strict=True), start=1):
+        if value < peak / 2 - ROUNDING:
+            return step
+    return len(reward) + 1
 
 
 def sign_test(base: Sequence[int], mask: Sequence[int]) -> tuple[int, int, float]:
@@ -163,16 +176,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("study", nargs="?", default="break")
     add_results_option(parser)
     parser.add_argument("--figure", type=Path)
     given = parser.parse_args()
-    loaded = load(steps_paths(given.results, given.study))
+    loaded = load(study_path(given.results, STUDY))
     found = {method: loaded[method] for method in METHODS if method in loaded}
     if BASE not in found:
-        raise SystemExit(f"{given.study}: no finished run of {BASE}")
+        raise SystemExit(f"{STUDY}: no finished run of {BASE}")
     if any(seeds.keys() != found[BASE].keys() for seeds in found.values()):
-        raise SystemExit(f"{given.study}: not every method has the same seeds")
+        raise SystemExit(f"{STUDY}: not every method has the same seeds")
     breaks = {
         method: {
             seed: break_step(smooth(trained(steps), "reward")) for seed, steps in seeds.items()

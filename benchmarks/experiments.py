@@ -2,11 +2,10 @@
 
     python benchmarks/experiments.py [STUDY] [--only stapo justrl ...] [--seeds 0 1 2] [--at-once 2]
 
-A study is a task, its methods, a config and overrides of it. Each run has a process of its
-own with one thread, a few at a time, the methods of one seed before those of the next. Runs that
-are in `results/STUDY-runs.csv` already are skipped, and an interrupted one continues from its
-checkpoint in `runs/STUDY/METHOD-SEED`. A finished run is added to `results/STUDY/METHOD.csv` and
-`results/STUDY-runs.csv` (`study_csv.py`).
+A study is a task, its methods and a config. Each run has a process of its own with one thread, a
+few at a time, the methods of one seed before those of the next. Runs that are in
+`results/STUDY.parquet` already are skipped, and an interrupted one continues from its checkpoint in
+`runs/STUDY/METHOD-SEED`. A finished run is added to that file (`study_file.py`).
 """
 
 import argparse
@@ -23,12 +22,11 @@ from statistics import fmean
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import alliteration
 import countdown
 import torch
 import writing
 from common import commit
-from study_csv import RESULT, add_results_option, collect_results, finished_runs, keep_result
+from study_file import RESULT, add_results_option, collect_results, finished_runs, keep_result
 
 from stapo_lite.assemble import PythonInputs, open_run
 from stapo_lite.config import Config, load_config
@@ -51,10 +49,6 @@ METHODS = {
     "full": ["algorithm=stapo", "objective.s2t.preset=full"],
     "high-entropy": ["algorithm=stapo", "objective.s2t.preset=high-entropy"],
     "random": ["algorithm=stapo", "objective.s2t.preset=random"],
-    # What STAPO silences, amplified while entropy is below that of the untrained policy.
-    "stare": ["algorithm=stare", "objective.stare.target_entropy=0.5"],
-    "cispo": ["algorithm=cispo"],
-    "dppo": ["algorithm=dppo"],
     # With the paper's q = 0.75, the masks of low and of high entropy share two thirds of their
     # tokens. These two masks share none.
     "lower-half": ["algorithm=stapo", "objective.s2t.quantile=0.5"],
@@ -63,51 +57,21 @@ METHODS = {
         "objective.s2t.preset=high-entropy",
         "objective.s2t.quantile=0.5",
     ],
-    # Around the paper's thresholds, tau_p = 0.002 and q = 0.75.
-    "tau_p=0.0005": ["algorithm=stapo", "objective.s2t.tau_p=0.0005"],
-    "tau_p=0.008": ["algorithm=stapo", "objective.s2t.tau_p=0.008"],
-    "q=0.9": ["algorithm=stapo", "objective.s2t.quantile=0.9"],
 }
 """Overrides of a study's config for each method."""
 
 
 class Study(NamedTuple):
-    """Methods to compare, on which task, with which other overrides."""
+    """Methods to compare, on which task."""
 
     methods: Sequence[str]
-    overrides: Sequence[str] = ()
     task: ModuleType = writing
     config: str = "experiments.yaml"
     held_out_steps: int = 10
     """Steps between two evaluations on the held-out prompts."""
 
 
-COUNTDOWN = Study(
-    ("justrl", "stapo", "full", "random", "stare", "grpo", "20-entropy", "cispo", "dppo"),
-    task=countdown,
-    config="countdown.yaml",
-    held_out_steps=200,
-)
-RATE = COUNTDOWN._replace(methods=("justrl",), overrides=["train.max_steps=400"])
-
-
-def at_rate(rate: str, *methods: str) -> Study:
-    """The countdown at another learning rate."""
-    return COUNTDOWN._replace(methods=methods, overrides=[f"train.learning_rate={rate}"])
-
-
 STUDIES = {
-    "countdown": COUNTDOWN,
-    # The learning rate of `countdown` is chosen by these, without a look at any mask.
-    "countdown-1.5e-3": RATE._replace(overrides=[*RATE.overrides, "train.learning_rate=1.5e-3"]),
-    "countdown-2e-3": RATE,
-    # The rules of these are in break_report.py. Calibration had seeds 100 to 105; two of six runs
-    # broke at 2.5e-3. `break` has seeds 0 to 11.
-    **{
-        f"break-{rate}": at_rate(rate, "justrl")
-        for rate in ("2.1e-3", "2.25e-3", "2.5e-3", "2.75e-3")
-    },
-    "break": at_rate("2.5e-3", "justrl", "stapo", "random", "full"),
     "writing": Study(
         (
             "stapo",
@@ -121,13 +85,14 @@ STUDIES = {
             "upper-half",
         )
     ),
-    "unstable": Study(("stapo", "justrl"), ["train.learning_rate=1.0e-3"]),
-    "unstable-3e-3": Study(("stapo", "justrl"), ["train.learning_rate=3.0e-3"]),
-    "alliteration": Study(("stapo", "justrl", "random"), task=alliteration),
-    "sensitivity": Study(("tau_p=0.0005", "tau_p=0.008", "q=0.9"), ["train.max_steps=30"]),
+    # Its rules are in break_report.py.
+    "break": Study(
+        ("justrl", "stapo", "random", "full"),
+        task=countdown,
+        config="countdown.yaml",
+        held_out_steps=200,
+    ),
 }
-"""`countdown` is described in README.md. `sensitivity` is compared with the first steps of
-`stapo` and `lower-half` of `writing`."""
 
 
 def prepare(
@@ -141,7 +106,7 @@ def prepare(
     write_lines(source, rows)
     own = [f"seed={seed}", f"output_dir={folder}", f"data.source={source}"]
     own.append(f"reward.functions=[{study.task.__name__}:reward]")
-    keys = [*METHODS[method], *study.overrides, *own, *overrides]
+    keys = [*METHODS[method], *own, *overrides]
     return load_config(HERE / study.config, keys), held_out
 
 
@@ -153,8 +118,8 @@ def run_one(study: Study, method: str, seed: int, folder: Path, overrides: Seque
     with open_run(config, resume=True, python=inputs) as run:
         for _ in train(run):
             pass
-    given = [*METHODS[method], *study.overrides, *overrides]
-    facts = {"method": method, "seed": seed, "overrides": shlex.join(given), "commit": version}
+    given = shlex.join([*METHODS[method], *overrides])
+    facts = {"method": method, "seed": seed, "overrides": given, "commit": version}
     keep_result(folder, facts)
 
 
@@ -268,8 +233,8 @@ def start(name: str, work: Path, given: argparse.Namespace) -> int:
 
 
 def run_side_by_side(names: Sequence[str], work: Path, given: argparse.Namespace) -> bool:
-    """Make the runs, a few at a time, and add each to the CSVs when it ends; return whether all
-    have finished."""
+    """Make the runs, a few at a time, and add each to the study's file when it ends; return
+    whether all have finished."""
     pool = ThreadPoolExecutor(given.at_once)
     all_finished = True
     try:
@@ -301,7 +266,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--here",
         action="store_true",
-        help="train in this process; the next call without this adds the results to the CSVs",
+        help="train in this process; the next call without this adds the results to the file",
     )
     return parser.parse_args()
 

@@ -1,15 +1,14 @@
 """Report what the experiments found: a table, paired differences and a figure.
 
-    python benchmarks/experiments_report.py [STUDY ...] [--minus METHOD]
+    python benchmarks/experiments_report.py [STUDY] [--minus METHOD]
     [--figure docs/experiments.png]
 
-Reads `results/STUDY/*.csv`, by default those of `writing`. Several studies are read as one and cut
-to the shortest run: `writing sensitivity`. Each run is reduced to a few numbers first; methods are
-then compared seed by seed. Training rewards and entropies at a step are means over five steps,
-entropy is the sampled negative log-probability in nats, and "first steps" are the first five. The
-test of a difference is the exact paired permutation test (the sign of each seed's difference is
-flipped). Its smallest p with n seeds is 2 / 2^n, so nothing can be significant with three seeds,
-and the p in the table shows that.
+Reads `results/STUDY.parquet`, by default that of `writing`, and cuts all runs to the shortest. Each
+run is reduced to a few numbers first; methods are then compared seed by seed. Training rewards and
+entropies at a step are means over five steps, entropy is the sampled negative log-probability in
+nats, and "first steps" are the first five. The test of a difference is the exact paired permutation
+test (the sign of each seed's difference is flipped). Its smallest p with n seeds is 2 / 2^n, so
+nothing can be significant with three seeds, and the p in the table shows that.
 """
 
 import argparse
@@ -27,7 +26,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from scipy.stats import permutation_test
-from study_csv import add_results_option, read_rows, run_key, steps_paths
+from study_file import Row, add_results_option, read_rows, run_key, study_path
 
 from stapo_lite.extras.evaluation.results import markdown
 
@@ -50,39 +49,23 @@ COMPARED = (
 )
 """Measures whose differences are tested: the final reward, how fast a run learns, the entropy on
 the way and at the end, and how improbable the last answers are to the untrained base."""
-Steps = list[dict[str, float]]
+Steps = list[Row]
 """The rows of one run, in order; values that a step does not have are left out."""
 Runs = dict[str, dict[int, dict[str, float]]]
 """Method -> seed -> measure -> value."""
 
 
-def load(files: Sequence[Path]) -> dict[str, dict[int, Steps]]:
-    """Read the runs by method and seed, each up to the last step that all of them have.
-
-    A run of a later file, in alphabetical order, replaces one of the same method and seed.
-    """
+def load(path: Path) -> dict[str, dict[int, Steps]]:
+    """Read a study's runs by method and seed, each up to the last step that all of them have."""
     found: dict[str, dict[int, Steps]] = {}
-    for file in sorted(files):
-        for method, seeds in load_study(file).items():
-            found.setdefault(method, {}).update(seeds)
+    for row in read_rows(path):
+        method, seed = run_key(row)
+        found.setdefault(method, {}).setdefault(seed, []).append(row)
     runs = [steps for seeds in found.values() for steps in seeds.values()]
     end = min((steps[-1]["step"] for steps in runs), default=0)
     for steps in runs:
         steps[:] = [row for row in steps if row["step"] <= end]
     return found
-
-
-def load_study(file: Path) -> dict[str, dict[int, Steps]]:
-    """Read the runs of one study by method and seed."""
-    study: dict[str, dict[int, Steps]] = {}
-    for row in read_rows(file):
-        method, seed = run_key(row)
-        values = {}
-        for name, text in row.items():
-            if name not in ("method", "seed") and text:
-                values[name] = float(text)
-        study.setdefault(method, {}).setdefault(seed, []).append(values)
-    return study
 
 
 def trained(steps: Steps) -> Steps:
@@ -282,17 +265,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("studies", nargs="*", default=["writing"], metavar="STUDY")
+    parser.add_argument("study", nargs="?", default="writing", metavar="STUDY")
     add_results_option(parser)
     parser.add_argument(
         "--minus", default="stapo", metavar="METHOD", help="compare the others with this one"
     )
     parser.add_argument("--figure", type=Path)
     given = parser.parse_args()
-    files = [path for study in given.studies for path in steps_paths(given.results, study)]
-    found = load(files)
+    found = load(study_path(given.results, given.study))
     if not found:
-        raise SystemExit(f"{' '.join(given.studies)}: no finished run")
+        raise SystemExit(f"{given.study}: no finished run")
     runs = measure_runs(found)
     if given.minus not in runs:
         parser.error(f"--minus {given.minus}: choose from {', '.join(runs)}")

@@ -129,12 +129,13 @@ def main() -> None:
         draw(metrics, given.figure)
     if given.results:
         given.results.mkdir(parents=True, exist_ok=True)
-        metrics.to_csv(given.results / "metrics.csv", index=False, float_format="%.6g")
-        scores.to_csv(given.results / "scores.csv", index=False, float_format="%.6g")
         folders = (given.before, *given.after)
         (given.results / "samples.md").write_text(side_by_side(folders), encoding="utf-8")
-        rates = {folder.name: samples(folder)["right"] for folder in folders}
-        DataFrame(rates).astype(int).to_csv(given.results / "right.csv")
+        rights = DataFrame({folder.name: samples(folder)["right"] for folder in folders})
+        kept = {"metrics": metrics, "scores": scores, "right": rights.astype(int).reset_index()}
+        for name, table in kept.items():
+            path = given.results / f"{name}.parquet"
+            table.to_parquet(path, index=False, compression="zstd")
 
 
 if __name__ == "__main__":

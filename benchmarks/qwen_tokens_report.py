@@ -80,11 +80,6 @@ def token_table(lines: Sequence[Mapping[str, Any]]) -> DataFrame:
     return tokens
 
 
-def places_of(tokens: DataFrame, completions: Any, positions: Any) -> Any:
-    """Row numbers in the table of tokens, by their completions and their positions in them."""
-    return tokens.groupby("completion").head(1).index.to_numpy()[completions] + positions
-
-
 def find_spurious(tokens: DataFrame, tau_p: float, quantile: float, population: str) -> Any:
     """Candidates and spurious tokens (bool), and tau_h."""
     rare = tokens["p"] < tau_p
@@ -178,7 +173,7 @@ def describe_rare(
     """The tokens whose alternatives are known, in context."""
     rows = []
     _, spurious, _ = find_spurious(tokens, *VERSIONS["paper"])
-    starts = places_of(tokens, range(len(lines)), 0)
+    starts = tokens.groupby("completion").head(1).index
     for number, line in enumerate(lines):
         ids = line["token_ids"]
         for key, (best, probabilities) in line["best"].items():
@@ -312,19 +307,17 @@ def report(folder: Path, out: Path, tokenizer: Any) -> None:
             ]
         ),
         "curve": DataFrame([{"tau_p": v[0], "quantile": v[1]} | shares(tokens, v) for v in CURVE]),
-        "bounds": bounds(tokens, len(tokenizer)),
+        "bounds": bounds(tokens, len(tokenizer)).astype({"p": str, "entropy": str}),
     }
     effects = DataFrame(read_lines(folder / "effects.jsonl"))
     if len(effects):
         tables["effects"] = effects_table(effects)
-        places = tokens.iloc[places_of(tokens, effects["completion"], effects["position"])]
-        effects = effects.assign(p=places["p"].to_numpy(), entropy=places["entropy"].to_numpy())
-        effects.to_csv(out / "places.csv", index=False, float_format="%.5g")
     for name, table in tables.items():
-        table.to_csv(out / f"{name}.csv", index=False, float_format="%.5g")
+        table.to_parquet(out / f"{name}.parquet", index=False, compression="zstd")
         print(f"\n{name}\n{table.T.to_string() if len(table) < 5 else table.to_string()}")
     rare = describe_rare(tokens, lines, tokenizer)
-    rare.to_csv(out / "rare.csv", index=False)
+    of_right = rare[rare["right"]]  # few of all, and what docs and notebook show
+    of_right.to_parquet(out / "rare.parquet", index=False, compression="zstd")
     draw_tokens(rare, out / "tokens.png")
     draw_bounds(tokens, len(tokenizer), out / "bounds.png")
 

@@ -65,12 +65,12 @@ def benchmark(script, *options, **environment):
     return done.stdout
 
 
-def tiny_qwen3(tied: bool, intermediate_size: int = 96):
+def tiny_qwen3(tied: bool):
     return qwen3(
         "1.7B",
         vocab_size=VOCABULARY,
         hidden_size=64,
-        intermediate_size=intermediate_size,
+        intermediate_size=96,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,

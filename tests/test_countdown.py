@@ -1,4 +1,4 @@
-"""Countdown: the task, its model and its reports by hand, and one of its runs at toy size."""
+"""Countdown: the task, its model and its report by hand, and one of its runs at toy size."""
 
 import itertools
 import math
@@ -7,11 +7,9 @@ import sys
 
 import break_report
 import countdown
-import countdown_report
 import pytest
-import study_csv
+import study_file
 from countdown_model import FOLDER
-from countdown_report import break_step
 
 RIGHT = "try 4 * 9 = 36 then - 6 = 30 yes"
 
@@ -51,8 +49,7 @@ def test_traces_are_right_but_for_the_noise():
 
 
 def write_study(path):
-    """The CSV of `justrl`, which loses its rewards after ten of twenty steps, and of `stapo`, which
-    keeps them."""
+    """`justrl` loses its rewards after ten of twenty steps, `stapo` keeps them."""
     rows = []
     for method, seed in itertools.product(("justrl", "stapo"), (0, 1)):
         run = {"method": method, "seed": seed, "held_out_wrong_sums": 0.05, "silenced_share": 1e-4}
@@ -61,28 +58,13 @@ def write_study(path):
             reward, entropy = (0.0, 1.1) if lost else (0.5, 0.6)
             measured = {"reward": reward, "entropy": entropy, "sampled_nll": entropy / 2}
             rows.append(run | {"step": step} | measured)
-    study_csv.write_rows(path, study_csv.STEP_COLUMNS, rows)
+    study_file.write_rows(path, rows)
 
 
 def test_the_step_of_a_break():
-    assert break_step([0.1, 0.5, 0.3, 0.25, 0.24, 0.6]) == 5
+    assert break_report.break_step([0.1, 0.5, 0.3, 0.25, 0.24, 0.6]) == 5
     # Exactly half is none, though digits were lost.
-    assert break_step([0.76251, 0.38125, 0.37]) == 3
-
-
-def test_the_report_by_hand(tmp_path, capsys, monkeypatch):
-    """After step 10 two of the last five rewards are left at step 13."""
-    write_study(tmp_path / "countdown/all.csv")
-    monkeypatch.setattr("sys.argv", ["countdown_report.py", "--results", str(tmp_path)])
-    countdown_report.main()
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "| justrl | 2 | 2 (median step 13) | 0.25 |" in shown
-    # The primary outcomes: 21 against 13, and 0.3 against 0.45.
-    assert "| stapo | 2 | +8.00 ± 0.00 | 0.500 | -0.15 ± 0.00 | 0.500 |" in shown
-    sys.argv += ["--entropy", "entropy"]
-    countdown_report.main()
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "| stapo | 2 | +8.00 ± 0.00 | 0.500 | -0.30 ± 0.00 | 0.500 |" in shown
+    assert break_report.break_step([0.76251, 0.38125, 0.37]) == 3
 
 
 def test_the_sign_test_leaves_out_pairs_that_are_equal():
@@ -116,8 +98,9 @@ def test_a_run_comes_back_at_half_of_its_highest_reward():
 
 
 def test_the_report_of_breaks_by_hand(tmp_path, capsys, monkeypatch):
-    """`justrl` breaks at step 13 in both seeds, `stapo` in neither."""
-    write_study(tmp_path / "break/all.csv")
+    """`justrl` breaks in both seeds, at step 13, where two of the last five rewards are left;
+    `stapo` in neither."""
+    write_study(tmp_path / "break.parquet")
     figure = tmp_path / "break.png"
     arguments = ["break_report.py", "--results", str(tmp_path), "--figure", str(figure)]
     monkeypatch.setattr(sys, "argv", arguments)
@@ -132,9 +115,9 @@ def test_the_report_of_breaks_by_hand(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_a_run_of_the_study(experiment, tmp_path):
-    command = ["experiments", "countdown", "--only", "full", "--seeds", "3"]
+    command = ["experiments", "break", "--only", "full", "--seeds", "3"]
     experiment(*command, model=FOLDER, prompt=10, completion=66)
-    rows = study_csv.read_rows(tmp_path / "out/countdown/full.csv")
-    assert [row["step"] for row in rows] == ["0", "1", "2"]
-    assert 0 < float(rows[0]["held_out_wrong_sums"]) < 0.1
-    assert 0.2 < float(rows[0]["held_out_reward"]) < 0.8
+    rows = study_file.read_rows(tmp_path / "out/break.parquet")
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert 0 < rows[0]["held_out_wrong_sums"] < 0.1
+    assert 0.2 < rows[0]["held_out_reward"] < 0.8

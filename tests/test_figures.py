@@ -3,12 +3,11 @@
 import json
 import re
 
-import countdown_report
 import experiments_report
 import pandas as pd
 import pytest
 from helpers import ROOT, benchmark
-from study_csv import steps_paths
+from study_file import study_path
 
 RESULTS = ROOT / "benchmarks" / "results"
 TABLES = "benchmarks/README.md"
@@ -34,13 +33,9 @@ def against_trl():
     yield RESULTS_PAGE, "TRL's time / ours " + ", ".join(f"{r:.1f}" for r in ratios.values())
 
 
-def one_base():
-    on, off = (result("one_base")["medians"][side] for side in ("on", "off"))
-    yield "docs/how.md", f"peaks at {on['peak']:.2f} GiB instead of {off['peak']:.2f}"
-
-
 def learned():
-    scores = pd.read_csv(RESULTS / "qwen_gsm8k" / "scores.csv").set_index(["score", "evaluation"])
+    scores = pd.read_parquet(RESULTS / "qwen_gsm8k" / "scores.parquet")
+    scores = scores.set_index(["score", "evaluation"])
     percent = (100 * scores).round(6)  # 28.75, not 28.749999
     rights = {name: f"{mean:.1f}" for name, mean in percent.loc["right", "mean"].items()}
     gains = {}
@@ -60,10 +55,7 @@ def learned():
 
 
 def studies():
-    found = experiments_report.load(steps_paths(RESULTS, "countdown"))
-    for line in countdown_report.table(found).splitlines():
-        yield TABLES, line
-    runs = experiments_report.load(steps_paths(RESULTS, "writing"))
+    runs = experiments_report.load(study_path(RESULTS, "writing"))
     for method, seeds in experiments_report.measure_runs(runs).items():
         cells = [experiments_report.cell([run[m] for run in seeds.values()]) for m in MEASURES]
         yield TABLES, f"| {' | '.join([method, str(len(seeds)), *cells])} |"
@@ -80,7 +72,7 @@ def breaks():
     yield RESULTS_PAGE, re.search(r"found in .*", prevented)[0]
 
 
-@pytest.mark.parametrize("figures", [against_trl, one_base, learned, studies, breaks])
+@pytest.mark.parametrize("figures", [against_trl, learned, studies, breaks])
 def test_the_docs_quote_the_results(figures):
     def words(text):  # the same wherever lines break, and however wide columns are
         return re.sub(r"-{3,}", "-", re.sub(r"\s+", " ", text))

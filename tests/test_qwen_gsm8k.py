@@ -34,7 +34,7 @@ def test_changes_are_paired_by_problem(tmp_path, monkeypatch):
     options = "stapo --before before --after after --figure a.png --results results"
     monkeypatch.setattr("sys.argv", ["qwen_gsm8k_report.py", *options.split()])
     report.main()
-    scores = pd.read_csv("results/scores.csv").set_index(["evaluation", "score"])
+    scores = pd.read_parquet("results/scores.parquet").set_index(["evaluation", "score"])
     means = [("before", "right"), ("after", "right"), ("after", "tokens"), ("after", "code")]
     assert scores["mean"][means].tolist() == pytest.approx([1 / 2, 5 / 6, 20, 1 / 3], rel=1e-5)
     # Problems change by 0.5, 0.5 and 0, so that no resample's mean is outside of these.
@@ -42,8 +42,8 @@ def test_changes_are_paired_by_problem(tmp_path, monkeypatch):
     assert changes.loc["right"].tolist() == pytest.approx([1 / 3, 0, 0.5], rel=1e-5)
     assert changes.loc["cut off"].tolist() == [0, 0, 0]
     assert scores["mean"]["after", "cut off"] == pytest.approx(1 / 3, rel=1e-5)
-    assert pd.read_csv("results/right.csv")["after"].tolist() == [0, 1, 1, 1, 1, 1]
-    assert pd.read_csv("results/metrics.csv")["step"].tolist() == [1, 2]
+    assert pd.read_parquet("results/right.parquet")["after"].tolist() == [0, 1, 1, 1, 1, 1]
+    assert pd.read_parquet("results/metrics.parquet")["step"].tolist() == [1, 2]
     shown = (tmp_path / "results" / "samples.md").read_text(encoding="utf-8")
     assert "## 1\n\nbefore, right:\n\n    so:\n    ```\n\nafter, right:\n" in shown
     assert (tmp_path / "a.png").stat().st_size > 10_000

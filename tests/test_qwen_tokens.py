@@ -7,7 +7,7 @@ import qwen_tokens
 import qwen_tokens_report as report
 import torch
 from helpers import benchmark
-from pandas import DataFrame, read_csv
+from pandas import DataFrame, read_parquet
 
 from stapo_lite.config import load_config
 from stapo_lite.files import write_lines
@@ -133,6 +133,6 @@ def test_a_toy_measurement_that_was_stopped_goes_on(tiny_model, tmp_path):
     printed = [benchmark("qwen_tokens", *options) for _ in range(2)]
     assert "problems 0 to 1" in printed[0]
     assert "problems 0 to 1" not in printed[1]  # it was there
-    summary = read_csv(tmp_path / "run" / "summary.csv").to_dict("records")[0]
+    summary = read_parquet(tmp_path / "run" / "summary.parquet").to_dict("records")[0]
     assert (summary["problems"], summary["completions"]) == (2, 16)
     assert summary["gap between engine and trainer, nats"] < 1e-4
