@@ -318,12 +318,10 @@ def shared_base(engine: RolloutEngine, config: Config, accelerator: Accelerator)
             the model's.
     """
     weights = engine.shared_base() if config.may_share_base else None
-    must = config.rollout.share_base == "on" or config.quantization == "fp8"
-    if weights is None and must:
+    if weights is None and config.rollout.share_base == "on":
         raise InputError(
-            "rollout.share_base: the engine has no weights to share (on a CPU vLLM packs those "
-            "away that are not in 4 bits, and fp8 needs a card of compute capability 8.9); set "
-            "auto, and quantization to nf4 or null"
+            "rollout.share_base: the engine has no weights to share (on a CPU vLLM packs away all "
+            "weights that are not in 4 bits): set it to auto"
         )
     if weights is None:
         return None
@@ -348,7 +346,6 @@ def open_learner(
     """
     config = inputs.config
     if base is None:
-        assert config.quantization != "fp8"  # nothing to load: `shared_base` has raised
         base = load_weights(config.model, config.dtype, accelerator.device, config.quantization)
     policy = make_policy(base, config, inputs.start)
     closing.callback(policy.drop_base)

@@ -177,14 +177,5 @@ class NF4Weight(NamedTuple):
     """bitsandbytes' `QuantState`: shape and scales."""
 
 
-class FP8Weight(NamedTuple):
-    """The weight of a linear layer in 8 bits: values times scale."""
-
-    values: Tensor
-    """[out, in] float8_e4m3fn."""
-    scale: Tensor
-    """[1], or [out, 1] for a scale of each row; fp32."""
-
-
-BaseWeights = Mapping[str, "Tensor | NF4Weight | FP8Weight"]
+BaseWeights = Mapping[str, "Tensor | NF4Weight"]
 """Frozen weights by the names of transformers' parameters."""

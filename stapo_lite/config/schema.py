@@ -454,9 +454,9 @@ class Config(Preset):
     dtype: Dtype = "auto"
     """Type of the base and of the forward pass. `auto`: bfloat16, or float16 on cards without its
     units; on a CPU the faster one of bfloat16 and float32, timed at each start."""
-    quantization: Literal["nf4", "fp8"] | None = None
-    """`nf4`: a 4-bit base (QLoRA); vLLM gets the same by `rollout.quantization=bitsandbytes`.
-    `fp8`: vLLM's 8-bit weights (`rollout.quantization=fp8`). Neither was tried on a card."""
+    quantization: Literal["nf4"] | None = None
+    """`nf4`: a 4-bit base (QLoRA); vLLM gets the same by `rollout.quantization=bitsandbytes`. Not
+    tried on a card."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of every random draw."""
     stop_on: list[str] = []
@@ -480,7 +480,7 @@ class Config(Preset):
     @property
     def quantization_in_vllm(self) -> str | None:
         """vLLM's name of the trainer's quantisation."""
-        return "bitsandbytes" if self.quantization == "nf4" else self.quantization
+        return "bitsandbytes" if self.quantization else None
 
     @property
     def may_share_base(self) -> bool:
@@ -496,7 +496,6 @@ class Config(Preset):
         objective, rollout, train = self.objective, self.rollout, self.train
         evaluation = self.evaluation
         corrected = objective.old_logprobs == "rollout" or objective.sampler_correction != "off"
-        must_share = rollout.share_base == "on" or self.quantization == "fp8"
         name = self.quantization_in_vllm or "null"
         return [
             (
@@ -531,10 +530,9 @@ class Config(Preset):
                 "objective.sampler_correction=token-truncate, or objective.old_logprobs=rollout",
             ),
             (
-                must_share and not self.may_share_base,
-                "rollout.share_base=on and quantization=fp8 need vLLM in the process with the "
-                f"trainer's weights: set rollout.engine=vllm and rollout.quantization={name}, and "
-                "leave out rollout.share_base=off",
+                rollout.share_base == "on" and not self.may_share_base,
+                "rollout.share_base=on needs vLLM in the process with the trainer's weights: set "
+                f"rollout.engine=vllm and rollout.quantization={name}",
             ),
         ]
 

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from stapo_lite.errors import InputError
-from stapo_lite.model.fp8 import FP8Linear
 from stapo_lite.model.loading import attention_for, beside_vllm, load_model_config, ready
-from stapo_lite.types import BaseWeights, FP8Weight, NF4Weight
+from stapo_lite.types import BaseWeights, NF4Weight
 
 
 def base_on(weights: BaseWeights, model: str, dtype: str, device: torch.device) -> Any:
@@ -39,8 +38,6 @@ def base_on(weights: BaseWeights, model: str, dtype: str, device: torch.device) 
         if isinstance(module, nn.Linear) and isinstance(weight, NF4Weight):
             base.set_submodule(path, linear_4bit(module, weight))
             base.is_loaded_in_4bit = True  # transformers' flag, which PEFT reads
-        elif isinstance(module, nn.Linear) and isinstance(weight, FP8Weight):
-            base.set_submodule(path, FP8Linear(module, weight))
     tied = base.get_output_embeddings() if config.get_text_config().tie_word_embeddings else None
     for path, module in base.named_modules():
         if module is not tied:

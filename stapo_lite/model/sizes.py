@@ -11,8 +11,8 @@ from stapo_lite.model.loading import (
 )
 
 GIB = 2**30
-LINEAR_BYTES = {"nf4": 0.5 + 4 / 64, "fp8": 1.0}
-"""Bytes per weight of a linear layer in vLLM; of 4 bits with an fp32 scale for 64 weights."""
+NF4_BYTES = 0.5 + 4 / 64
+"""Bytes of a weight in vLLM's 4-bit layers: half a byte, and an fp32 scale for 64 weights."""
 
 
 class Sizes(NamedTuple):
@@ -42,7 +42,7 @@ def count_sizes(config: Config) -> Sizes:
         for layer in linears[name]:
             adapter += config.lora.r * (layer.in_features + layer.out_features)
     width, text = value_bytes(config), hf_config.get_text_config()
-    base = in_linears * LINEAR_BYTES.get(config.quantization or "", width) + others * width
+    base = in_linears * (NF4_BYTES if config.quantization else width) + others * width
     keys = head_size(text) * key_heads(text)
     return Sizes(int(base), adapter, 2 * text.num_hidden_layers * keys * width)
 

@@ -25,7 +25,6 @@ def source(path, function=None):
 
 WORKER, CORE = "v1/worker/gpu_worker.py", "v1/engine/core.py"
 HEAD = "model_executor/layers/logits_processor.py"
-FP8 = "model_executor/layers/quantization/online/fp8.py"
 COMPILE = "compilation/decorators.py"
 UTILITIES = "model_executor/models/transformers/utils.py"
 
@@ -46,14 +45,12 @@ UTILITIES = "model_executor/models/transformers/utils.py"
         ("v1/worker/gpu/model_runner.py", "profile_cudagraph_memory", "_cudagraph_memory(self)"),
         # Graphs without an adapter can be left out.
         ("v1/cudagraph_dispatcher.py", "_get_lora_cases", "cudagraph_specialize_lora"),
-        # An fp32 head, also of an fp8 model, is not a copy: the trainer shares its weight.
+        # An fp32 head is not a copy: the trainer shares its weight.
         (HEAD, "_apply_head", "mm(flat, lm_head.weight.t(), out_dtype=self.head_dtype)"),
         (HEAD, "_apply_head", "UnquantizedEmbeddingMethod"),
         # Layouts that the trainer reads.
         ("model_executor/layers/linear.py", None, "self.output_sizes = output_sizes"),
         ("model_executor/layers/vocab_parallel_embedding.py", None, "self.org_vocab_size"),
-        (FP8, None, "replace_parameter(layer, 'weight', qweight.t())"),
-        (FP8, None, "replace_parameter(layer, 'weight_scale', weight_scale)"),
         # transformers' modules that vLLM serves ask for its config; `beside_vllm` gives them one.
         (COMPILE, None, "vllm_config = get_current_vllm_config()"),
         (COMPILE, None, "self.compilation_config.mode"),
