@@ -242,7 +242,8 @@ def decode(model: str, quantization: str | None, rank: int, length: int = 1024) 
 
 def zeros(model: str, lora: Any) -> Any:
     """An adapter that changes nothing, as an engine takes it."""
-    from stapo_lite.model.loading import add_adapter, load_model_config, without_weights
+    from stapo_lite.model.adapter import add_adapter
+    from stapo_lite.model.loading import load_model_config, without_weights
 
     adapted = add_adapter(without_weights(load_model_config(model)), lora)
     values = {

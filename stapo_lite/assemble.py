@@ -35,10 +35,12 @@ from stapo_lite.extras.turns.episodes import RolloutFunction, find_function, run
 from stapo_lite.extras.turns.frequencies import ToolFrequencies
 from stapo_lite.extras.turns.tools import Chat
 from stapo_lite.files import check_new, lock, write_text
-from stapo_lite.model.loading import find_adapter, find_start, load_tokenizer, load_weights
+from stapo_lite.model.adapter import find_adapter, find_start
+from stapo_lite.model.loading import load_weights
 from stapo_lite.model.one_base import base_on
 from stapo_lite.model.policy import make_optimizer, make_policy
 from stapo_lite.model.processes import resolve_dtype
+from stapo_lite.model.tokenizer import load_tokenizer
 from stapo_lite.rewards.functions import RewardModel
 from stapo_lite.rollout.engine import RolloutEngine
 from stapo_lite.rollout.make import check_options, resolve_engine, rollout_settings, start_vllm

@@ -96,7 +96,7 @@ def serve_command(
     """Serve a run's rollouts by vLLM."""
     from stapo_lite.config import load_config
     from stapo_lite.extras.servers.serve import become_server
-    from stapo_lite.model.loading import find_start, read_fitting_adapter
+    from stapo_lite.model.adapter import find_start, read_fitting_adapter
     from stapo_lite.model.processes import resolve_dtype
     from stapo_lite.rollout.make import resolve_engine
     from stapo_lite.rollout.vllm_options import check_vllm

@@ -24,7 +24,8 @@ from stapo_lite.config import Config, Engine, Lora, Train, load_config
 from stapo_lite.extras.audit.diagnostics import Diagnostics
 from stapo_lite.files import write_lines
 from stapo_lite.method.tokens import pack
-from stapo_lite.model.loading import find_start, load_weights
+from stapo_lite.model.adapter import find_start
+from stapo_lite.model.loading import load_weights
 from stapo_lite.model.policy import Policy, make_optimizer, make_policy
 from stapo_lite.rollout.engine import RolloutSettings
 from stapo_lite.training.checkpoint import Progress, list_checkpoints

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from stapo_lite.errors import InputError, RunError, explained
 from stapo_lite.method.tokens import Tokens
-from stapo_lite.model.loading import load_adapter
+from stapo_lite.model.adapter import load_adapter
 from stapo_lite.training.callbacks import Callback
 from stapo_lite.training.metrics import Means, gather_means, sum_and_number
 from stapo_lite.training.run import Run

@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import LogitsProcessorList, TopPLogitsWarper
 
 from stapo_lite.errors import InputError
+from stapo_lite.progress import progress_bar
 from stapo_lite.rollout.engine import (
     Decoding,
     Publisher,
@@ -17,7 +18,6 @@ from stapo_lite.rollout.engine import (
     RolloutSettings,
     each_sample,
     in_groups,
-    progress_bar,
 )
 from stapo_lite.types import Completion, Prompt
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from stapo_lite.errors import InputError
-from stapo_lite.model.loading import attention_for, beside_vllm, load_model_config, ready
+from stapo_lite.model.attention import attention_for
+from stapo_lite.model.loading import beside_vllm, load_model_config, ready
 from stapo_lite.types import BaseWeights, NF4Weight
 
 

@@ -13,7 +13,7 @@ from stapo_lite.config import Config, Train
 from stapo_lite.files import open_to_others
 from stapo_lite.method.lm_head import token_statistics, top_tokens
 from stapo_lite.method.tokens import send
-from stapo_lite.model.loading import add_adapter, checkpoint_layers, load_adapter
+from stapo_lite.model.adapter import add_adapter, load_adapter
 from stapo_lite.types import Completion, TokenStatistics
 
 
@@ -194,6 +194,19 @@ class Policy:
             folder, save_embedding_layers=False, state_dict=values or self.parameters
         )
         open_to_others(folder)
+
+
+def checkpoint_layers(base: Any) -> None:
+    """Let layers recompute their activations in the backward pass."""
+    base.gradient_checkpointing_enable({"use_reentrant": False})
+    # A layer checkpoints only in training mode: set it on these layers alone, not on their
+    # submodules, and set their own dropout rates to 0.
+    for module in base.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.training = True
+            for name, value in vars(module).items():
+                if "drop" in name and isinstance(value, float):
+                    setattr(module, name, 0.0)
 
 
 def make_optimizer(policy: Policy, train: Train) -> torch.optim.Optimizer:

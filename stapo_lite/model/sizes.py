@@ -1,14 +1,11 @@
 """Bytes of a run's parts, from the model's config alone."""
 
+from itertools import chain
 from typing import Any, NamedTuple
 
 from stapo_lite.config import Config
-from stapo_lite.model.loading import (
-    check_target_modules,
-    linear_layers,
-    load_model_config,
-    without_weights,
-)
+from stapo_lite.model.adapter import linear_layers, target_layers
+from stapo_lite.model.loading import load_model_config, without_weights
 
 GIB = 2**30
 NF4_BYTES = 0.5 + 4 / 64
@@ -34,13 +31,11 @@ def count_sizes(config: Config) -> Sizes:
     """
     hf_config = load_model_config(config.model)
     meta = without_weights(hf_config)
-    linears = linear_layers(meta)
-    in_linears = sum(layer.weight.numel() for group in linears.values() for layer in group)
+    in_linears = sum(layer.weight.numel() for layer in chain(*linear_layers(meta).values()))
     others = sum(parameter.numel() for parameter in meta.parameters()) - in_linears
     adapter = 0
-    for name in check_target_modules(config.lora.target_modules, linears):
-        for layer in linears[name]:
-            adapter += config.lora.r * (layer.in_features + layer.out_features)
+    for layer in chain(*target_layers(meta, config.lora.target_modules).values()):
+        adapter += config.lora.r * (layer.in_features + layer.out_features)
     width, text = value_bytes(config), hf_config.get_text_config()
     base = in_linears * (NF4_BYTES if config.quantization else width) + others * width
     keys = head_size(text) * key_heads(text)

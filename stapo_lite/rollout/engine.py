@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
-
-from tqdm.auto import tqdm
 
 from stapo_lite.files import open_to_others
 from stapo_lite.types import BaseWeights, Completion, Prompt, derived_seed
@@ -69,23 +65,6 @@ def each_sample(
 def in_groups(completions: list[Completion], size: int) -> list[list[Completion]]:
     """Cut completions in the order of `each_sample` into groups of `size`."""
     return [completions[i : i + size] for i in range(0, len(completions), size)]
-
-
-def progress_bar(task: str, unit: str, total: int, steps: Iterable[Any] | None = None) -> tqdm:
-    """A progress bar of the first process, removed when done. Without a terminal, such as in a log
-    file, it is a line each minute."""
-    options: dict[str, Any] = {"disable": os.environ.get("RANK", "0") != "0"}
-    if not sys.stderr.isatty():  # a notebook's is one
-        line = "{desc}: {n_fmt} of {total_fmt} {unit}s in {elapsed}{postfix}\n"
-        options |= {"mininterval": 60, "delay": 60, "bar_format": line}
-    return tqdm(steps, task, total, leave=False, unit=unit, miniters=0, **options)
-
-
-def show_speed(bar: tqdm, completions: Iterable[Completion]) -> None:
-    """Show the tokens per second of the finished completions behind a bar."""
-    tokens = sum(len(completion.token_ids) for completion in completions)
-    seconds = bar.format_dict["elapsed"] or 1
-    bar.set_postfix_str(f"{tokens / seconds:.0f} tokens/s", refresh=False)
 
 
 class Publisher(Protocol):

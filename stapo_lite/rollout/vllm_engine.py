@@ -26,13 +26,12 @@ from accelerate.utils.memory import clear_device_cache
 
 from stapo_lite.config import Engine, Lora
 from stapo_lite.errors import InputError, RunError, explained, one_line, out_of_memory
+from stapo_lite.progress import progress_bar, show_speed
 from stapo_lite.rollout.engine import (
     Decoding,
     Publisher,
     RolloutEngine,
     RolloutSettings,
-    progress_bar,
-    show_speed,
     write_adapter,
 )
 from stapo_lite.rollout.vllm_options import engine_arguments, prepare_vllm

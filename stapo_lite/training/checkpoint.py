@@ -28,7 +28,7 @@ from torch import Tensor
 from stapo_lite.config import Config, flatten
 from stapo_lite.errors import InputError, explained
 from stapo_lite.files import read_object, sync
-from stapo_lite.model.loading import load_adapter
+from stapo_lite.model.adapter import load_adapter
 from stapo_lite.model.policy import Policy
 from stapo_lite.training.memory import MemorySetting
 

@@ -20,7 +20,7 @@ from stapo_lite.errors import RunError, out_of_memory
 from stapo_lite.method.microbatches import sequence_length, split_by_tokens
 from stapo_lite.method.tokens import Tokens
 from stapo_lite.model.sizes import GIB, count_activations, count_sizes
-from stapo_lite.rollout.engine import progress_bar
+from stapo_lite.progress import progress_bar
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

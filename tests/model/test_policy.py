@@ -14,12 +14,9 @@ from stapo_lite.config import PROJECTIONS, Lora
 from stapo_lite.errors import InputError
 from stapo_lite.extras.transformers_engine import TransformersEngine
 from stapo_lite.method.microbatches import sequence_length
-from stapo_lite.model.loading import (
-    add_adapter,
-    load_adapter,
-    load_tokenizer,
-    use_repeated_keys,
-)
+from stapo_lite.model.adapter import add_adapter, load_adapter
+from stapo_lite.model.attention import use_repeated_keys
+from stapo_lite.model.tokenizer import load_tokenizer
 from stapo_lite.types import Prompt
 
 TINY = {

@@ -18,7 +18,7 @@ from stapo_lite.errors import InputError, RunError
 from stapo_lite.extras.transformers_engine import TransformersEngine
 from stapo_lite.extras.turns.episodes import run_episodes
 from stapo_lite.extras.turns.tools import Chat
-from stapo_lite.model.loading import load_adapter
+from stapo_lite.model.adapter import load_adapter
 from stapo_lite.model.sizes import count_sizes
 from stapo_lite.rollout.engine import Decoding
 from stapo_lite.rollout.vllm_options import WATERMARK

@@ -28,8 +28,10 @@ from stapo_lite.extras.evaluation.samples import Task, benchmark_tasks, draw, gr
 from stapo_lite.extras.evaluation.scores import summarise
 from stapo_lite.extras.transformers_engine import TransformersEngine
 from stapo_lite.files import append_lines, check_new, lock, read_lines, write_lines, write_text
-from stapo_lite.model.loading import load_tokenizer, load_weights, public_name, read_fitting_adapter
+from stapo_lite.model.adapter import public_name, read_fitting_adapter
+from stapo_lite.model.loading import load_weights
 from stapo_lite.model.processes import check_launch, resolve_dtype
+from stapo_lite.model.tokenizer import load_tokenizer
 from stapo_lite.rollout.engine import Decoding, RolloutEngine, RolloutSettings
 from stapo_lite.rollout.make import check_options, resolve_engine
 from stapo_lite.rollout.vllm_options import vllm_version

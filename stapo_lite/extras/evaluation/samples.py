@@ -11,7 +11,8 @@ from stapo_lite.data.prompts import load_rows, make_prompts, set_text
 from stapo_lite.errors import InputError
 from stapo_lite.extras.evaluation.benchmarks import load_benchmark
 from stapo_lite.extras.math.grading import MathGrader, Question
-from stapo_lite.rollout.engine import Decoding, RolloutEngine, progress_bar
+from stapo_lite.progress import progress_bar
+from stapo_lite.rollout.engine import Decoding, RolloutEngine
 from stapo_lite.types import Completion, Prompt, derived_seed
 
 Line = dict[str, Any]

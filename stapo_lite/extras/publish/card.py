@@ -10,7 +10,7 @@ from stapo_lite.data.prompts import names_file
 from stapo_lite.errors import InputError
 from stapo_lite.extras.evaluation.results import results_table
 from stapo_lite.files import read_lines, read_object
-from stapo_lite.model.loading import public_name
+from stapo_lite.model.adapter import public_name
 from stapo_lite.rollout.vllm_options import served_rank
 from stapo_lite.training.folder import ENVIRONMENT_FILE, EVALUATIONS_FILE, read_metrics
 

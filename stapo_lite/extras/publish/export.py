@@ -21,13 +21,9 @@ from stapo_lite.errors import InputError, explained
 from stapo_lite.extras.publish.card import FinishedRun, model_card, read_run
 from stapo_lite.extras.publish.hub import prepare_repository, push_folder
 from stapo_lite.files import open_to_others
-from stapo_lite.model.loading import (
-    load_model_config,
-    load_tokenizer,
-    load_weights,
-    public_name,
-    read_fitting_adapter,
-)
+from stapo_lite.model.adapter import public_name, read_fitting_adapter
+from stapo_lite.model.loading import load_model_config, load_weights
+from stapo_lite.model.tokenizer import load_tokenizer
 
 SHARD_SIZE = "5GB"
 HELD_OUT = (

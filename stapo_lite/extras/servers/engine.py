@@ -34,6 +34,7 @@ from openai import (
 from stapo_lite.config import Rollout
 from stapo_lite.errors import InputError, RunError, explained, one_line
 from stapo_lite.loop_thread import submit
+from stapo_lite.progress import progress_bar, show_speed
 from stapo_lite.rollout.engine import (
     Decoding,
     Publisher,
@@ -41,8 +42,6 @@ from stapo_lite.rollout.engine import (
     RolloutSettings,
     each_sample,
     in_groups,
-    progress_bar,
-    show_speed,
     write_adapter,
 )
 from stapo_lite.types import Completion, Prompt

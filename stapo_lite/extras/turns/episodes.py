@@ -32,6 +32,7 @@ from stapo_lite.extras.turns.tools import (
     schemas_of,
 )
 from stapo_lite.loop_thread import submit
+from stapo_lite.progress import progress_bar
 from stapo_lite.rewards.functions import copied
 from stapo_lite.rollout.engine import (
     Decoding,
@@ -39,7 +40,6 @@ from stapo_lite.rollout.engine import (
     RolloutSettings,
     each_sample,
     in_groups,
-    progress_bar,
 )
 from stapo_lite.types import Completion, Prompt, derived_seed
 

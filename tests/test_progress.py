@@ -6,7 +6,7 @@ import pytest
 from helpers import ADVANTAGES, fake_completions, objective, run_update
 from tqdm import std
 
-from stapo_lite.rollout.engine import progress_bar, show_speed
+from stapo_lite.progress import progress_bar, show_speed
 
 
 @pytest.fixture(autouse=True)

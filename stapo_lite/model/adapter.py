@@ -1,0 +1,184 @@
+"""A LoRA adapter in PEFT's format: found, read, added to a base, loaded."""
+
+import re
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from stapo_lite.config import Lora
+from stapo_lite.errors import InputError, explained
+from stapo_lite.model.loading import load_model_config, without_weights
+
+PLAIN_STARTS = (True, False, "gaussian", "orthogonal")
+"""PEFT's `init_lora_weights` that leave the base as it is."""
+
+
+def find_start(lora: Lora) -> Path | None:
+    """The folder of the adapter to start from; None without `lora.adapter`."""
+    return find_adapter(lora, lora.adapter, "lora.adapter") if lora.adapter else None
+
+
+def find_adapter(lora: Lora, adapter: str, key: str) -> Path:
+    """The folder of an adapter, downloaded from the Hub if there is no such folder.
+
+    Args:
+        key: of the config, for messages.
+
+    Raises:
+        InputError: there is no such adapter, or its rank, scale or layers are not the config's.
+    """
+    folder = Path(adapter)
+    if not folder.exists():
+        from huggingface_hub import snapshot_download
+
+        with explained(f"{key}={folder}: neither a folder nor on the Hub"):
+            folder = Path(snapshot_download(adapter, allow_patterns="adapter_*"))
+    saved = read_adapter(folder)
+    scale = ("r", "lora_alpha", "use_rslora")
+    differing = [name for name in scale if getattr(saved, name) != getattr(lora, name)]
+    if set(lora.target_modules) not in ({"all-linear"}, set(saved.target_modules)):
+        differing.append("target_modules")
+    if differing:
+        raise InputError(f"{key}={adapter} has another lora.{', lora.'.join(differing)}")
+    return folder
+
+
+def read_adapter(folder: Path) -> Any:
+    """PEFT's config of an adapter. Its `target_modules`, whole paths or a pattern, become the last
+    parts of the names of the layers that it has.
+
+    Raises:
+        InputError: there is none, or it is not a plain LoRA adapter, which both engines apply as it
+            was trained.
+    """
+    from peft import PeftConfig
+
+    with explained(f"adapter={folder}: no adapter in PEFT's format"):
+        adapter: Any = PeftConfig.from_pretrained(str(folder))
+        names = list(load_file(folder / "adapter_model.safetensors"))
+    plain = (
+        adapter.peft_type == "LORA"
+        and adapter.bias == "none"
+        and adapter.init_lora_weights in PLAIN_STARTS
+        and not (adapter.use_dora or adapter.modules_to_save)
+        and not (adapter.rank_pattern or adapter.alpha_pattern)
+        # PEFT would put any other tensor, such as a resized embedding, into the base.
+        and all(".lora_" in name for name in names)
+    )
+    if not plain:
+        raise InputError(f"adapter={folder}: not a plain LoRA adapter")
+    layers = {name.partition(".lora_")[0].rpartition(".")[2] for name in names}
+    adapter.target_modules = sorted(layers)
+    return adapter
+
+
+def read_fitting_adapter(folder: Path, model: str) -> Any:
+    """`read_adapter`, for a model without its weights. Engines would leave out tensors whose names
+    they do not know.
+
+    Raises:
+        InputError: also if the adapter does not fit the model (`load_adapter`).
+    """
+    adapter = read_adapter(folder)
+    load_adapter(add_adapter(without_weights(load_model_config(model)), adapter), folder)
+    return adapter
+
+
+def add_adapter(base: Any, lora: Lora) -> Any:
+    """Freeze the base and give it a LoRA adapter (PEFT, in fp32) that changes nothing yet; returns
+    the PeftModel, ready to train.
+
+    Unlike PEFT's `prepare_model_for_kbit_training`, it does not cast unquantised weights to fp32,
+    which would take 2.5 GB in an 8B model and agree less with the engine.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    base.requires_grad_(False)
+    targets = list(target_layers(base, lora.target_modules))
+    model = get_peft_model(
+        base,
+        LoraConfig(
+            r=lora.r,
+            lora_alpha=lora.lora_alpha,
+            use_rslora=lora.use_rslora,
+            target_modules=targets,
+            exclude_modules=outside_decoder(base, targets),
+            task_type="CAUSAL_LM",
+        ),
+    )
+    model.peft_config["default"].base_model_name_or_path = public_name(base.name_or_path)
+    module: Any
+    if base.dtype != torch.float32:  # autocast casts; PEFT would make an fp32 copy of every input
+        for module in model.modules():
+            if hasattr(module, "cast_input_dtype_enabled"):
+                module.cast_input_dtype_enabled = False
+    # Training mode would switch on dropout, which the engine does not have, and more, such as the
+    # random routing of PhiMoE.
+    model.eval()
+    return model
+
+
+def load_adapter(model: Any, folder: Path) -> None:
+    """Give a PeftModel the values of a saved adapter of the same shape.
+
+    Raises:
+        InputError: it has values for other layers or of another shape, or lacks some.
+    """
+    from peft import set_peft_model_state_dict
+
+    weights = load_file(folder / "adapter_model.safetensors")
+    weights = {name: values.to(model.device) for name, values in weights.items()}  # may be meta
+    with explained(f"{folder}: the adapter does not fit the model", RuntimeError):
+        result: Any = set_peft_model_state_dict(model, weights)
+    wrong = [*result.unexpected_keys, *(name for name in result.missing_keys if "lora_" in name)]
+    if wrong:
+        raise InputError(
+            f"{folder}: the adapter does not fit the model, {wrong[0]} is on one side only"
+        )
+
+
+def target_layers(model: Any, target_modules: Sequence[str]) -> dict[str, list[nn.Linear]]:
+    """The linear layers that get an adapter, by the last part of their names.
+
+    Raises:
+        InputError: the decoder has no linear layer of one of the names.
+    """
+    linears = linear_layers(model)
+    if target_modules == ["all-linear"]:
+        return linears
+    if missing := set(target_modules) - set(linears):
+        raise InputError(
+            f"lora.target_modules: the model has no linear layer {', '.join(sorted(missing))}: "
+            f"choose from {', '.join(linears)}"
+        )
+    return {name: linears[name] for name in target_modules}
+
+
+def linear_layers(model: Any) -> dict[str, list[nn.Linear]]:
+    """The decoder's linear layers, by the last part of their names."""
+    linears: dict[str, list[nn.Linear]] = {}
+    for path, module in model.get_decoder().named_modules():
+        if isinstance(module, nn.Linear):
+            linears.setdefault(path.rpartition(".")[2], []).append(module)
+    return linears
+
+
+def outside_decoder(base: Any, names: Collection[str]) -> str | None:
+    """A pattern for PEFT's `exclude_modules` that matches every path outside the decoder, such as a
+    vision tower's. None if no layer there has one of the names."""
+    decoder = next(path for path, module in base.named_modules() if module is base.get_decoder())
+    for path, module in base.named_modules():
+        named = isinstance(module, nn.Linear) and path.rpartition(".")[2] in names
+        if named and not path.startswith(f"{decoder}."):
+            return rf"(?!{re.escape(decoder)}\.).*"
+    return None
+
+
+def public_name(model: str) -> str:
+    """The name on the Hub of a model or adapter, or its folder's name without the path."""
+    on_hub = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", model) and not Path(model).exists()
+    return model if on_hub else Path(model).resolve().name
