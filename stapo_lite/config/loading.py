@@ -1,12 +1,12 @@
 """Read configs from YAML and `key.sub=value` overrides.
 
-Errors are one line each, with the key and the fix.
+Each error is one line with the key and the fix.
 """
 
 import copy
 import difflib
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,8 +17,6 @@ from stapo_lite.config.schema import Config, EvalConfig, Section
 from stapo_lite.errors import InputError, explained
 
 S = TypeVar("S", bound=Section)
-NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)
-"""Errors of the YAML reader; a ValueError for bad UTF-8 and huge numbers."""
 CONFIGS = Path(__file__).parents[1] / "configs"
 """Example configs, shipped with the package."""
 
@@ -36,8 +34,8 @@ def load_config(
             dictionaries are merged.
 
     Raises:
-        InputError: the file is missing or not a mapping; a key is unknown (with the nearest match);
-            a value has the wrong type or range; the batch sizes do not fit together.
+        InputError: the file is missing or not a mapping; a key is unknown (the message has the
+            nearest one); a value has the wrong type or range; values do not go together.
     """
     return _load(Config, source, overrides)
 
@@ -55,39 +53,41 @@ def _load(
     overrides: Sequence[str] | Mapping[str, Any],
 ) -> S:
     if isinstance(source, dict):
-        path, tree = "config", copy.deepcopy(source)
+        name = "config"
+        tree = copy.deepcopy(source)
     else:
-        path, tree = str(source), _read_yaml(Path(source))
+        name = str(source)
+        tree = _read_yaml(Path(source))
+    values: Iterable[tuple[str, Any]]
     if isinstance(overrides, Mapping):
-        named = {_full_key(schema, key): value for key, value in overrides.items()}
-        values = list(flatten(named).items())
+        full = {_full_key(schema, key): value for key, value in overrides.items()}
+        values = flatten(full).items()
     else:
-        values = list(map(_read_override, overrides))
+        values = map(_read_override, overrides)
     for key, value in values:
         _set(tree, key, str(value) if isinstance(value, Path) else value)
     try:
         return schema.model_validate(tree)
     except ValidationError as error:
-        raise InputError(f"{path}: {_explain(schema, error.errors())}") from None
+        raise InputError(f"{name}: {_explain(schema, error.errors())}") from None
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a mapping with the same key twice; YAML's own loader silently takes the last one."""
+    """Refuses a mapping that has a key twice. YAML's own loader silently takes the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        twice = [key for key in keys if keys.count(key) > 1]
-        if twice:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"the key {twice[0]!r} is given twice", node.start_mark
-            )
+        keys = [key.value for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                problem = f"the key {key!r} is given twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
         return super().construct_mapping(node, deep)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     if path.parent == Path("configs") and not path.exists() and (CONFIGS / path.name).exists():
         path = CONFIGS / path.name
-    with explained(f"{path}: cannot be read as YAML", OSError, *NOT_YAML):
+    with explained(f"{path}: cannot be read as YAML"):
         tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     if not isinstance(tree, dict):
         raise InputError(f"{path}: must be a YAML mapping of keys, as in configs/quickstart.yaml")
@@ -95,10 +95,10 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def to_yaml(config: Section, given: bool = False) -> str:
-    """A config as YAML that `load_config` reads back.
+    """Write a config as YAML that `load_config` reads back.
 
     Args:
-        given: only the keys that were given, not those that presets and defaults set.
+        given: leave out the keys that presets and defaults set.
     """
     tree = config.model_dump(exclude_unset=given)
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
@@ -108,16 +108,19 @@ def _read_override(override: str) -> tuple[str, Any]:
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise InputError(f"override {override!r}: write it as key.sub=value")
-    with explained(f"override {override[:80]!r}: the value is not YAML", *NOT_YAML):
-        # To YAML an asterisk begins an alias; here it begins a pattern of files.
-        return key, text if text.startswith("*") else yaml.load(text, _Loader)
+    if text.startswith("*"):  # a pattern of files; in YAML it would be an alias
+        return key, text
+    with explained(f"override {override[:80]!r}: the value is not YAML"):
+        return key, yaml.load(text, _Loader)
 
 
 def _full_key(schema: type[Section], name: str) -> str:
-    """The full key of a name without its section. Keys of `evaluation` have no short names, since
-    other sections have many of the same names."""
-    meant = [key for key in _by_name(schema).get(name, []) if not key.startswith("evaluation.")]
-    return meant[0] if meant else name
+    """The key with its section: `learning_rate` -> `train.learning_rate`. Keys of `evaluation` have
+    no short names, since other sections have many of the same names."""
+    for key in _by_name(schema).get(name, []):
+        if not key.startswith("evaluation."):
+            return key
+    return name
 
 
 def _set(tree: dict[str, Any], key: str, value: Any) -> None:
@@ -131,43 +134,43 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _explain(schema: type[Section], errors: Sequence[Any]) -> str:
-    """Render pydantic's errors as one line: all unknown keys, of which whoever comes from TRL has
-    many, or else the first mistake: the key, what is wrong, what is allowed."""
+    """Render pydantic's errors as one line: every unknown key (users coming from TRL have several),
+    or else the first invalid value."""
     unknown = [".".join(e["loc"]) for e in errors if e["type"] == "extra_forbidden"]
     if unknown:
         return "; ".join(_unknown(schema, key) for key in unknown)
     error = errors[0]
     key = ".".join(map(str, error["loc"]))
-    kind, value, message = error["type"], error["input"], error["msg"]
-    if kind == "missing":
+    message = error["msg"]
+    if error["type"] == "missing":
         return f"key {key!r} is required: add it"
-    if kind == "value_error":  # from `conflicts`, which names the keys
+    if error["type"] == "value_error":  # from `conflicts`, which names the keys
         return str(error["ctx"]["error"])
-    return f"key {key!r}: {message[0].lower()}{message[1:]}, got {reprlib.repr(value)}"
+    return f"key {key!r}: {message[0].lower()}{message[1:]}, got {reprlib.repr(error['input'])}"
 
 
 def _unknown(schema: type[Section], key: str) -> str:
-    """Render an unknown key and what may be meant: keys of the same name in another section, or
-    those with the most similar name."""
+    """Render an unknown key with what the user may mean: keys of the same name in another section,
+    or those with the most similar name."""
     by_name = _by_name(schema)
-    name = key.rpartition(".")[2]
-    near = [name] if name in by_name else difflib.get_close_matches(name, by_name, n=1, cutoff=0.83)
-    meant = [repr(full) for one in near for full in by_name[one]]
-    hint = f"did you mean {' or '.join(meant)}?" if meant else "docs/config.md lists all"
+    hint = "docs/config.md lists all"
+    # A name is the closest match of itself.
+    for match in difflib.get_close_matches(key.rpartition(".")[2], by_name, n=1, cutoff=0.83):
+        hint = f"did you mean {' or '.join(map(repr, by_name[match]))}?"
     return f"unknown key {key!r}: {hint}"
 
 
 def _by_name(schema: type[Section]) -> dict[str, list[str]]:
-    """Full keys by themselves and by their last part."""
-    found: dict[str, list[str]] = {}
+    """Full keys by their names: {"r": ["lora.r"], "lora.r": ["lora.r"], ...}."""
+    keys: dict[str, list[str]] = {}
     for key in _keys(schema):
         for name in {key, key.rpartition(".")[2]}:
-            found.setdefault(name, []).append(key)
-    return found
+            keys.setdefault(name, []).append(key)
+    return keys
 
 
 def _keys(section: Any, prefix: str = "") -> Iterator[str]:
-    """All keys of a section; those of nested sections are dotted."""
+    """All keys of a section; those of its sections are dotted."""
     for name, field in section.model_fields.items():
         if hasattr(field.annotation, "model_fields"):
             yield from _keys(field.annotation, f"{prefix}{name}.")
@@ -176,7 +179,7 @@ def _keys(section: Any, prefix: str = "") -> Iterator[str]:
 
 
 def flatten(tree: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}"""
+    """Flatten nested dictionaries: {"a": {"b": 1}} -> {"a.b": 1}."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):

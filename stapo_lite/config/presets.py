@@ -1,14 +1,14 @@
 """Presets: algorithms, variants of S2T, decodings.
 
-Each sets other keys that the user has not given. docs/methods.md and docs/deviations.md have the
-sources.
+A preset sets keys that the user has not given. docs/methods.md and docs/deviations.md have the
+sources of the values.
 """
 
 from typing import Any
 
 Presets = dict[str, dict[str, dict[str, Any]]]
-"""Preset key -> its value -> the keys it sets and their values. If two presets set a key, the first
-wins."""
+"""A preset's key -> its value -> the keys that it sets, and their values. If two presets set a key,
+the first one wins."""
 
 _NO_S2T = {"objective.s2t.enabled": False, "objective.entropy_coef": 0.0}
 _ALGORITHMS: dict[str, dict[str, Any]] = {

@@ -1,7 +1,7 @@
 """The sections of a run's config and of an evaluation's.
 
-Every field has a docstring; `make docs` generates `docs/config.md` from them. Names are TRL's or
-PEFT's if those have the setting.
+Every field has a docstring, from which `make docs` generates `docs/config.md`. A setting that TRL
+or PEFT has, too, has their name.
 """
 
 from operator import attrgetter
@@ -35,14 +35,14 @@ IN_PYTHON = "train_dataset"
 """`data.source` of a run whose rows exist only in Python."""
 BENCHMARK_NAMES = ["aime24", "aime25", "amc23", "math500", "minerva", "olympiadbench"]
 # YAML reads on and off as true and false.
-_ON_OFF = BeforeValidator(lambda value: ("off", "on")[value] if isinstance(value, bool) else value)
+_ON_OFF = BeforeValidator(lambda value: {"True": "on", "False": "off"}.get(str(value), value))
 _ALL_LINEAR = BeforeValidator(lambda value: [value] if value == "all-linear" else value)
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 Conflicts = list[tuple[Any, str]]
-"""Conditions that must not hold, and the message for each: the keys and the fix."""
+"""Conditions that must not hold, each with its message: the keys and the fix."""
 
 
 class Section(BaseModel):
@@ -53,7 +53,7 @@ class Section(BaseModel):
         frozen=True,
         use_attribute_docstrings=True,
         allow_inf_nan=False,
-        # Copies nested sections, since presets fill them in place.
+        # This copies nested sections, which presets fill in place.
         revalidate_instances="always",
         validate_default=True,
     )
@@ -61,13 +61,13 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _null_is_no_text(cls, value: Any) -> Any:
-        """Refuse Python's None as a text."""
+        """Refuse the text "None", Python's spelling of YAML's null."""
         if value == "None":
             raise PydanticCustomError("none", "for no value write null")
         return value
 
     def conflicts(self) -> Conflicts:
-        """Values that do not go together."""
+        """The combinations of values that are errors."""
         return []
 
     @model_validator(mode="after")
@@ -83,7 +83,7 @@ class Lora(Section):
 
     adapter: UserPath | None = None
     """Start from this adapter (folder, or name on the Hub) of the same rank, scale and layers. The
-    KL term then refers to it."""
+    KL term then refers to this adapter."""
     r: int = Field(16, ge=1, le=512)
     """Rank; vLLM serves ranks up to 512."""
     lora_alpha: PositiveInt = 32
@@ -91,7 +91,7 @@ class Lora(Section):
     use_rslora: bool = False
     """Scale by `lora_alpha / sqrt(r)` instead."""
     target_modules: Annotated[Names, _ALL_LINEAR] = PROJECTIONS
-    """Linear layers that get an adapter, or `all-linear`: all but the LM head."""
+    """Names of linear layers that get an adapter, or `all-linear`: all but the LM head."""
 
 
 class Prompting(Section):
@@ -136,7 +136,7 @@ class Data(Prompting):
     """Leave out rows with at least 60 % of the word 8-grams of a problem of these benchmarks
     (`[all]`: the six)."""
     filter_overlong_prompts: bool = False
-    """Drop prompts longer than `max_prompt_length`; otherwise they are an error."""
+    """Drop prompts longer than `max_prompt_length`, which otherwise are an error."""
 
 
 class Reward(Section):
@@ -145,22 +145,23 @@ class Reward(Section):
     functions: list[str] = ["math"]
     """`math` (docs/grading.md), or `package.module:function` (docs/data.md#a-reward-function)."""
     weights: list[float] | None = None
-    """Weights of the functions; by default 1."""
+    """Weights of the functions, by default 1 each."""
     correct: float = 1.0
     """`math`: reward of a right answer."""
     incorrect: float = -1.0
     """`math`: reward of a wrong one."""
     truncated_is_incorrect: bool = True
-    """`math`: what was cut off is wrong, even with a `\\boxed{}`."""
+    """`math`: a completion that was cut off is wrong, even with a `\\boxed{}`."""
     overlong_penalty: NonNegativeFloat = 0.0
     """DAPO's penalty for a completion of full length."""
     overlong_buffer: Share = 0.2
-    """Last share of `max_completion_length`, over which the penalty grows from 0."""
+    """Part of `max_completion_length`, at its end, over which the penalty grows from 0."""
     function_timeout: float = Field(300.0, gt=0, le=1e9)
-    """Seconds that a call of your reward function may take."""
+    """Seconds that one call of your reward function may take."""
 
     def conflicts(self) -> Conflicts:
-        names, weights = self.functions, self.weights
+        names = self.functions
+        weights = self.weights
         return [
             (
                 len(set(names)) < len(names),
@@ -188,8 +189,8 @@ class Engine(Section):
     max_num_seqs: PositiveInt = 128
     """Completions sampled at a time."""
     quantization: str | None = None
-    """vLLM's `quantization`: `bitsandbytes` with an `nf4` trainer, `fp8`, ...; none for a quantised
-    checkpoint."""
+    """vLLM's `quantization`: `bitsandbytes` with an `nf4` trainer, `fp8`, ...; null for a
+    checkpoint that is quantised."""
     vllm: dict[str, Any] = {}
     """Other engine arguments of vLLM, such as `kv_cache_dtype`. On a CPU `kv_cache_memory_bytes` is
     1 GiB by default."""
@@ -205,16 +206,17 @@ class Rollout(Engine):
     temperature: PositiveFloat = 1.0
     """Temperature of sampling and of the trained distribution."""
     skip_special_tokens: bool | None = None
-    """Leave special tokens, also tags, out of what rewards see (docs/data.md#a-reward-function)."""
+    """Leave special tokens, tags among them, out of the text that rewards see
+    (docs/data.md#a-reward-function)."""
     dynamic_sampling: bool = False
     """Replace groups whose rewards are all equal (DAPO)."""
     max_sampling_rounds: PositiveInt = 10
-    """`dynamic_sampling`: rounds, after which the step takes what it has."""
+    """`dynamic_sampling`: most rounds in a step, which then trains on the groups that it has."""
     engine: Literal["auto", "vllm", "server", "transformers"] = "auto"  # type: ignore[assignment]
     """`auto`: vLLM in the trainer's process if it is installed and has a device, else transformers'
     `generate`; `server`: vLLM elsewhere (docs/scaling.md)."""
     servers: Annotated[list[Url], Field(min_length=1)] = ["http://127.0.0.1:8000"]
-    """`server`: addresses of what `stapo serve` started."""
+    """`server`: addresses that `stapo serve` has shown."""
     max_lag: NonNegativeInt = 0
     """`server`: steps that may be sampled ahead of the trainer."""
     share_base: Annotated[Literal["auto", "on", "off"], _ON_OFF] = "auto"
@@ -249,18 +251,20 @@ class S2T(Section):
     """Sets the keys below: the revised paper, its first version, the authors' article (also
     `objective.entropy_coef`), or an ablation."""
     enabled: bool = True
-    """Silence spurious tokens, or only count them."""
+    """Take spurious tokens out of the loss, or only count them."""
     tau_p: Share = 0.002
     """Candidates have a positive advantage and a probability below this."""
     quantile: float = Field(0.75, ge=0, le=1)
     """tau_h is this quantile of the entropy over `population`."""
     population: Literal["candidates", "all"] = "candidates"
-    """Candidates, or all tokens of the mini-batch."""
+    """The candidates, or all tokens of the mini-batch."""
     silence: Literal["low-entropy", "high-entropy", "random", "all"] = "low-entropy"
-    """Candidates below tau_h, as many of highest entropy, as many at random, or all."""
+    """Candidates to silence: those below tau_h, as many of highest entropy, as many at random, or
+    all."""
     statistics: Literal["current", "old"] = "old"
-    """Policy of probability and entropy: before the step, or the current one (the paper's Algorithm
-    1), which takes a pass in each mini-batch, not only in the step's first."""
+    """Policy that gives probability and entropy. `old`: the one before the step; `current`: the
+    present one (the paper's Algorithm 1), which takes a pass in each mini-batch, not only in the
+    step's first."""
 
 
 class Stare(Section):
@@ -269,9 +273,9 @@ class Stare(Section):
     weight: PositiveFloat = 1.0
     """Factor on their loss if the advantage is positive (paper: 1.1)."""
     negative_weight: NonNegativeFloat = 1.0
-    """The same if it is negative (second variant: 0.9)."""
+    """Factor on their loss if the advantage is negative (second variant: 0.9)."""
     share: Share = 0.1
-    """Share of the tokens of either sign that is surprising."""
+    """Part of the tokens with an advantage of either sign that counts as surprising."""
     target_entropy: NonNegativeFloat = 0.3
     """The weights apply while the mini-batch's mean entropy in nats is below this."""
 
@@ -282,16 +286,16 @@ class Stare(Section):
 
 
 class Objective(Section):
-    """Advantages, token loss and which tokens it is summed over."""
+    """Advantages, the loss of a token, and the tokens that it is summed over."""
 
     scale_rewards: Literal["group", "batch", "mean", "none"] = "group"
     """Divide advantages by the standard deviation of the group or of the step, by the group's mean
     (MaxRL, for rewards from 0 to 1), or not (Dr. GRPO)."""
     mask_truncated_completions: bool = False
-    """Leave completions that were cut off out of the loss, but not their rewards out of the
+    """Leave completions that were cut off out of the loss. Their rewards still count in their
     groups."""
     token_loss: Literal["clip", "cispo", "gspo", "dppo", "sapo"] = "clip"
-    """How the ratio to the old policy bounds a token's loss (docs/methods.md)."""
+    """How a token's loss is bounded by its ratio to the old policy (docs/methods.md)."""
     aggregation: Literal["token-mean", "sequence-mean", "constant"] = "token-mean"
     """Mean over tokens (DAPO); over sequences of their means (GRPO); sum / (completions x
     `max_completion_length`) (Dr. GRPO)."""
@@ -302,21 +306,21 @@ class Objective(Section):
     beta: NonNegativeFloat = 0.0
     """Weight of the KL divergence from the base, or from `lora.adapter`."""
     entropy_coef: NonNegativeFloat = 0.0
-    """Weight of the entropy bonus, which makes the LM head slower."""
+    """Weight of the entropy bonus. With it the LM head is slower."""
     top_entropy_quantile: Share = 1.0
-    """Train on this share of the tokens, of highest entropy."""
+    """Train only on this part of the tokens, those of highest entropy."""
     renormalize: bool = True
     """Divide by the tokens that the masks keep (STAPO), or by all (20-Entropy)."""
     old_logprobs: Literal["trainer", "rollout"] = "trainer"
-    """Denominator of the ratio: the trainer's probabilities before the step, or the engine's, which
-    can save a pass."""
+    """Denominator of the ratio: the trainer's probabilities before the step, or the engine's. The
+    latter can save a pass."""
     sampler_correction: Annotated[
         Literal["token-truncate", "icepop", "sequence-mask", "off"], _ON_OFF
     ] = "token-truncate"
-    """With `old_logprobs=trainer`, a weight on each token's loss, from c, the trainer's probability
-    before the step / the engine's. `token-truncate`: min(c, `sampler_cap`); `icepop`: c, or 0
-    outside of 1 / cap to cap; `sequence-mask`: the product of the sequence's c, or 0 above the
-    cap."""
+    """With `old_logprobs=trainer`, a weight on each token's loss, from c = the trainer's
+    probability before the step / the engine's. `token-truncate`: min(c, `sampler_cap`); `icepop`:
+    c, or 0 outside of 1 / cap to cap; `sequence-mask`: the product of the sequence's c, or 0 above
+    the cap."""
     sampler_cap: float = Field(2.0, ge=1)
     """Largest weight of `sampler_correction`."""
     teacher_adapter: UserPath | None = None
@@ -345,14 +349,14 @@ class Train(Section):
     mini_batch_size: PositiveInt = 16
     """Prompts per update; must divide `batch_size`."""
     max_tokens_per_microbatch: PositiveInt | Literal["auto"] = "auto"
-    """Most tokens in one pass of a process, with padding; a longer sequence gets its own. `auto`:
-    what fits the card (CPU: 16,384). Lowered when memory runs out."""
+    """Most tokens in one pass of a process, padding included; a longer sequence gets a pass of its
+    own. `auto`: what fits the card (CPU: 16,384). Lowered when memory runs out."""
     learning_rate: PositiveFloat = 1e-5
     """Learning rate after the warm-up."""
     warmup_steps: NonNegativeInt = 10
     """Steps of linear warm-up."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up; the others fall to 0 at `max_steps`."""
+    """Learning rate after the warm-up: `linear` and `cosine` fall to 0 at `max_steps`."""
     weight_decay: NonNegativeFloat = 0.01
     """AdamW's weight decay."""
     max_grad_norm: PositiveFloat = 1.0
@@ -376,24 +380,17 @@ class Log(Section):
     log_completions_steps: NonNegativeInt = 10
     """Print two completions every N steps; 0: never."""
     completions: NonNegativeInt = 32
-    """Completions of a step that `completions.jsonl` and trackers get."""
+    """Completions of each step that go to `completions.jsonl` and to trackers."""
     save_steps: NonNegativeInt = 50
     """Checkpoint every N steps and at the end; 0: only at the end."""
     save_total_limit: PositiveInt = 2
-    """Checkpoints kept."""
+    """Checkpoints that are kept, the newest."""
     hub_model_id: str | None = None
     """Hub repository that gets the adapter at every checkpoint."""
     hub_private_repo: bool = False
-    """Make it private."""
+    """Make this repository private."""
     audit_tokens: NonNegativeInt = 32
-    """Candidates of S2T, and as many other tokens, that a step logs for `stapo audit`."""
-
-    @field_validator("report_to", mode="before")
-    @classmethod
-    def _one_tracker_is_a_list(cls, value: Any) -> Any:
-        if value in ("none", ["none"]):
-            return []
-        return [value] if isinstance(value, str) else value
+    """Candidates of S2T that each step logs for `stapo audit`, with as many other tokens."""
 
 
 class Evaluation(Section):
@@ -413,8 +410,8 @@ class Evaluation(Section):
     benchmarks: list[str] | None = None
     """As in an evaluation (below); by default aime24, aime25 and amc23, or none with a `source`."""
     best: str | None = None
-    """Keep the best adapter in `best/`, by `reward` or `reward/FUNCTION` (of `source`), `average`,
-    or a benchmark's name."""
+    """Keep the best adapter in `best/`: by `reward` or `reward/FUNCTION` (of `source`), by
+    `average`, or by a benchmark's name."""
     num_samples: PositiveInt | None = None
     """Samples per problem; by default the benchmark's, and one per row of `source`."""
     temperature: PositiveFloat = 1.0
@@ -431,8 +428,7 @@ class Preset(Section):
 
     def model_post_init(self, context: Any) -> None:
         for preset, table in reversed(self._presets.items()):  # so that the first one wins
-            chosen = attrgetter(preset)(self)
-            for key, value in table[chosen].items():
+            for key, value in table[attrgetter(preset)(self)].items():
                 path, _, name = key.rpartition(".")
                 section = attrgetter(path)(self)
                 if name not in section.model_fields_set:
@@ -452,15 +448,15 @@ class Config(Preset):
     output_dir: UserPath
     """The run folder (docs/index.md#the-run-folder); new, unless you resume."""
     dtype: Dtype = "auto"
-    """Type of the base and of the forward pass. `auto`: bfloat16, or float16 on cards without its
-    units; on a CPU the faster one of bfloat16 and float32, timed at each start."""
+    """Type of the base and of the forward pass. `auto`: bfloat16, or float16 on cards without units
+    for bfloat16; on a CPU the faster one of bfloat16 and float32, timed at each start."""
     quantization: Literal["nf4"] | None = None
     """`nf4`: a 4-bit base (QLoRA); vLLM gets the same by `rollout.quantization=bitsandbytes`. Not
     tried on a card."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of every random draw."""
     stop_on: list[str] = []
-    """Symptoms (docs/faults.md#symptoms) that end the run; others are only printed."""
+    """Symptoms (docs/faults.md#symptoms) that end the run. Others are only printed."""
     lora: Lora = Lora()
     data: Data
     reward: Reward = Reward()
@@ -479,12 +475,12 @@ class Config(Preset):
 
     @property
     def quantization_in_vllm(self) -> str | None:
-        """vLLM's name of the trainer's quantisation."""
+        """vLLM's name for the trainer's quantisation."""
         return "bitsandbytes" if self.quantization else None
 
     @property
     def may_share_base(self) -> bool:
-        """Whether the config allows trainer and in-process vLLM to share the base's weights."""
+        """Whether the trainer and a vLLM in its process may share the base's weights."""
         rollout = self.rollout
         return (
             rollout.share_base != "off"
@@ -493,10 +489,12 @@ class Config(Preset):
         )
 
     def conflicts(self) -> Conflicts:
-        objective, rollout, train = self.objective, self.rollout, self.train
+        objective = self.objective
+        rollout = self.rollout
+        train = self.train
         evaluation = self.evaluation
         corrected = objective.old_logprobs == "rollout" or objective.sampler_correction != "off"
-        name = self.quantization_in_vllm or "null"
+        quantization = self.quantization_in_vllm or "null"
         return [
             (
                 train.batch_size % train.mini_batch_size,
@@ -532,7 +530,7 @@ class Config(Preset):
             (
                 rollout.share_base == "on" and not self.may_share_base,
                 "rollout.share_base=on needs vLLM in the process with the trainer's weights: set "
-                f"rollout.engine=vllm and rollout.quantization={name}",
+                f"rollout.engine=vllm and rollout.quantization={quantization}",
             ),
         ]
 
@@ -571,17 +569,17 @@ class EvalConfig(Preset):
     output_dir: UserPath
     """Folder for samples, verdicts and results."""
     benchmarks: Names = BENCHMARK_NAMES
-    """Names of these six, or `.jsonl` files with `problem` and `answer`
+    """Names of these six, or `.jsonl` files with the keys `problem` and `answer`
     (docs/evaluation.md#protocol)."""
     limit: PositiveInt | None = None
     """First N problems of each benchmark."""
     decoding: Literal["training-aligned", "justrl"] = "training-aligned"
-    """Temperature and top-p, the two settings of the paper: 1.0 and 1.0 as in training, or 0.7 and
+    """Temperature and top-p, in the paper's two settings: 1.0 and 1.0 as in training, or 0.7 and
     0.9 as in JustRL."""
     dtype: Dtype = "auto"
     """As in a run."""
     seed: int = Field(0, ge=0, lt=2**31)
-    """A sample's seed follows from it, the problem and the sample's number."""
+    """A sample's own seed is derived from this one, the problem and the sample's number."""
     data: EvalPrompting = EvalPrompting()
     rollout: EvalEngine = EvalEngine()
 

@@ -1,4 +1,4 @@
-"""A LoRA adapter in PEFT's format: found, read, added to a base, loaded."""
+"""A LoRA adapter in PEFT's format: find it, read it, add one to a base, load its values."""
 
 import re
 from collections.abc import Collection, Sequence
@@ -18,12 +18,14 @@ PLAIN_STARTS = (True, False, "gaussian", "orthogonal")
 
 
 def find_start(lora: Lora) -> Path | None:
-    """The folder of the adapter to start from; None without `lora.adapter`."""
-    return find_adapter(lora, lora.adapter, "lora.adapter") if lora.adapter else None
+    """Find the adapter that training starts from; None without `lora.adapter`."""
+    if lora.adapter is None:
+        return None
+    return find_adapter(lora, lora.adapter, "lora.adapter")
 
 
 def find_adapter(lora: Lora, adapter: str, key: str) -> Path:
-    """The folder of an adapter, downloaded from the Hub if there is no such folder.
+    """Find the folder of an adapter. What is no folder is downloaded from the Hub.
 
     Args:
         key: of the config, for messages.
@@ -39,21 +41,24 @@ def find_adapter(lora: Lora, adapter: str, key: str) -> Path:
             folder = Path(snapshot_download(adapter, allow_patterns="adapter_*"))
     saved = read_adapter(folder)
     scale = ("r", "lora_alpha", "use_rslora")
-    differing = [name for name in scale if getattr(saved, name) != getattr(lora, name)]
+    differences = [name for name in scale if getattr(saved, name) != getattr(lora, name)]
     if set(lora.target_modules) not in ({"all-linear"}, set(saved.target_modules)):
-        differing.append("target_modules")
-    if differing:
-        raise InputError(f"{key}={adapter} has another lora.{', lora.'.join(differing)}")
+        differences.append("target_modules")
+    if differences:
+        raise InputError(f"{key}={adapter} has another lora.{', lora.'.join(differences)}")
     return folder
 
 
 def read_adapter(folder: Path) -> Any:
-    """PEFT's config of an adapter. Its `target_modules`, whole paths or a pattern, become the last
-    parts of the names of the layers that it has.
+    """Read PEFT's config of an adapter.
+
+    Returns:
+        The config. Its `target_modules` are the last parts of the names of the adapted layers;
+        in the file they may also be whole paths, or a pattern.
 
     Raises:
-        InputError: there is none, or it is not a plain LoRA adapter, which both engines apply as it
-            was trained.
+        InputError: there is no adapter, or it is not a plain LoRA adapter. Only a plain one is
+            applied by both engines as it was trained.
     """
     from peft import PeftConfig
 
@@ -71,17 +76,18 @@ def read_adapter(folder: Path) -> Any:
     )
     if not plain:
         raise InputError(f"adapter={folder}: not a plain LoRA adapter")
+    # model.layers.0.mlp.up_proj.lora_A.weight -> up_proj
     layers = {name.partition(".lora_")[0].rpartition(".")[2] for name in names}
     adapter.target_modules = sorted(layers)
     return adapter
 
 
 def read_fitting_adapter(folder: Path, model: str) -> Any:
-    """`read_adapter`, for a model without its weights. Engines would leave out tensors whose names
-    they do not know.
+    """Read PEFT's config of an adapter, and check that the adapter fits a model. No weights of the
+    model are loaded. (An engine would silently leave out tensors whose names it does not know.)
 
     Raises:
-        InputError: also if the adapter does not fit the model (`load_adapter`).
+        InputError: as `read_adapter` and `load_adapter`.
     """
     adapter = read_adapter(folder)
     load_adapter(add_adapter(without_weights(load_model_config(model)), adapter), folder)
@@ -89,24 +95,26 @@ def read_fitting_adapter(folder: Path, model: str) -> Any:
 
 
 def add_adapter(base: Any, lora: Lora) -> Any:
-    """Freeze the base and give it a LoRA adapter (PEFT, in fp32) that changes nothing yet; returns
-    the PeftModel, ready to train.
+    """Freeze a base and give it a LoRA adapter, in fp32, that changes nothing yet.
 
-    Unlike PEFT's `prepare_model_for_kbit_training`, it does not cast unquantised weights to fp32,
-    which would take 2.5 GB in an 8B model and agree less with the engine.
+    PEFT's `prepare_model_for_kbit_training` would also cast unquantised weights to fp32. That would
+    take 2.5 GB in an 8B model, and agree less with the engine.
+
+    Returns:
+        The PeftModel, ready to train.
     """
     from peft import LoraConfig, get_peft_model
 
     base.requires_grad_(False)
-    targets = list(target_layers(base, lora.target_modules))
+    names = list(target_layers(base, lora.target_modules))
     model = get_peft_model(
         base,
         LoraConfig(
             r=lora.r,
             lora_alpha=lora.lora_alpha,
             use_rslora=lora.use_rslora,
-            target_modules=targets,
-            exclude_modules=outside_decoder(base, targets),
+            target_modules=names,
+            exclude_modules=outside_decoder(base, names),
             task_type="CAUSAL_LM",
         ),
     )
@@ -126,18 +134,18 @@ def load_adapter(model: Any, folder: Path) -> None:
     """Give a PeftModel the values of a saved adapter of the same shape.
 
     Raises:
-        InputError: it has values for other layers or of another shape, or lacks some.
+        InputError: the adapter has values for other layers or of another shape, or lacks some.
     """
     from peft import set_peft_model_state_dict
 
-    weights = load_file(folder / "adapter_model.safetensors")
-    weights = {name: values.to(model.device) for name, values in weights.items()}  # may be meta
+    saved = load_file(folder / "adapter_model.safetensors")
+    weights = {name: values.to(model.device) for name, values in saved.items()}  # may be meta
     with explained(f"{folder}: the adapter does not fit the model", RuntimeError):
         result: Any = set_peft_model_state_dict(model, weights)
-    wrong = [*result.unexpected_keys, *(name for name in result.missing_keys if "lora_" in name)]
-    if wrong:
+    lacking = [name for name in result.missing_keys if "lora_" in name]
+    if misfits := result.unexpected_keys + lacking:
         raise InputError(
-            f"{folder}: the adapter does not fit the model, {wrong[0]} is on one side only"
+            f"{folder}: the adapter does not fit the model, {misfits[0]} is on one side only"
         )
 
 
@@ -168,17 +176,18 @@ def linear_layers(model: Any) -> dict[str, list[nn.Linear]]:
 
 
 def outside_decoder(base: Any, names: Collection[str]) -> str | None:
-    """A pattern for PEFT's `exclude_modules` that matches every path outside the decoder, such as a
-    vision tower's. None if no layer there has one of the names."""
+    """A pattern for PEFT's `exclude_modules`: every path outside the decoder, such as a vision
+    tower's. None if no linear layer there has one of the names."""
     decoder = next(path for path, module in base.named_modules() if module is base.get_decoder())
+    pattern = rf"(?!{re.escape(decoder)}\.).*"
     for path, module in base.named_modules():
         named = isinstance(module, nn.Linear) and path.rpartition(".")[2] in names
-        if named and not path.startswith(f"{decoder}."):
-            return rf"(?!{re.escape(decoder)}\.).*"
+        if named and re.fullmatch(pattern, path):
+            return pattern
     return None
 
 
 def public_name(model: str) -> str:
-    """The name on the Hub of a model or adapter, or its folder's name without the path."""
+    """The name of a model or adapter on the Hub, or its folder's name without the path."""
     on_hub = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", model) and not Path(model).exists()
     return model if on_hub else Path(model).resolve().name

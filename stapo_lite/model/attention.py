@@ -1,4 +1,4 @@
-"""Attention for cards before Ampere, such as a T4."""
+"""Attention on cards before Ampere, such as a T4."""
 
 from typing import Any
 
@@ -14,11 +14,10 @@ def attention_for(device: torch.device) -> str | None:
 
 
 def use_repeated_keys() -> str:
-    """Register an SDPA that repeats keys and values for grouped queries; returns its name.
+    """Register an SDPA that repeats keys and values for grouped queries; return its name.
 
-    transformers leaves the repetition to torch, but torch's fast kernels for cards before Ampere
-    (T4, RTX 20) do not support it. Attention would fall back to a kernel that holds
-    [rows, heads, length, length].
+    transformers leaves the repetition to torch. Torch's fast kernels do not support it on cards
+    before Ampere (T4, RTX 20), and its slow kernel holds [rows, heads, length, length] in memory.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
@@ -34,6 +33,7 @@ def _attend_with_repeated_keys(
     from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
     groups = query.shape[1] // key.shape[1]
-    keys, values = repeat_kv(key, groups), repeat_kv(value, groups)
-    no_module: Any = None  # a module would tell transformers to repeat them again
+    keys = repeat_kv(key, groups)
+    values = repeat_kv(value, groups)
+    no_module: Any = None  # a module would make transformers repeat the keys a second time
     return sdpa_attention_forward(no_module, query, keys, values, *mask, **options)

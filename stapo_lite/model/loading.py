@@ -1,4 +1,4 @@
-"""A model from a folder or the Hub."""
+"""A model from a folder or the Hub: its config, its shapes, its weights."""
 
 import logging
 import sys
@@ -18,7 +18,7 @@ NO_MODEL = "model={}: not a causal language model in a folder or on the Hub"
 
 
 def load_model_config(model: str) -> Any:
-    """The transformers config of a model.
+    """Load the transformers config of a model.
 
     Raises:
         InputError: there is no such model.
@@ -47,15 +47,16 @@ def load_weights(
     device: torch.device | str = "cpu",
     quantization: Literal["nf4"] | None = None,
 ) -> Any:
-    """Load a causal language model in `dtype`, or in 4 bits with double quantisation (QLoRA,
-    bitsandbytes).
+    """Load a causal language model in `dtype`, or in 4 bits (QLoRA, by bitsandbytes with double
+    quantisation).
 
     Raises:
-        InputError: it cannot be loaded, does not fit on the device, or lacks weights.
+        InputError: the model cannot be loaded, does not fit on the device, or lacks weights.
     """
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    in_4_bits = None
+    device = torch.device(device)
+    options: dict[str, Any] = {"dtype": dtype}
     if quantization == "nf4":
         in_4_bits = BitsAndBytesConfig(
             load_in_4bit=True,
@@ -63,30 +64,31 @@ def load_weights(
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=getattr(torch, dtype),
         )
-    device = torch.device(device)
+        # Like vLLM, quantise the checkpoint's own values, before anything rounds them to `dtype`.
+        options = {"dtype": "auto", "quantization_config": in_4_bits}
     too_large = explained(f"model={model} does not fit on {device}", torch.OutOfMemoryError)
     config = load_model_config(model)
     with explained(NO_MODEL.format(model)), too_large, default_stream(device), beside_vllm(config):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             model,
-            dtype="auto" if in_4_bits else dtype,  # like vLLM, round to 4 bits first
             attn_implementation=attention_for(device),
-            quantization_config=in_4_bits,
             device_map={"": device},
             trust_remote_code=False,
             output_loading_info=True,
+            **options,
         )
-    base, loading = loaded
-    if loading["missing_keys"]:
-        raise InputError(f"model={model}: its weights lack {min(loading['missing_keys'])}")
-    for parameter in base.parameters() if in_4_bits else ():
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.to(getattr(torch, dtype))
+    base, report = loaded
+    if report["missing_keys"]:
+        raise InputError(f"model={model}: its weights lack {min(report['missing_keys'])}")
+    if quantization:  # norms, embedding and head still have the checkpoint's dtype
+        for parameter in base.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(getattr(torch, dtype))
     return ready(base)
 
 
 def ready(base: Any) -> Any:
-    """Override transformers' defaults for a model that has just been loaded; returns it."""
+    """Override transformers' defaults for a model that has just been built; return the model."""
     for module in base.modules():
         # bitsandbytes would repack the weights in `generate`, and repacked ones have no backward.
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -101,10 +103,11 @@ def ready(base: Any) -> Any:
 
 @contextmanager
 def beside_vllm(config: Any) -> Iterator[None]:
-    """Let transformers build a model while vLLM runs in this process, or did.
+    """Let transformers build a model in a process that has imported vLLM.
 
     vLLM serves some families (SmolLM3, OLMo 2 and 3) with transformers' own modules, and patches
-    their decoder class: every decoder built afterwards asks for vLLM's config, to be compiled.
+    their decoder class for it: every decoder built afterwards asks for vLLM's config, which says
+    whether to compile it. Within the context there is a config that says no.
 
     Args:
         config: the model's transformers config.
@@ -125,8 +128,8 @@ def beside_vllm(config: Any) -> Iterator[None]:
 def default_stream(device: torch.device) -> Iterator[None]:
     """Run torch on the card's default stream within the context.
 
-    bitsandbytes quantises on that stream, whichever one torch uses, and vLLM leaves the process on
-    another one when it closes: a base loaded then would be quantised from unfinished values.
+    bitsandbytes always quantises on the default stream. vLLM leaves torch on another stream when it
+    closes. A base loaded on that one would be quantised from values that are not there yet.
     """
     if device.type != "cuda":
         yield

@@ -1,7 +1,7 @@
-"""A base model that uses the rollout engine's weights: one copy in memory for both.
+"""A base model on the rollout engine's weights: one copy in memory for trainer and engine.
 
-LoRA never changes the base, so trainer and engine may read the same bytes. transformers' model is
-built without weights, and each of its parameters becomes a view of the engine's.
+LoRA never changes the base, so both may read the same bytes. transformers' model is built without
+weights, and each of its parameters becomes a view of the engine's.
 """
 
 from typing import Any
@@ -16,11 +16,11 @@ from stapo_lite.types import BaseWeights, NF4Weight
 
 
 def base_on(weights: BaseWeights, model: str, dtype: str, device: torch.device) -> Any:
-    """Build a causal language model on weights that exist.
+    """Build a causal language model on weights that are in memory.
 
     Args:
         weights: on `device`; they are not copied.
-        model: folder or Hub name of the checkpoint that they are from.
+        model: folder or Hub name of the checkpoint that the weights are from.
 
     Raises:
         InputError: one of the model's parameters has no counterpart of its shape and dtype.
@@ -29,16 +29,19 @@ def base_on(weights: BaseWeights, model: str, dtype: str, device: torch.device) 
     from transformers import AutoModelForCausalLM
 
     config = load_model_config(model)
-    # Buffers, such as rotary frequencies, are in no checkpoint and must be computed.
+    # 1. A model without weights. Its buffers, such as rotary frequencies, are in no checkpoint, so
+    #    they are computed.
     with beside_vllm(config), init_empty_weights(include_buffers=False):
         base: Any = AutoModelForCausalLM.from_config(
             config, dtype=getattr(torch, dtype), attn_implementation=attention_for(device)
         )
+    # 2. Layers in 4 bits become bitsandbytes' layers, with their weights.
     for path, module in list(base.named_modules()):
         weight = weights.get(f"{path}.weight")
         if isinstance(module, nn.Linear) and isinstance(weight, NF4Weight):
             base.set_submodule(path, linear_4bit(module, weight))
             base.is_loaded_in_4bit = True  # transformers' flag, which PEFT reads
+    # 3. All other parameters become views. A tied head has none of its own.
     tied = base.get_output_embeddings() if config.get_text_config().tie_word_embeddings else None
     for path, module in base.named_modules():
         if module is not tied:
@@ -53,21 +56,21 @@ def take_weights(path: str, module: Any, weights: BaseWeights) -> None:
     """Replace a module's own parameters with views of the engine's weights.
 
     Raises:
-        InputError: one has no counterpart.
+        InputError: a parameter has no counterpart.
     """
     for kind, empty in list(module.named_parameters(recurse=False)):
+        if not empty.is_meta:  # a layer in 4 bits was made with its weight
+            continue
         name = f"{path}.{kind}"
         weight = weights.get(name)
-        if not empty.is_meta:  # a quantised layer was made with its weight
-            continue
-        there = "no such weight"
+        counterpart = "no such weight"
         if isinstance(weight, Tensor):
-            there = f"one of {list(weight.shape)} in {weight.dtype}"
             if (weight.shape, weight.dtype) == (empty.shape, empty.dtype):
                 module.register_parameter(kind, nn.Parameter(weight, requires_grad=False))
                 continue
+            counterpart = f"one of {list(weight.shape)} in {weight.dtype}"
         raise InputError(
-            f"{name} is {list(empty.shape)} in {empty.dtype}, and the engine has {there}"
+            f"{name} is {list(empty.shape)} in {empty.dtype}, and the engine has {counterpart}"
         )
 
 

@@ -1,4 +1,4 @@
-"""The policy: a frozen base model with a LoRA adapter, and the token statistics the loss needs."""
+"""The policy: a frozen base with a LoRA adapter, and the token statistics that the loss needs."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -22,15 +22,14 @@ def make_policy(base: Any, config: Config, start: Path | None = None) -> "Policy
 
     Args:
         base: transformers' causal language model, from `load_weights`; it is changed in place.
-        start: folder of the adapter to start from (`find_start`); None for a new one, drawn from
-            `config.seed`.
+        start: folder of the adapter to start from (`find_start`); None for a new adapter, drawn
+            from `config.seed`.
 
     Raises:
         InputError: the adapter cannot be loaded, or lacks weights.
     """
     torch.manual_seed(config.seed)
-    peft_model = add_adapter(base, config.lora)
-    policy = Policy(peft_model, config)
+    policy = Policy(add_adapter(base, config.lora), config)
     if start is not None:
         load_adapter(policy.model, start)
         if config.objective.beta:
@@ -44,9 +43,9 @@ class Policy:
     Attributes:
         model: the PeftModel.
         parameters: the adapter's trainable parameters by name.
-        dtype: of the base, and of the forward pass.
-        reference: the values of the adapter that training started from, for the KL term, by the
-            names in `parameters`; empty if the term refers to the base, or there is none.
+        dtype: of the base and of the forward pass.
+        reference: the values of the adapter that training started from, by the names in
+            `parameters`, for the KL term; empty if that term refers to the base, or is off.
     """
 
     def __init__(self, model: Any, config: Config):
@@ -72,26 +71,27 @@ class Policy:
         """Set how passes with a gradient save memory, at the cost of time.
 
         Args:
-            checkpointing: layers recompute their activations in the backward pass; this stays so.
-            offload: what waits for the backward pass does so in host memory.
+            checkpointing: layers recompute their activations in the backward pass. Once on, it
+                stays on.
+            offload: saved tensors wait for the backward pass in host memory.
         """
         if checkpointing:
             checkpoint_layers(self._causal_lm)
         self._offload = offload
 
     def drop_base(self) -> None:
-        """Drop the base, whose weights may belong to the engine, at the end of a run. Only the
+        """Drop the base at the end of a run, since its weights may belong to the engine. Only the
         adapter's values are left."""
         self.model = self._causal_lm = None
 
     def statistics(
         self, completions: Sequence[Completion], differentiable_entropy: bool = False
     ) -> TokenStatistics:
-        """Log-probability (with gradient), entropy and collision probability of every completion
-        token, [n] fp32, completion by completion.
+        """Log-probability, entropy and collision probability of every completion token, [n] fp32,
+        completion by completion. The log-probability has a gradient.
 
         Args:
-            differentiable_entropy: give entropy a gradient too.
+            differentiable_entropy: give the entropy a gradient, too.
         """
         targets = [token for completion in completions for token in completion.token_ids]
         return token_statistics(
@@ -105,15 +105,20 @@ class Policy:
         """Hidden states that predict the completion tokens, [n, D] in the head's dtype, completion
         by completion.
 
-        The decoder's input is padded here and nowhere else: prompt, completion, padding. It needs
-        no attention mask, since in a causal model no real token sees padding to its right.
+        Padding and the causal shift happen here and nowhere else. Two prompts of two tokens (p, q),
+        with completions (a, b, c) and (d), n = 4:
+
+            p  q  a  b  c      the states at q, a, b predict a, b, c
+            p  q  d  -  -      the state at q predicts d
+
+        An attention mask is not needed: in a causal model no token sees the padding to its right.
         """
         sequences = [torch.tensor(c.prompt.token_ids + c.token_ids) for c in completions]
         input_ids = nn.utils.rnn.pad_sequence(sequences, batch_first=True)
         longest = input_ids.shape[1]
         places = []
         for row, completion in enumerate(completions):
-            # The causal shift, here and nowhere else: the state before a token predicts it.
+            # The state before a token predicts it: begin at the prompt's last token.
             start = row * longest + len(completion.prompt.token_ids) - 1
             places.append(torch.arange(start, start + len(completion.token_ids)))
         hidden = self._decode(send(input_ids, self.device)).flatten(0, 1)
@@ -122,14 +127,14 @@ class Policy:
 
     def _decode(self, input_ids: Tensor) -> Tensor:
         """Last hidden states, [rows, length, D]."""
-        # The fp32 adapter computes in the base model's dtype, as it does in vLLM.
+        # The fp32 adapter computes in the base's dtype, as it does in vLLM.
         precision = torch.autocast(
             self.device.type, self.dtype, enabled=self.dtype != torch.float32
         )
-        waiting: Any = nullcontext()
+        storage: Any = nullcontext()
         if self._offload:
-            waiting = torch.autograd.graph.save_on_cpu(pin_memory=self.device.type == "cuda")
-        with precision, waiting:
+            storage = torch.autograd.graph.save_on_cpu(pin_memory=self.device.type == "cuda")
+        with precision, storage:
             decoded = self._causal_lm.get_decoder()(input_ids=input_ids, use_cache=False)
         return decoded.last_hidden_state
 
@@ -140,7 +145,7 @@ class Policy:
 
     @property
     def _lm_head(self) -> dict[str, Any]:
-        """The frozen head, as `lm_head.py`'s functions take it."""
+        """The frozen head, as the functions of `method/lm_head.py` take it."""
         head = self._causal_lm.get_output_embeddings()
         return {
             "weight": head.weight,
@@ -151,8 +156,8 @@ class Policy:
 
     @torch.no_grad()
     def reference_logprobs(self, completions: Sequence[Completion]) -> Tensor:
-        """Log-probabilities of the KL term's reference, [n] fp32. The reference is the adapter that
-        training started from, if `lora.adapter` names one, else the base without an adapter."""
+        """Log-probabilities of the KL term's reference, [n] fp32: the adapter that training started
+        from, if `lora.adapter` names one, else the base without an adapter."""
         with self.holding(self.reference) if self.reference else self.model.disable_adapter():
             return self.statistics(completions).logprobs
 
@@ -168,7 +173,7 @@ class Policy:
             for name, parameter in self.parameters.items():
                 parameter.data = values[name]
             yield
-        finally:  # memory may run out
+        finally:  # also if memory runs out
             for name, parameter in self.parameters.items():
                 parameter.data = before[name]
 
@@ -189,7 +194,7 @@ class Policy:
         Args:
             values: to write, by the names in `parameters`; by default the current ones.
         """
-        # The default would ask the Hub whether the embedding was resized; it never is here.
+        # By default PEFT asks the Hub whether the embedding was resized. It never is here.
         self.model.save_pretrained(
             folder, save_embedding_layers=False, state_dict=values or self.parameters
         )
@@ -199,14 +204,14 @@ class Policy:
 def checkpoint_layers(base: Any) -> None:
     """Let layers recompute their activations in the backward pass."""
     base.gradient_checkpointing_enable({"use_reentrant": False})
-    # A layer checkpoints only in training mode: set it on these layers alone, not on their
-    # submodules, and set their own dropout rates to 0.
-    for module in base.modules():
-        if getattr(module, "gradient_checkpointing", False):
-            module.training = True
-            for name, value in vars(module).items():
+    # A layer checkpoints only in training mode, which also switches dropout on. So only the layer
+    # itself is in that mode, not its submodules, and its own dropout rates become 0.
+    for layer in base.modules():
+        if getattr(layer, "gradient_checkpointing", False):
+            layer.training = True
+            for name, value in vars(layer).items():
                 if "drop" in name and isinstance(value, float):
-                    setattr(module, name, 0.0)
+                    setattr(layer, name, 0.0)
 
 
 def make_optimizer(policy: Policy, train: Train) -> torch.optim.Optimizer:
@@ -220,7 +225,7 @@ def make_optimizer(policy: Policy, train: Train) -> torch.optim.Optimizer:
 
 
 def sum_gradients(policy: Policy) -> None:
-    """Sum the adapter's gradients over all processes, in one call. DDP would take their mean, but
+    """Sum the adapter's gradients over all processes, in one call. DDP would take the mean, but
     each loss is already divided by the denominator of all processes.
 
     Collective: every rank must call it, even without gradients.

@@ -1,4 +1,4 @@
-"""The processes of a launch, and their devices, before a model is loaded."""
+"""The processes of a launch and what their devices compute in, before a model is loaded."""
 
 import logging
 import os
@@ -15,14 +15,14 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def check_launch(state: Any) -> None:
-    """Check a launch's processes and device; warn if torch cannot use an NVIDIA card.
+    """Check the processes and the device of a launch; warn if torch cannot use an NVIDIA card.
 
     Args:
         state: accelerate's `PartialState` or `Accelerator`.
 
     Raises:
-        InputError: accelerate silently runs fewer processes than were launched; or it is configured
-            for FSDP or DeepSpeed, so that transformers would not load all weights everywhere.
+        InputError: accelerate silently runs fewer processes than were launched. Or it is configured
+            for FSDP or DeepSpeed, for which transformers would not load all weights everywhere.
     """
     import torch
 
@@ -32,10 +32,11 @@ def check_launch(state: Any) -> None:
                 f"accelerate's distributed_type: {kind}: each process needs the whole base; set "
                 "MULTI_GPU"
             )
-    launched, runs = int(os.environ.get("WORLD_SIZE", "1")), state.num_processes
-    if runs != launched:
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched != state.num_processes:
         raise InputError(
-            f"{launched} processes were launched, but accelerate runs {runs}: use accelerate launch"
+            f"{launched} processes were launched, but accelerate runs {state.num_processes}: use "
+            "accelerate launch"
         )
     if state.is_main_process and not torch.accelerator.is_available() and NVIDIA_DRIVER.exists():
         logger.warning(
@@ -47,17 +48,19 @@ def check_launch(state: Any) -> None:
 
 
 def resolve_dtype(dtype: str, quantization: str | None) -> str:
-    """The dtype that `auto` stands for on this machine: on a card bfloat16 if it has matrix units
-    for it, or else float16; on a CPU the one of bfloat16 and float32 in which it multiplies faster.
-    That is measured, since instructions do not tell: of two CPUs with `avx512_bf16` one has half of
-    float32's speed in bfloat16, the other five times it (benchmarks/README.md).
+    """The dtype that `auto` stands for on this machine.
+
+    On a card it is bfloat16 if the card has matrix units for it, else float16. On a CPU it is
+    whichever of bfloat16 and float32 multiplies faster. This is measured, because a CPU's
+    instructions do not tell: of two CPUs with `avx512_bf16`, one has half of float32's speed in
+    bfloat16, the other five times it (benchmarks/README.md).
 
     Collective: every rank must call it. All get the same: float16 if any card lacks bfloat16 units;
     on CPUs what the first process measured.
 
     Args:
-        quantization: vLLM's. The layers of `bitsandbytes` cannot compute in float32, so they get
-            bfloat16 on any CPU.
+        quantization: vLLM's. The layers of `bitsandbytes` cannot compute in float32, so on a CPU
+            `auto` is bfloat16 for them.
     """
     if dtype != "auto":
         return dtype
@@ -73,7 +76,7 @@ def resolve_dtype(dtype: str, quantization: str | None) -> str:
 
     def seconds(name: str) -> float:
         square = torch.ones(256, 256, dtype=getattr(torch, name))
-        # Short and often, so that some find the cores idle even beside other work.
+        # The products are short and many, so that some of them find the cores idle.
         return min(timeit.repeat(lambda: square @ square, number=1, repeat=50))
 
     return gather_object([min("float32", "bfloat16", key=seconds)])[0]

@@ -29,40 +29,51 @@ def count_sizes(config: Config) -> Sizes:
     Raises:
         InputError: there is no such model, or it lacks a target module.
     """
-    hf_config = load_model_config(config.model)
-    meta = without_weights(hf_config)
-    in_linears = sum(layer.weight.numel() for layer in chain(*linear_layers(meta).values()))
-    others = sum(parameter.numel() for parameter in meta.parameters()) - in_linears
-    adapter = 0
-    for layer in chain(*target_layers(meta, config.lora.target_modules).values()):
-        adapter += config.lora.r * (layer.in_features + layer.out_features)
-    width, text = value_bytes(config), hf_config.get_text_config()
-    base = in_linears * (NF4_BYTES if config.quantization else width) + others * width
-    keys = head_size(text) * key_heads(text)
-    return Sizes(int(base), adapter, 2 * text.num_hidden_layers * keys * width)
+    model_config = load_model_config(config.model)
+    text = model_config.get_text_config()
+    model = without_weights(model_config)
+    width = value_bytes(config)
+    linear_width = NF4_BYTES if config.quantization else width
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    in_linears = sum(layer.weight.numel() for layer in chain(*linear_layers(model).values()))
+    base = in_linears * linear_width + (parameters - in_linears) * width
+    # A is [r, in] and B [out, r].
+    adapted = chain(*target_layers(model, config.lora.target_modules).values())
+    adapter = sum(config.lora.r * (layer.in_features + layer.out_features) for layer in adapted)
+    # Keys and values of every layer.
+    cached_token = 2 * text.num_hidden_layers * head_size(text) * key_heads(text) * width
+    return Sizes(int(base), adapter, cached_token)
 
 
 def count_activations(config: Config, tokens: int, checkpointing: bool) -> int:
     """Bytes that autograd and the LM head take for a micro-batch of some tokens.
 
     Assumes layers like those of Llama and Qwen: two norms in fp32, a gated MLP, attention scores
-    that are never in memory. Within 2 % of the allocations of this package's own update (Qwen3 1.7B
-    to 14B), but up to 7 % too low in fp16 on a T4, for which attention repeats keys and values.
+    that are never in memory. The result is within 2 % of the allocations of this package's own
+    update (Qwen3 1.7B to 14B). It is up to 7 % too low in fp16 on a T4, where attention repeats
+    keys and values.
     """
     text: Any = load_model_config(config.model).get_text_config()
-    width, hidden = value_bytes(config), text.hidden_size
+    layers = text.num_hidden_layers
+    hidden = text.hidden_size
     inner = getattr(text, "intermediate_size", 4 * hidden)
     projected = head_size(text) * (text.num_attention_heads + key_heads(text))
-    # A norm keeps its input in fp32 and its output; the MLP gate, SiLU, up and their product;
-    # attention queries, keys, values and its output, and Qwen3 norms queries and keys in fp32.
+    width = value_bytes(config)
+    # Bytes of one token in one layer. A norm saves its input in fp32 and its output; the MLP gate,
+    # SiLU, up and their product; attention queries, keys, values and its output. Qwen3 norms
+    # queries and keys in fp32.
     layer = 8 * hidden + width * (2 * hidden + 4 * inner + 2 * projected) + 4 * projected
-    kept, recomputed = layer * text.num_hidden_layers, 0
-    if checkpointing:
-        kept, recomputed = hidden * width * text.num_hidden_layers, layer
+    if checkpointing:  # only the input of each layer is saved; one layer at a time is recomputed
+        saved = hidden * width * layers
+        recomputed = layer
+    else:
+        saved = layer * layers
+        recomputed = 0
     gradients = 2 * width * (inner + hidden)  # of gate and up, and of a layer's ends
     final = 11 * width * hidden  # the last norm, and what the LM head reads
-    decoder = tokens * (kept + max(recomputed + gradients, final))
-    head = tokens * (kept + 3 * width * hidden) + int(config.train.lm_head_memory_gb * GIB)
+    # The peak is in the decoder's backward pass or in the LM head.
+    decoder = tokens * (saved + max(recomputed + gradients, final))
+    head = tokens * (saved + 3 * width * hidden) + int(config.train.lm_head_memory_gb * GIB)
     return max(decoder, head)
 
 
@@ -77,5 +88,5 @@ def head_size(text: Any) -> int:
 
 
 def key_heads(text: Any) -> int:
-    """Attention heads with keys of their own; all of them in families without grouped queries."""
+    """Attention heads with keys of their own: all of them in families without grouped queries."""
     return getattr(text, "num_key_value_heads", text.num_attention_heads)

@@ -1,4 +1,4 @@
-"""A model's tokenizer, and what its config tells before any weights are loaded."""
+"""A model's tokenizer, and what can be checked before the model's weights are loaded."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,12 +26,13 @@ def load_tokenizer(model: str, target_modules: Sequence[str]) -> tuple[Any, int 
         The tokenizer, and the ids of the model's end-of-text tokens.
 
     Raises:
-        InputError: there is no such causal language model or tokenizer; its head is more than one
-            linear layer; one of the `target_modules` is not a linear layer of its decoder.
+        InputError: there is no such causal language model or tokenizer; the model's head is more
+            than one linear layer; one of the `target_modules` is not a linear layer of the decoder.
     """
     from transformers import AutoTokenizer, GenerationConfig
 
     config = load_model_config(model)
+    text = config.get_text_config()
     with explained(NO_MODEL.format(model)):
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         empty_model = without_weights(config)
@@ -39,11 +40,11 @@ def load_tokenizer(model: str, target_modules: Sequence[str]) -> tuple[Any, int 
     if not tokenizer("1 + 1 = 2", add_special_tokens=False).input_ids:
         raise InputError(f"model={model}: has no tokenizer")
     for key in TRANSFORMED_LOGITS:
-        if getattr(config.get_text_config(), key, None) not in (None, 1):
+        if getattr(text, key, None) not in (None, 1):
             raise InputError(f"model={model}: its logits are transformed after the head ({key})")
     target_layers(empty_model, target_modules)  # raises if one is missing
     try:
         model_eos = GenerationConfig.from_pretrained(model).eos_token_id
-    except OSError:
-        model_eos = config.get_text_config().eos_token_id
+    except OSError:  # the model has no generation_config.json
+        model_eos = text.eos_token_id
     return tokenizer, model_eos

@@ -1,4 +1,4 @@
-"""The protocol of rollout engines, their settings, and what they share."""
+"""The protocol of rollout engines, their settings, and what several engines use."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RolloutSettings:
 
 @dataclass(frozen=True)
 class Decoding:
-    """Sampling of one completion with a seed of its own, for an evaluation or for a turn."""
+    """Sampling of one completion with its own seed, for an evaluation or for a turn."""
 
     max_completion_length: int
     temperature: float
@@ -56,7 +56,7 @@ class Decoding:
 def each_sample(
     prompts: Sequence[Prompt], seeds: Sequence[int], size: int
 ) -> Iterator[tuple[Prompt, int]]:
-    """Every prompt `size` times, each time with a seed of its own."""
+    """Yield every prompt `size` times, each time with another seed."""
     for prompt, seed in zip(prompts, seeds, strict=True):
         for g in range(size):
             yield prompt, derived_seed(seed, g)
@@ -85,24 +85,27 @@ class RolloutEngine(Protocol):
         """Sample from this adapter from now on."""
 
     def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[list[Completion]]:
-        """One group of `num_generations` completions per prompt, in order; each has the version
-        that it was sampled from, and the log-probability of each token at the sampling temperature.
-        Completion g of a prompt with seed s has the seed `derived_seed(s, g)`; in-process vLLM
-        instead seeds the whole call with the first prompt's seed."""
+        """Sample one group of `num_generations` completions for each prompt, in order.
+
+        Each completion has the adapter version that it was sampled from, and the log-probability of
+        each token at the sampling temperature. Completion g of a prompt with seed s is drawn with
+        `derived_seed(s, g)`; in-process vLLM instead seeds the whole call with the first prompt's
+        seed.
+        """
 
     def add(self, index: int, prompt: Prompt, seed: int, decoding: Decoding) -> None:
-        """Begin one completion, beside those that are in progress. Each draw follows from its own
-        seed. Log-probabilities are guaranteed only if the decoding asks for them.
+        """Begin one completion, beside those that are in progress. Its draws depend only on its
+        seed. It has log-probabilities if the decoding asks for them.
 
         Args:
-            index: its name in `step`.
+            index: the completion's name in `step`.
         """
 
     def step(self) -> list[tuple[int, Completion]]:
-        """Sample for a moment; return index and completion of what has finished."""
+        """Sample for a moment; return index and completion of those that have finished."""
 
     def abort(self) -> None:
-        """Drop what was added and has not finished."""
+        """Drop the completions that were added and have not finished."""
 
     def stream(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], decodings: Sequence[Decoding]
@@ -120,22 +123,22 @@ class RolloutEngine(Protocol):
             self.abort()
 
     def prefetch(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> None:
-        """Announce what later calls of `generate` will ask for. An engine in the trainer's process
-        ignores it, since it cannot sample while the trainer runs."""
+        """Announce the prompts of later calls of `generate`. An engine in the trainer's process
+        ignores them, since it cannot sample while the trainer runs."""
         return
 
     def shared_base(self) -> BaseWeights | None:
-        """Views of the base's weights that the engine has loaded, for a trainer in this process;
-        None if it has none to share."""
+        """Views of the base's weights in the engine, for a trainer in this process; None if the
+        engine has none to share."""
         return None
 
     def sleep(self) -> None:
-        """Give memory of the device to the trainer; by default there is none to give. The base's
-        weights stay in place."""
+        """Give memory of the device to the trainer. The base's weights stay in place. By default
+        there is nothing to give."""
         return
 
     def wake(self) -> None:
-        """Take the memory back, and serve the version that was served before."""
+        """Take the memory back, and serve the same version as before."""
         return
 
     def close(self) -> None:
@@ -144,7 +147,7 @@ class RolloutEngine(Protocol):
 
 
 def write_adapter(policy: Publisher, dtype: str, folder: Path) -> None:
-    """Write the adapter as it is now in PEFT's format, with values of this dtype."""
+    """Write the adapter's current values in PEFT's format and in this dtype."""
     from safetensors.torch import save_file
 
     policy.model.peft_config["default"].save_pretrained(folder)

@@ -8,11 +8,11 @@ from stapo_lite.rollout.engine import RolloutEngine, RolloutSettings
 
 
 def resolve_engine(name: str) -> str:
-    """`auto` -> `vllm` if it is installed and has a device, else `transformers`; `server` needs
-    no vLLM here.
+    """The engine that a name stands for: `auto` is `vllm` if vLLM is installed and has a device,
+    else `transformers`. (`server` needs no vLLM on this machine.)
 
     Raises:
-        InputError: vLLM is asked for and not installed.
+        InputError: the name is `vllm`, which is not installed.
     """
     installed = importlib.util.find_spec("vllm") is not None
     if name == "vllm" and not installed:
@@ -23,13 +23,18 @@ def resolve_engine(name: str) -> str:
     if name == "auto":
         from stapo_lite.rollout.vllm_options import has_device
 
-        return "vllm" if installed and has_device() else "transformers"
+        if installed and has_device():
+            return "vllm"
+        return "transformers"
     return name
 
 
 def check_options(name: str, options: Engine, dtype: str) -> None:
-    """Raise InputError if an engine cannot do what is asked of it, before any weights are
-    loaded."""
+    """Check before any weights are loaded that an engine can do what is asked of it.
+
+    Raises:
+        InputError: the engine cannot.
+    """
     if name == "vllm":
         from stapo_lite.rollout.vllm_options import check_vllm, prepare_vllm
 
@@ -46,11 +51,11 @@ def rollout_settings(config: Config, stop_tokens: tuple[int, ...]) -> RolloutSet
     """The sampling settings of a training run."""
     rollout = config.rollout
     return RolloutSettings(
-        rollout.num_generations,
-        config.max_sequence_length,
-        rollout.max_completion_length,
-        rollout.temperature,
-        stop_tokens,
+        num_generations=rollout.num_generations,
+        max_model_len=config.max_sequence_length,
+        max_completion_length=rollout.max_completion_length,
+        temperature=rollout.temperature,
+        stop_token_ids=stop_tokens,
     )
 
 
@@ -58,10 +63,10 @@ def start_vllm(config: Config, sampling: RolloutSettings, share: float | None) -
     """Start vLLM in this process, for a training run.
 
     Args:
-        share: of the card; None without one.
+        share: vLLM's part of the card's memory; None without a card.
 
     Raises:
-        InputError: it does not start.
+        InputError: vLLM does not start.
     """
     from stapo_lite.rollout.vllm_engine import VLLMEngine
 

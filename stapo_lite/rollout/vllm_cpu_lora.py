@@ -1,8 +1,8 @@
 """CPU only: vLLM's LoRA layers as two matrix products per adapter instead of one gather per token.
 
-vLLM's CPU fallback copies the adapter's weights once per token, which takes several times as long
-as the model itself, and in prefill orders of magnitude longer. GPUs use kernels of their own. A
-vLLM worker imports this module for `WorkerExtension`, and the import replaces
+vLLM's CPU fallback copies the adapter's weights once for each token. This takes several times as
+long as the model itself, and orders of magnitude longer in prefill. GPUs have kernels of
+their own. vLLM's worker imports this module for `WorkerExtension`; the import replaces
 `PunicaWrapperCPU.add_lora_linear` (vLLM 0.32's signature).
 """
 
@@ -29,17 +29,18 @@ def _add_lora_linear(
         x: [rows, in].
         lora_a_stacked, lora_b_stacked: per slice [slots, 1, r, in] and [slots, 1, out, r].
     """
-    x, y = x.view(-1, x.shape[-1]), y.view(-1, y.shape[-1])
+    x = x.view(-1, x.shape[-1])
+    y = y.view(-1, y.shape[-1])
     slots = self.token_lora_indices[: len(x)]
     for slot in slots.unique().tolist():
         if slot < 0:  # rows of the base model
             continue
         rows = (slots == slot).nonzero().flatten()
         whole = len(rows) == len(x)  # the usual case; up to a third faster without indices
-        picked = x if whole else x[rows]
+        inputs = x if whole else x[rows]
         start = 0
         for a, b, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
-            update = (picked @ a[slot, 0].T) @ b[slot, 0].T
+            update = (inputs @ a[slot, 0].T) @ b[slot, 0].T
             target = y[:, start : start + width]
             if whole:
                 target.add_(update, alpha=scale)

@@ -1,5 +1,5 @@
-"""vLLM's engine arguments in one table, for an engine in the process and for a server; checks of
-the installed vLLM."""
+"""vLLM's engine arguments, for an engine in the process and for a server; checks of the installed
+vLLM."""
 
 import logging
 import os
@@ -12,28 +12,37 @@ from stapo_lite.config import Engine, Lora
 from stapo_lite.errors import InputError
 
 BATCHED_TOKENS = 2048
-"""Tokens that vLLM prefills at a time on a GPU: enough to keep a card busy. The KV cache gets half
-a GiB more than with vLLM's own 8,192. A group shares its prompt, so there is little to prefill."""
+"""Tokens that vLLM prefills at a time on a GPU: enough to keep a card busy, since a group shares
+its prompt. The KV cache gets half a GiB more than with vLLM's own 8,192."""
 CPU_KV_CACHE_BYTES = 1 << 30
 WATERMARK = 0.05
-"""Share of the KV cache that vLLM keeps free for running sequences when it admits a new one. This
+"""Part of the KV cache that vLLM keeps free for running sequences when it admits a new one. This
 saves more than half of the tokens that preemption would otherwise recompute
 (benchmarks/README.md)."""
+CPU_ARGUMENTS = {
+    "enforce_eager": True,
+    "enable_chunked_prefill": False,  # with it, requests with a seed crash vLLM 0.32
+    "worker_extension_cls": "stapo_lite.rollout.vllm_cpu_lora.WorkerExtension",
+}
 ALLOWED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vllm.config.lora.MaxLoRARanks
 
 
 def prepare_vllm() -> None:
-    """Set what vLLM reads when it is imported: one process, and quiet."""
-    # vLLM's core runs in this process: `set_seed` reaches its sampler, `apply_model` its weights.
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    if os.environ.get("WORLD_SIZE", "1") == "1":  # its process group stays on this machine
-        os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    """Set what vLLM reads when it is imported, so that it runs in one process and is quiet."""
+    defaults = {
+        # vLLM's core runs in this process: `set_seed` reaches its sampler, `apply_model` its
+        # weights.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    if os.environ.get("WORLD_SIZE", "1") == "1":  # vLLM's process group stays on this machine
+        defaults |= {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
-    # Both warn about a missing Triton, which a CPU does not need, during vLLM's import, before vLLM
-    # applies its own level.
+    # While vLLM is imported, before it applies its own level, both warn that Triton is missing. A
+    # CPU does not need Triton.
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
 
@@ -53,7 +62,8 @@ def engine_arguments(
     max_loras: int,
     on_cpu: bool,
 ) -> dict[str, Any]:
-    """Arguments of vLLM's engine, by the names of its `EngineArgs`.
+    """Arguments of vLLM's engine, by the names of its `EngineArgs`: those that a run fixes, and
+    defaults under the user's `options.vllm`. Of two dictionaries the keys are merged.
 
     Args:
         model: folder or Hub name of the base.
@@ -61,9 +71,9 @@ def engine_arguments(
         max_loras: adapters that are served at the same time.
 
     Raises:
-        InputError: `options.vllm` has an argument that the run sets itself.
+        InputError: `options.vllm` has an argument that the run fixes.
     """
-    ours: dict[str, Any] = {
+    fixed: dict[str, Any] = {
         "model": model,
         "dtype": dtype,
         "quantization": options.quantization,
@@ -75,51 +85,68 @@ def engine_arguments(
         "disable_log_stats": True,  # they would keep the name of every adapter
     }
     if lora is not None:
-        ours |= {"enable_lora": True, "max_loras": max_loras, "max_lora_rank": served_rank(lora.r)}
-        if lora.target_modules != ["all-linear"]:  # by default every layer that vLLM can adapt
-            ours["lora_target_modules"] = list(lora.target_modules)
-    defaults: dict[str, Any] = {"watermark": WATERMARK}
-    if on_cpu:  # with chunked prefill, requests with a seed crash vLLM 0.32 there
-        defaults |= {
-            "max_num_batched_tokens": max(4096, max_model_len),
-            "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES,
-        }
-        ours |= {"enforce_eager": True, "enable_chunked_prefill": False}
-        ours["worker_extension_cls"] = "stapo_lite.rollout.vllm_cpu_lora.WorkerExtension"
+        fixed |= lora_arguments(lora, max_loras)
+    if on_cpu:
+        fixed |= CPU_ARGUMENTS
+        # A prompt must fit into one batch, since prefill is not chunked.
+        defaults = {"max_num_batched_tokens": max(4096, max_model_len)}
+        defaults["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
     else:
-        # At most what all sequences can hold: vLLM's warm-up spreads such a batch over them.
-        most = options.max_num_seqs * max_model_len
-        defaults["max_num_batched_tokens"] = min(BATCHED_TOKENS, most)
-        if options.gpu_memory_utilization is not None:  # by default vLLM's
-            ours["gpu_memory_utilization"] = options.gpu_memory_utilization
-    for name in ours.keys() & options.vllm.keys():
+        if options.gpu_memory_utilization is not None:
+            fixed["gpu_memory_utilization"] = options.gpu_memory_utilization
+        defaults = card_defaults(model, dtype, max_model_len, options)
+    for name in fixed.keys() & options.vllm.keys():
         raise InputError(f"rollout.vllm.{name}: the run sets it itself: leave it out")
-    arguments = ours | defaults | options.vllm
-    if not on_cpu:
-        arguments["hf_overrides"] = fp32_head(model, options) | options.vllm.get("hf_overrides", {})
-        compilation = options.vllm.get("compilation_config", {})
-        # Every request has an adapter, so graphs without one are not needed. (Only vLLM's first
-        # model runner heeds this; the second captures both sets.)
-        arguments["compilation_config"] = {"cudagraph_specialize_lora": False} | compilation
-        if options.quantization == "bitsandbytes" and dtype == "float16":
-            # Those layers cast to bfloat16, which compiled graphs cannot do before Ampere.
-            arguments["enforce_eager"] = True
+    arguments = {"watermark": WATERMARK} | fixed | defaults | options.vllm
+    for name, default in defaults.items():
+        if isinstance(default, dict):
+            arguments[name] = default | options.vllm.get(name, {})
     return arguments
 
 
-def fp32_head(model: str, options: Engine) -> dict[str, str]:
-    """Overrides of the model's config on a GPU: logits in fp32, like the trainer's.
+def lora_arguments(lora: Lora, max_loras: int) -> dict[str, Any]:
+    """Arguments of an engine that serves adapters."""
+    arguments = {
+        "enable_lora": True,
+        "max_loras": max_loras,
+        "max_lora_rank": served_rank(lora.r),
+    }
+    if lora.target_modules == ["all-linear"]:  # vLLM's default: every layer that it can adapt
+        return arguments
+    return arguments | {"lora_target_modules": lora.target_modules}
 
-    Rounding them to bf16 adds a fifth to the gap between engine and trainer
-    (benchmarks/README.md). vLLM refuses fp32 for a quantised head; a CPU would cast the head at
+
+def card_defaults(model: str, dtype: str, max_model_len: int, options: Engine) -> dict[str, Any]:
+    """Arguments on a card that `rollout.vllm` may replace."""
+    defaults: dict[str, Any] = {
+        # At most what all sequences can hold: vLLM's warm-up spreads such a batch over them.
+        "max_num_batched_tokens": min(BATCHED_TOKENS, options.max_num_seqs * max_model_len),
+        "hf_overrides": fp32_head(model, options),
+        # Every request has an adapter, so graphs without one are not needed. (Only vLLM's first
+        # model runner heeds this; the second captures both sets.)
+        "compilation_config": {"cudagraph_specialize_lora": False},
+    }
+    if options.quantization == "bitsandbytes" and dtype == "float16":
+        # These layers cast to bfloat16, which compiled graphs cannot do before Ampere.
+        defaults["enforce_eager"] = True
+    return defaults
+
+
+def fp32_head(model: str, options: Engine) -> dict[str, str]:
+    """Overrides of the model's config on a card: logits in fp32, like the trainer's.
+
+    Rounding logits to bf16 adds a fifth to the gap between engine and trainer
+    (benchmarks/README.md). vLLM refuses fp32 for a quantised head. A CPU would cast the head at
     every step, which takes 40 % more time per token.
     """
     from transformers import AutoConfig
 
-    if options.quantization not in (None, "bitsandbytes", "fp8"):  # they leave the head as it is
-        return {}
     config = AutoConfig.from_pretrained(model, trust_remote_code=False)
-    return {} if hasattr(config, "quantization_config") else {"head_dtype": "float32"}
+    # These quantisations leave the head as it is.
+    plain_head = options.quantization in (None, "bitsandbytes", "fp8")
+    if plain_head and not hasattr(config, "quantization_config"):
+        return {"head_dtype": "float32"}
+    return {}
 
 
 def vllm_version() -> str:
@@ -131,8 +158,8 @@ def vllm_version() -> str:
 
 
 def has_device() -> bool:
-    """Whether the installed vLLM is a CPU build, or torch can use a card; it cannot if the driver
-    is older than torch's CUDA."""
+    """Whether the installed vLLM has a device: it is a CPU build, or torch can use a card. (Torch
+    cannot if the driver is older than torch's CUDA.)"""
     import torch
 
     try:
@@ -146,7 +173,7 @@ def check_vllm(options: Engine, dtype: str) -> None:
     """Check that the installed vLLM can serve as asked.
 
     Raises:
-        InputError: it needs a plugin, or another dtype.
+        InputError: vLLM needs a plugin, or another dtype.
     """
     if options.quantization == "bitsandbytes" and not find_spec("vllm_bnb_plugin"):
         raise InputError(

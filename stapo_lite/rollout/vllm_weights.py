@@ -1,8 +1,9 @@
 """The weights of a model in vLLM, under the names that transformers gives them.
 
-Nothing is copied: each is a view of vLLM's own tensor. vLLM fuses layers that read the same input:
-the rows of `qkv_proj` are those of `q_proj`, `k_proj` and `v_proj`, one after the other. Layouts as
-in vLLM 0.31 to 0.33 (vllm/model_executor/layers/linear.py) and in its bitsandbytes plugin.
+Nothing is copied: each weight is a view of vLLM's own tensor. vLLM fuses layers that read the same
+input: the rows of `qkv_proj` are those of `q_proj`, `k_proj` and `v_proj`, one after the other. The
+layouts are those of vLLM 0.31 to 0.33 (vllm/model_executor/layers/linear.py) and of its
+bitsandbytes plugin.
 """
 
 from collections.abc import Sequence
@@ -21,34 +22,34 @@ def named_weights(model: Any) -> BaseWeights | None:
         model: the `nn.Module` of vLLM's worker; its layers may have adapters around them.
 
     Returns:
-        None if vLLM's CPU build has repacked the weights, as it does in 16 and 32 bits.
+        None if vLLM's CPU build has repacked the weights, which it does in 16 and 32 bits.
     """
     packed = getattr(model, "packed_modules_mapping", {})
-    found: dict[str, Tensor | NF4Weight] = {}
+    weights: dict[str, Tensor | NF4Weight] = {}
     for path, layer in model.named_modules():
         parent, _, name = path.removesuffix(".base_layer").rpartition(".")
         parts = packed.get(name, [name])
         for kind, parameter in layer.named_parameters(recurse=False):
             if not parameter.numel():
                 return None
-            weights = split(layer, parameter, len(parts))
-            if len(weights) != len(parts):
+            views = split(layer, parameter, len(parts))
+            if len(views) != len(parts):
                 continue  # unknown layout: `take_weights` reports the missing name
-            for part, weight in zip(parts, weights, strict=True):
-                found[f"{parent}.{part}.{kind}".removeprefix(".")] = weight
-    return found
+            for part, view in zip(parts, views, strict=True):
+                weights[f"{parent}.{part}.{kind}".removeprefix(".")] = view
+    return weights
 
 
 def split(layer: Any, parameter: Any, parts: int) -> Sequence[Tensor | NF4Weight]:
-    """Views of the weights of the layers that one vLLM layer fuses."""
+    """Views of the weights of the layers that one vLLM layer fuses; a single view of all rows if
+    their sizes are unknown."""
     if hasattr(parameter, "bnb_quant_state"):
-        offsets, states = parameter.bnb_shard_offsets, parameter.bnb_quant_state
-        ranges = pairwise(map(int, offsets))
+        ranges = pairwise(map(int, parameter.bnb_shard_offsets))
         return [
-            NF4Weight(parameter.data[start:end], states[part])
+            NF4Weight(parameter.data[start:end], parameter.bnb_quant_state[part])
             for part, (start, end) in enumerate(ranges)
         ]
-    if hasattr(layer, "org_vocab_size"):  # an embedding or a head: the rows after these pad it
+    if hasattr(layer, "org_vocab_size"):  # an embedding or a head, padded with further rows
         return [parameter.data[: layer.org_vocab_size]]
     sizes = getattr(layer, "output_sizes", [])
     if parts == 1 or sum(sizes) != len(parameter):
