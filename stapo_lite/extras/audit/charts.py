@@ -12,29 +12,32 @@ COLOURS = {"silenced": "#d55e00", "kept": "#0072b2", "other": "#009e73"}
 def axes() -> Any:
     """The axes of a chart that fits a column of text and is readable on a phone."""
     figure = Figure(figsize=(5.6, 3.2), layout="constrained")
-    drawn = figure.subplots()
-    drawn.grid(alpha=0.4, linewidth=0.6)
-    drawn.spines[["top", "right"]].set_visible(False)
-    return drawn
+    chart = figure.subplots()
+    chart.grid(alpha=0.4, linewidth=0.6)
+    chart.spines[["top", "right"]].set_visible(False)
+    return chart
 
 
-def png(drawn: Any) -> bytes:
-    """The chart with these axes."""
+def png(chart: Any) -> bytes:
+    """A chart as a PNG file, from its axes."""
     file = io.BytesIO()
-    drawn.figure.savefig(file, dpi=150)
+    chart.figure.savefig(file, dpi=150)
     return file.getvalue()
 
 
 def curves(metrics: pd.DataFrame, names: list[str], label: str, log: bool = False) -> bytes:
-    """Metrics over the steps; a long run's are running means over a thirtieth of it.
+    """Metrics over the steps. The curves of a long run are running means over a thirtieth of it.
 
     Args:
-        metrics: indexed by step; those that were never measured may be missing.
+        metrics: indexed by step; columns that were never measured may be missing.
     """
     window = max(1, len(metrics) // 30)
     values = metrics.reindex(columns=names).astype(float)
     smooth = values.rolling(window, min_periods=1).mean()
-    return png(smooth.plot(ax=axes(), logy=log, ylabel=label, marker="." if window == 1 else None))
+    marker = None
+    if window == 1:  # a short run, whose single steps show
+        marker = "."
+    return png(smooth.plot(ax=axes(), logy=log, ylabel=label, marker=marker))
 
 
 def plane(points: pd.DataFrame, tau_p: float, tau_h: float) -> bytes:
@@ -43,12 +46,19 @@ def plane(points: pd.DataFrame, tau_p: float, tau_h: float) -> bytes:
     Args:
         points: columns probability, entropy, kind.
     """
-    drawn = axes()
-    for kind, some in points.groupby("kind", sort=False):
-        look = {"s": 8, "alpha": 0.7, "linewidths": 0, "color": COLOURS[kind]}
-        drawn.scatter(some.probability, some.entropy, label=kind, **look)
-    drawn.axvline(tau_p, linestyle="--", color="#999999", label="tau_p, tau_h")
-    drawn.axhline(tau_h, linestyle="--", color="#999999")
-    drawn.set(xscale="log", xlabel="probability of the token", ylabel="entropy [nats]")
-    drawn.legend(fontsize=8, loc="upper right")
-    return png(drawn)
+    chart = axes()
+    for kind, tokens in points.groupby("kind", sort=False):
+        chart.scatter(
+            tokens.probability,
+            tokens.entropy,
+            s=8,
+            alpha=0.7,
+            linewidths=0,
+            color=COLOURS[kind],
+            label=kind,
+        )
+    chart.axvline(tau_p, linestyle="--", color="#999999", label="tau_p, tau_h")
+    chart.axhline(tau_h, linestyle="--", color="#999999")
+    chart.set(xscale="log", xlabel="probability of the token", ylabel="entropy [nats]")
+    chart.legend(fontsize=8, loc="upper right")
+    return png(chart)

@@ -1,5 +1,5 @@
-"""Metrics of S2T's kinds of tokens, whether or not it is on: their shares of the tokens and of the
-gradient (docs/metrics.md)."""
+"""Metrics of the kinds of tokens that S2T looks at: their shares of the tokens and of the gradient
+(docs/metrics.md). They are measured whether or not S2T is on."""
 
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ KINDS = ("candidate", "spurious", "negative_rare", "negative_sure")
 
 
 class Diagnostics(Callback):
-    """Adds these metrics to those of each step; goes before `RunLog`."""
+    """Adds these metrics to those of each step. It goes before `RunLog`, which writes them."""
 
     def __init__(self) -> None:
         self._parts: list[Means] = []
@@ -27,37 +27,39 @@ class Diagnostics(Callback):
 
     def on_update(self, run: Run, tokens: Tokens, update: Update) -> None:
         if update.masks is None or update.outputs is None:
-            if not update.skipped:  # no token has an advantage, as each kind must
-                none = 0, tokens.written.sum()
+            if not update.skipped:  # no token has an advantage, which every kind requires
+                none = (0, tokens.written.sum())
                 self._parts.append({f"{kind}_share": none for kind in KINDS})
             return
         active = tokens.written & (tokens.advantages != 0)
-        _, entropy, collision = update.outputs.statistics
+        statistics = update.outputs.statistics
         details = describe_tokens(run.learner, tokens, update.masks, update.outputs)
-        norm, mass = details.gradient_norm, masked_sum(details.gradient_norm, active)
+        norm = details.gradient_norm
         means: dict[str, tuple[Any, Any]] = {
             "logit_grad_norm": sum_and_number(norm, active & update.masks.keep),
-            "collision": sum_and_number(collision, active),
+            "collision": sum_and_number(statistics.collision, active),
         }
         if details.tau_h is not None:
-            means["tau_h"] = details.tau_h, 1
+            means["tau_h"] = (details.tau_h, 1)
         for kind, mask in details.kinds.items():
-            means[f"{kind}_share"] = mask.sum(), tokens.written.sum()
-            means[f"{kind}_gradient_share"] = masked_sum(norm, mask), mass
+            means[f"{kind}_share"] = (mask.sum(), tokens.written.sum())
+            means[f"{kind}_gradient_share"] = (masked_sum(norm, mask), masked_sum(norm, active))
         self._parts.append(means)
-        self._entropies.append(entropy[active])
+        self._entropies.append(statistics.entropy[active])
 
     def on_step_end(self, run: Run, metrics: dict[str, Any], rollouts: Rollouts) -> None:
+        # `cat` needs a tensor even if this process had no update.
         entropies = torch.cat([torch.zeros(0, device=run.policy.device), *self._entropies])
-        every = run.learner.gather(entropies)
+        entropies = run.learner.gather(entropies)
         for percent in (10, 50, 90):
-            metrics[f"entropy_p{percent}"] = linear_quantile(every, percent / 100)
+            metrics[f"entropy_p{percent}"] = linear_quantile(entropies, percent / 100)
         metrics |= gather_means(self._parts)
-        self._parts, self._entropies = [], []
+        self._parts = []
+        self._entropies = []
 
 
 class TokenDetails(NamedTuple):
-    """What S2T says of a mini-batch's tokens, or would say if it is off."""
+    """How S2T sees the tokens of a mini-batch, or would see them if it is off."""
 
     logprobs: Tensor
     """[N] fp32"""
@@ -67,9 +69,9 @@ class TokenDetails(NamedTuple):
     """[N] fp32, with respect to the token's logits."""
     tau_h: float | None
     kinds: dict[str, Tensor]
-    """Masks, [N] bool: candidates and spurious tokens; tokens with the same low pi and H in
-    incorrect responses (A < 0), which S2T never silences; and the mirror case, almost certain
-    tokens of incorrect responses."""
+    """Masks by the names in `KINDS`, [N] bool: candidates; spurious tokens; tokens of incorrect
+    responses (A < 0) with the pi and H of spurious ones, which S2T never silences; and tokens of
+    incorrect responses of which the model was almost certain."""
 
 
 def describe_tokens(
@@ -79,22 +81,28 @@ def describe_tokens(
 
     Collective: every rank must call it.
     """
-    s2t, now = learner.config.objective.s2t, outputs.statistics
-    norm = logit_gradient_norm(outputs.weight, now.logprobs, now.collision)
-    # What the mask was computed from, or else the policy now.
-    by_mask = (tokens.advantages > 0) & s2t.enabled
-    logprobs = torch.where(by_mask, masks.statistics.logprobs, now.logprobs)
-    entropy = torch.where(by_mask, masks.statistics.entropy, now.entropy)
+    s2t = learner.config.objective.s2t
+    policy = outputs.statistics
+    norm = logit_gradient_norm(outputs.weight, policy.logprobs, policy.collision)
+    # Tokens that S2T judged keep the values that it saw. All others have the policy's.
+    judged = (tokens.advantages > 0) & s2t.enabled
+    logprobs = torch.where(judged, masks.statistics.logprobs, policy.logprobs)
+    entropy = torch.where(judged, masks.statistics.entropy, policy.entropy)
     candidate = tokens.written & candidate_mask(logprobs, tokens.advantages, s2t.tau_p)
+    # If S2T is off, find the threshold that it would use.
     tau_h = masks.tau_h
     if not s2t.enabled:
-        active = tokens.written & (tokens.advantages != 0)
-        population = candidate if s2t.population == "candidates" else active
+        population = candidate
+        if s2t.population != "candidates":
+            population = tokens.written & (tokens.advantages != 0)
         tau_h = linear_quantile(learner.gather(entropy[population]), s2t.quantile)
+    # In incorrect responses the sign of A is turned, so that the same functions find them.
     negative = tokens.written & (tokens.advantages < 0)
     rare = negative & candidate_mask(logprobs, -tokens.advantages, s2t.tau_p)
-    spurious = spurious_mask(candidate, entropy, tau_h)
-    rare = spurious_mask(rare, entropy, tau_h)
-    sure = negative & (-torch.expm1(logprobs) < s2t.tau_p)
-    kinds = dict(zip(KINDS, (candidate, spurious, rare, sure), strict=True))
+    kinds = {
+        "candidate": candidate,
+        "spurious": spurious_mask(candidate, entropy, tau_h),
+        "negative_rare": spurious_mask(rare, entropy, tau_h),
+        "negative_sure": negative & (-torch.expm1(logprobs) < s2t.tau_p),
+    }
     return TokenDetails(logprobs, entropy, norm, tau_h, kinds)

@@ -1,6 +1,6 @@
-"""A page about a run's tokens and what became of them; self-contained.
+"""A self-contained page about a run's tokens and what became of them.
 
-Without `log.audit_tokens` it shows only curves, no tokens.
+Without `log.audit_tokens` the page shows only curves, no tokens.
 """
 
 import base64
@@ -19,7 +19,7 @@ from stapo_lite.files import read_lines, write_text
 from stapo_lite.training.folder import METRICS_FILE, TOKENS_FILE
 
 MOST_TOKENS = 4000
-"""Most tokens in the table of a page."""
+"""Limit of the table of a page."""
 CAPTIONS = {
     "reward": "Mean reward of the sampled completions.",
     "entropy": (
@@ -73,7 +73,9 @@ def find_spurious(metrics: pd.DataFrame, s2t: S2T) -> str:
     """A sentence about a run's spurious tokens."""
     names = ["spurious_share", "spurious_gradient_share"]
     share, gradient = metrics.reindex(columns=names).astype(float).mean().fillna(0)
-    fate = f"S2T was on (silence={s2t.silence})" if s2t.enabled else "S2T was off"
+    fate = "S2T was off"
+    if s2t.enabled:
+        fate = f"S2T was on (silence={s2t.silence})"
     return (
         f"{share:.3%} of all tokens were spurious (rare, rewarded, and where the model was sure of "
         f"something else); {fate}. Their gradient was {gradient:.2%} of all, counted before any "
@@ -89,7 +91,7 @@ def write_page(folder: Path, charts: dict[str, bytes], values: dict[str, Any]) -
     folder.mkdir(parents=True, exist_ok=True)
     for name, image in charts.items():
         (folder / f"{name}.png").write_bytes(image)
-        pictures[name] = CAPTIONS[name], base64.b64encode(image).decode()
+        pictures[name] = (CAPTIONS[name], base64.b64encode(image).decode())
     template = environment.get_template("page.html")
     page = template.render(pictures=pictures, version=version("stapo-lite"), **values)
     write_text(folder / "index.html", page)

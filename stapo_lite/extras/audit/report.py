@@ -1,4 +1,4 @@
-"""A run at a glance: a table, reward.png, and its worst completions."""
+"""A run at a glance: a table, `reward.png`, and its worst completions."""
 
 from pathlib import Path
 
@@ -22,10 +22,11 @@ ROWS = {
 
 
 def read_log(path: Path) -> pd.DataFrame:
-    """A log of a run. Values stay as they are; pandas' own reader would turn digits into numbers.
+    """Read a log of a run. Values stay as they are; pandas' own reader would turn digits into
+    numbers.
 
     Raises:
-        InputError: there is none.
+        InputError: there is no log, or it is empty.
     """
     lines = read_lines(path)
     if not lines:
@@ -41,8 +42,8 @@ def write_report(run_folder: Path) -> str:
     """
     metrics = read_log(run_folder / METRICS_FILE).set_index("step")
     (run_folder / "reward.png").write_bytes(curves(metrics, ["reward"], "mean reward"))
-    shown = metrics.reindex(columns=list(ROWS)).astype(float).rename(columns=ROWS)
-    table = pd.DataFrame({"first 5": shown.head(5).mean(), "last 5": shown.tail(5).mean()})
+    rows = metrics.reindex(columns=list(ROWS)).astype(float).rename(columns=ROWS)
+    table = pd.DataFrame({"first 5": rows.head(5).mean(), "last 5": rows.tail(5).mean()})
     seconds = metrics.seconds_step.sum()
     return (
         f"{table.to_string(float_format='{:.4g}'.format)}\n{len(metrics)} steps in {seconds:.0f} s"
@@ -58,14 +59,14 @@ def show_completions(folder: Path, worst: int, step: int | None) -> str:
     """
     if not (folder / COMPLETIONS_FILE).exists():  # log.completions=0
         return ""
-    kept = read_log(folder / COMPLETIONS_FILE).astype({"reward": float})
+    completions = read_log(folder / COMPLETIONS_FILE).astype({"reward": float})
     if step is not None:
-        kept = kept[kept.step == step]
-    lines = []
-    for line in kept.nsmallest(worst, "reward").itertuples():
+        completions = completions[completions.step == step]
+    texts = []
+    for line in completions.nsmallest(worst, "reward").itertuples():
         head = f"step {line.step} | reward {line.reward} | row {shorten(str(line.columns))}"
-        lines.append(f"{head}\n> {line.prompt}\n{line.text}")
-    return "\n\n".join(lines)
+        texts.append(f"{head}\n> {line.prompt}\n{line.text}")
+    return "\n\n".join(texts)
 
 
 class Report(Callback):

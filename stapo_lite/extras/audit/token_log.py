@@ -1,12 +1,11 @@
 """The token log: what became of S2T's candidates in each step, and where tokens lie in the
-probability-entropy plane.
+probability-entropy plane. `page.py` draws it.
 
-Training computes all of it anyway, except a candidate's alternatives: at the end of a step, each
-logged candidate's prefix runs once more through the policy that the step began with. `page.py`
-draws the log.
+`tokens.jsonl` has a line for each candidate, in context and with alternatives. Lines of kind
+`other` are of other tokens with A > 0: probability, entropy, gradient norm / A.
 
-`tokens.jsonl` has a line per candidate, in context and with alternatives, and lines of other tokens
-with A > 0, of kind `other`: probability, entropy, gradient norm / A.
+Training computes all of this anyway, except the alternatives. At the end of a step, the text before
+each logged candidate runs once more through the policy that the step began with.
 """
 
 import heapq
@@ -38,7 +37,7 @@ class TokenLog(Callback):
     """Collects tokens during a step; the main process writes them at its end.
 
     Args:
-        tokens_per_step: most candidates, and most other tokens with A > 0, written per step. If
+        tokens_per_step: limit of the candidates written per step, and of the other tokens. If
             there are more candidates, a random subset is written.
     """
 
@@ -52,41 +51,48 @@ class TokenLog(Callback):
             return
         details = describe_tokens(run.learner, tokens, update.masks, update.outputs)
         norms = details.gradient_norm / tokens.advantages  # at equal advantages
-        values = torch.stack([details.logprobs.exp(), details.entropy, norms], 1)
-        names = ("probability", "entropy", "gradient_norm")
-        known = {"tau_h": details.tau_h, "kind": "other"}
-        rewarded = tokens.written & (tokens.advantages > 0)
-        others = (rewarded & ~details.kinds["candidate"]).nonzero()[:, 0]
-        for numbers in values[thin(others, self._limit)].tolist():
-            self._others.append(known | dict(zip(names, map(_short, numbers), strict=True)))
-        places = details.kinds["candidate"].nonzero()[:, 0]
-        # Not the salt of the `random` ablation, whose scores decide what is silenced.
+        values = torch.stack([details.logprobs.exp(), details.entropy, norms], 1).cpu()
+
+        def line(place: int, kind: str) -> Candidate:
+            """The fields that every logged token has."""
+            numbers = map(_short, values[place].tolist())
+            names = ("probability", "entropy", "gradient_norm")
+            return {"tau_h": details.tau_h, "kind": kind, **dict(zip(names, numbers, strict=True))}
+
+        candidate = details.kinds["candidate"]
+        others = (tokens.written & (tokens.advantages > 0) & ~candidate).nonzero()[:, 0]
+        self._others += [line(place, "other") for place in thin(others, self._limit).tolist()]
+        # Every candidate draws a lot, and the lowest lots of all processes are logged. The salt
+        # differs from that of the `random` ablation, whose scores decide what is silenced.
         salts = [~completion.adapter_version for completion in tokens.completions]
+        places = candidate.nonzero()[:, 0]
         lots = random_column(tokens, salts)[places].tolist()
         for lot, place in heapq.nsmallest(self._limit, zip(lots, places.tolist(), strict=True)):
+            kind = "silenced" if update.masks.silenced[place] else "kept"
             owner = int(tokens.owner[place])
-            candidate = in_context(tokens.completions[owner], place - tokens.starts[owner])
-            numbers = map(_short, values[place].tolist())
-            candidate |= known | dict(zip(names, numbers, strict=True))
-            candidate["advantage"] = _short(tokens.advantages[place].item())
-            candidate["kind"] = "silenced" if update.masks.silenced[place] else "kept"
-            self._candidates.append((lot, candidate))
+            entry = in_context(tokens.completions[owner], place - tokens.starts[owner])
+            entry |= line(place, kind)
+            entry["advantage"] = _short(tokens.advantages[place].item())
+            self._candidates.append((lot, entry))
 
     def on_step_end(self, run: Run, metrics: dict[str, Any], rollouts: Rollouts) -> None:
-        candidates, others = gather_object(self._candidates), gather_object(self._others)
-        self._candidates, self._others = [], []
+        candidates = gather_object(self._candidates)
+        others = gather_object(self._others)
+        self._candidates = []
+        self._others = []
         if not run.accelerator.is_main_process:
             return
-        drawn = [one for _, one in heapq.nsmallest(self._limit, candidates, key=itemgetter(0))]
-        add_alternatives(run, drawn)
-        lines = [readable(candidate, run.tokenizer) for candidate in drawn]
+        lowest = heapq.nsmallest(self._limit, candidates, key=itemgetter(0))
+        logged = [candidate for _, candidate in lowest]
+        add_alternatives(run, logged)
+        lines = [readable(candidate, run.tokenizer) for candidate in logged]
         lines += thin(others, self._limit)
         step = {"step": metrics["step"]}
         append_lines(run.folder / TOKENS_FILE, [step | line for line in lines])
 
 
 def in_context(completion: Completion, position: int) -> Candidate:
-    """A token of a completion with what comes before and after it, as token ids.
+    """A token of a completion with the tokens before and after it, as ids.
 
     Args:
         position: index in the completion.
@@ -110,10 +116,10 @@ def add_alternatives(run: Run, candidates: Sequence[Candidate]) -> None:
     if not candidates:
         return
     policy = run.policy
-    completions = [
-        Completion(Prompt("", c.pop("beginning"), None), c["token"], [0.0], False, 0)
-        for c in candidates
-    ]
+    completions = []  # of one token each, after all that came before it
+    for candidate in candidates:
+        prompt = Prompt("", candidate.pop("beginning"), None)
+        completions.append(Completion(prompt, candidate["token"], [0.0], False, 0))
     tokens = pack(completions, policy.device, run.learner.config.objective)
     before = {name: value.to(policy.device) for name, value in run.snapshot.adapter.items()}
 
@@ -122,7 +128,7 @@ def add_alternatives(run: Run, candidates: Sequence[Candidate]) -> None:
             hidden = policy.hidden_states([completions[number] for number in chosen])
             ids, shares = policy.top_tokens(hidden, ALTERNATIVES)
             for number, *best in zip(chosen, ids.tolist(), shares.tolist(), strict=True):
-                candidates[number]["alternatives"] = best
+                candidates[number]["alternatives"] = best  # ids, and their probabilities
 
     with policy.holding(before):
         run.learner.budget.fit(tokens, range(len(completions)), find)
@@ -131,9 +137,10 @@ def add_alternatives(run: Run, candidates: Sequence[Candidate]) -> None:
 def readable(candidate: Candidate, tokenizer: Any) -> Candidate:
     """A candidate as a line of the log, with token ids decoded to text."""
     texts = {name: tokenizer.decode(candidate[name]) for name in ("token", "before", "after")}
-    pairs = zip(*candidate["alternatives"], strict=True)
-    shown = [(tokenizer.decode(token), _short(share)) for token, share in pairs]
-    return candidate | texts | {"alternatives": shown}
+    alternatives = []
+    for token, probability in zip(*candidate["alternatives"], strict=True):
+        alternatives.append((tokenizer.decode(token), _short(probability)))
+    return candidate | texts | {"alternatives": alternatives}
 
 
 def thin(values: Any, limit: int) -> Any:

@@ -1,1 +1,1 @@
-"""From benchmarks to scores, in a command of its own or while a run goes on."""
+"""Evaluation on benchmarks, as a command of its own or during a run."""

@@ -44,8 +44,10 @@ def load_benchmark(name: str, limit: int | None = None) -> tuple[str, int, list[
     Raises:
         InputError: there is no such benchmark or file, or a row lacks problem or answer.
     """
-    stem = Path(name).stem
-    short = next((known for known in SOURCES if stem.startswith(known)), stem)
+    short = Path(name).stem
+    for benchmark in SOURCES:
+        if short.startswith(benchmark):
+            short = benchmark
     data = SOURCES.get(name) or Data(source=name, prompt_column="problem")
     rows = islice(load_rows(data, key="benchmarks"), limit)
     with explained(f"benchmarks={name}: a row cannot be read"):
@@ -54,21 +56,23 @@ def load_benchmark(name: str, limit: int | None = None) -> tuple[str, int, list[
 
 
 def read_row(row: dict[str, Any], data: Data, number: int) -> dict[str, Any]:
-    """A row by the same names in every benchmark. `ordered`: whether the order of an answer that is
-    a plain list counts; `tolerance`: the absolute difference up to which numbers are equal.
+    """A row by the same names in every benchmark. `ordered` says whether the order of an answer
+    that is a plain list counts. Numbers are equal up to the absolute difference `tolerance`.
 
     Args:
-        number: its id, if it has none.
+        number: the id of a row without one.
     """
     answer = row[data.answer_column]
     if isinstance(answer, list):  # OlympiadBench
         (answer,) = answer
     if isinstance(answer, float) and answer.is_integer():  # AMC23 on the Hub
         answer = int(answer)
+    if row.get("id") is not None:
+        number = row["id"]
     return {
         "problem": row[data.prompt_column],
         "answer": answer,
-        "id": str(number if row.get("id") is None else row["id"]),
+        "id": str(number),
         "ordered": row.get("answer_type") == "list",
         # OlympiadBench calls it error.
         "tolerance": float(row.get("tolerance") or row.get("error") or 0),

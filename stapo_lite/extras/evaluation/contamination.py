@@ -1,4 +1,4 @@
-"""Rows of a training set that hold a benchmark's problem, or most of it."""
+"""Find the rows of a training set that hold a problem of a benchmark, or most of it."""
 
 import re
 from collections import Counter, defaultdict
@@ -41,16 +41,17 @@ def find_overlaps(texts: Iterable[str], problems: Sequence[str]) -> set[int]:
     as one n-gram.
     """
     grams = [find_grams(problem, WORDS) for problem in problems]
+    # An index from n-grams to problems: a text is compared only with problems that it may hold.
     holders = defaultdict(list)
-    for number, own in enumerate(grams):
-        for gram in filter(None, own):
+    for number, problem_grams in enumerate(grams):
+        for gram in filter(None, problem_grams):
             holders[gram].append(number)
-    lengths = {len(gram) for gram in holders}
+    lengths = {len(gram) for gram in holders}  # shorter than WORDS for short problems
     overlaps = set()
     for row, text in enumerate(texts):
-        there = set().union(*(find_grams(text, length) for length in lengths))
+        text_grams = set().union(*(find_grams(text, length) for length in lengths))
         hits: Counter[int] = Counter()
-        for gram in holders.keys() & there:
+        for gram in holders.keys() & text_grams:
             hits.update(holders[gram])
         if any(count >= SHARE * len(grams[number]) for number, count in hits.items()):
             overlaps.add(row)
@@ -58,6 +59,6 @@ def find_overlaps(texts: Iterable[str], problems: Sequence[str]) -> set[int]:
 
 
 def find_grams(text: str, n: int) -> set[tuple[str, ...]]:
-    """The word n-grams of a text; all its words as one if there are fewer."""
+    """The word n-grams of a text; all its words as one if there are fewer than n."""
     words = re.findall(r"[^\W_]+", text.lower())
     return {tuple(words[i : i + n]) for i in range(max(1, len(words) - n + 1))}

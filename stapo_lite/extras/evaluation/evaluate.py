@@ -1,9 +1,9 @@
 """Evaluation on math benchmarks: N samples of each problem, graded by rules, with confidence
 intervals.
 
-An interrupted evaluation continues where it stopped: finished samples are in `output_dir`, and each
-sample has its own seed. A finished one leaves `samples-*.jsonl`, `verdicts.jsonl`, `results.json`
-and `results.md`.
+An interrupted evaluation continues where it stopped, since finished samples are in `output_dir` and
+each sample has its own seed. A finished evaluation leaves `samples-*.jsonl`, `verdicts.jsonl`,
+`results.json` and `results.md`.
 """
 
 import json
@@ -39,7 +39,7 @@ from stapo_lite.rollout.vllm_options import vllm_version
 logger = logging.getLogger(__name__)
 
 VERDICT = ("benchmark", "id", "sample", "gold", "answer", "correct")
-"""What `verdicts.jsonl` says of a sample."""
+"""The fields of a sample in `verdicts.jsonl`."""
 
 
 def evaluate(config: EvalConfig) -> dict[str, Any] | None:
@@ -53,23 +53,27 @@ def evaluate(config: EvalConfig) -> dict[str, Any] | None:
             writing to it.
         RunError: the disk is full.
     """
-    # Processes may finish sampling hours apart.
+    # 1. Check all that needs no weights. Processes may finish sampling hours apart.
     state = PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=7))
     check_launch(state)
     dtype = resolve_dtype(config.dtype, config.rollout.quantization)
     config = config.model_copy(update={"dtype": dtype})
     engine_name = resolve_engine(config.rollout.engine)
     check_options(engine_name, config.rollout, dtype)
-    lora = read_fitting_adapter(Path(config.adapter), config.model) if config.adapter else None
-    if lora and public_name(lora.base_model_name_or_path) != public_name(config.model):
-        logger.warning("adapter=%s was trained on %s", config.adapter, lora.base_model_name_or_path)
+    lora = None
+    if config.adapter:
+        lora = read_fitting_adapter(Path(config.adapter), config.model)
+        base = lora.base_model_name_or_path
+        if public_name(base) != public_name(config.model):
+            logger.warning("adapter=%s was trained on %s", config.adapter, base)
     tokenizer, model_eos = load_tokenizer(config.model, [])
     tasks = benchmark_tasks(
         config, tokenizer, config.benchmarks, config.rollout.num_samples, config.limit
     )
     with open_folder(config) if state.is_main_process else nullcontext():
-        done = read_samples(config)
-        missing = [task for task in tasks if task.seed not in done]
+        # 2. Draw the samples that an earlier start has not drawn.
+        samples = read_samples(config)
+        missing = [task for task in tasks if task.seed not in samples]
         state.wait_for_everyone()  # all have read the samples, before one appends
         if missing:  # the same for every process: vLLM starts in all
             stops = stop_token_ids(tokenizer, model_eos, config.data.apply_chat_template)
@@ -78,28 +82,32 @@ def evaluate(config: EvalConfig) -> dict[str, Any] | None:
                 share = missing[state.process_index :: state.num_processes]
                 draw_samples(config, engine, share, tokenizer, state.process_index)
             state.wait_for_everyone()  # all samples are written
-        return finish(config, engine_name, tasks) if state.is_main_process else None
+        # 3. Judge all samples.
+        if state.is_main_process:
+            return finish(config, engine_name, tasks)
+    return None
 
 
 def open_folder(config: EvalConfig) -> AbstractContextManager:
     """Lock the folder of an evaluation that begins or continues.
 
     Raises:
-        InputError: it holds something else, or an evaluation with another config or adapter; or
-            another process has locked it.
+        InputError: the folder holds something else, or an evaluation with another config or
+            adapter; or another process has locked it.
     """
-    folder, given = Path(config.output_dir), to_yaml(config, given=True)
-    if config.adapter:  # its path stays when its run goes on
+    folder = Path(config.output_dir)
+    text = to_yaml(config, given=True)
+    if config.adapter:  # a run that goes on writes another adapter under the same path
         weights = Path(config.adapter, "adapter_model.safetensors").read_bytes()
-        given += f"# adapter: {sha256(weights).hexdigest()}\n"
+        text += f"# adapter: {sha256(weights).hexdigest()}\n"
     path = folder / "config.yaml"
     if not path.exists():
         check_new(folder)
-    elif path.read_text(encoding="utf-8") != given:
+    elif path.read_text(encoding="utf-8") != text:
         raise InputError(f"output_dir={folder} holds samples of another config or adapter")
-    locked = lock(folder)
-    write_text(path, given)
-    return locked
+    folder_lock = lock(folder)
+    write_text(path, text)
+    return folder_lock
 
 
 def read_samples(config: EvalConfig) -> dict[int, dict[str, Any]]:
@@ -120,7 +128,8 @@ def open_evaluation_engine(
     Raises:
         InputError: the engine does not start, or cannot serve the adapter.
     """
-    rollout, longest = config.rollout, config.rollout.max_completion_length
+    rollout = config.rollout
+    longest = rollout.max_completion_length
     whole = config.data.max_prompt_length + longest
     sampling = RolloutSettings(1, whole, longest, rollout.temperature, stops)
     if name == "vllm":
@@ -136,7 +145,7 @@ def open_evaluation_engine(
         from peft import PeftModel
 
         model = PeftModel.from_pretrained(model, config.adapter)
-    policy: Any = SimpleNamespace(model=model)  # all that it needs of a policy
+    policy: Any = SimpleNamespace(model=model)  # all that the engine needs of a policy
     engine.publish(policy, version=0)
     return engine
 
@@ -144,13 +153,13 @@ def open_evaluation_engine(
 def draw_samples(
     config: EvalConfig, engine: RolloutEngine, tasks: Sequence[Task], tokenizer: Any, process: int
 ) -> None:
-    """Draw this process's share of the missing samples and append them to its file.
+    """Draw this process's share of the missing samples and append them to its own file.
 
     Raises:
         RunError: the disk is full.
     """
     path = Path(config.output_dir) / f"samples-{process}.jsonl"
-    write_lines(path, read_lines(path))  # drops a line that was cut off
+    write_lines(path, read_lines(path))  # drops a line that an interruption cut off
     rollout = config.rollout
     decoding = Decoding(rollout.max_completion_length, rollout.temperature, rollout.top_p)
     for index, completion in draw(engine, tasks, decoding, tokenizer):
@@ -159,16 +168,20 @@ def draw_samples(
 
 def finish(config: EvalConfig, engine_name: str, tasks: Sequence[Task]) -> dict[str, Any]:
     """Judge the samples in the folder, which has all of them; write and return the results."""
-    folder, samples = Path(config.output_dir), grade(tasks, read_samples(config))
+    folder = Path(config.output_dir)
+    samples = grade(tasks, read_samples(config))
     packages = ("stapo-lite", "math-verify", "transformers", "torch")
     versions = {name: version(name) for name in packages}
     if engine_name == "vllm":
         versions["vllm"] = vllm_version()
-    results = config.model_dump(include={"model", "adapter", "decoding", "seed"})
-    results |= config.rollout.model_dump(include={"temperature", "top_p", "max_completion_length"})
-    results |= {"engine": engine_name, "versions": versions}
-    results |= summarise(samples)
-    verdicts = [{key: sample[key] for key in VERDICT} for sample in samples]
+    results = {
+        **config.model_dump(include={"model", "adapter", "decoding", "seed"}),
+        **config.rollout.model_dump(include={"temperature", "top_p", "max_completion_length"}),
+        "engine": engine_name,
+        "versions": versions,
+        **summarise(samples),
+    }
+    verdicts = ({key: sample[key] for key in VERDICT} for sample in samples)
     write_lines(folder / "verdicts.jsonl", verdicts)
     write_text(folder / "results.json", json.dumps(results, indent=1))
     write_text(folder / "results.md", results_page(results))

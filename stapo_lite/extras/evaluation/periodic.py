@@ -1,5 +1,5 @@
-"""Evaluation during training, on held-out rows with the run's own rewards and on benchmarks; keeps
-the best adapter."""
+"""Evaluation during training, on held-out rows with the run's own rewards and on benchmarks. It
+keeps the best adapter."""
 
 import json
 import math
@@ -41,22 +41,27 @@ class PeriodicEvaluation(Callback):
     """
 
     def __init__(self, config: Config, tokenizer: Any):
-        settings, longest = config.evaluation, config.rollout.max_completion_length
+        settings = config.evaluation
         self._settings = settings
+        longest = config.rollout.max_completion_length
         self._decoding = Decoding(longest, settings.temperature, settings.top_p)
-        names = settings.benchmarks
-        if names is None:
-            names = [] if settings.source else USUAL_BENCHMARKS
-        self._held_out = held_out_tasks(config, tokenizer) if settings.source else []
+        self._held_out: list[Task] = []
+        benchmarks = USUAL_BENCHMARKS
+        if settings.source:
+            self._held_out = held_out_tasks(config, tokenizer)
+            benchmarks = []
+        if settings.benchmarks is not None:
+            benchmarks = settings.benchmarks
         self._tasks = benchmark_tasks(
-            config, tokenizer, names, settings.num_samples, settings.limit
+            config, tokenizer, benchmarks, settings.num_samples, settings.limit
         )
-        rewards = [f"reward/{name}" for name in config.reward.functions]
-        known = ["reward", *rewards] if self._held_out else []
+        metrics = []
+        if self._held_out:
+            metrics = ["reward", *(f"reward/{name}" for name in config.reward.functions)]
         if self._tasks:
-            known += [*dict.fromkeys(task.names["benchmark"] for task in self._tasks), "average"]
-        if settings.best not in (None, *known):
-            raise InputError(f"evaluation.best={settings.best}: choose one of {', '.join(known)}")
+            metrics += [*dict.fromkeys(task.names["benchmark"] for task in self._tasks), "average"]
+        if settings.best not in (None, *metrics):
+            raise InputError(f"evaluation.best={settings.best}: choose one of {', '.join(metrics)}")
 
     def on_step_begin(self, run: Run, step: int) -> None:
         if (step - 1) % self._settings.steps == 0:
@@ -68,10 +73,12 @@ class PeriodicEvaluation(Callback):
                 self._evaluate(run)
 
     def _evaluate(self, run: Run) -> None:
-        """Evaluate the engine's current adapter, unless that is done."""
-        step, path = run.progress.step, run.folder / EVALUATIONS_FILE
-        if step in {line["step"] for line in read_lines(path)}:
+        """Evaluate the engine's current adapter, unless the log has its results."""
+        step = run.progress.step
+        path = run.folder / EVALUATIONS_FILE
+        if any(line["step"] == step for line in read_lines(path)):
             return
+        # Every process samples; the main process judges and writes.
         lines = gather_object(self._sample(run))
         if not run.accelerator.is_main_process:
             run.call("on_evaluate", step, None)
@@ -85,17 +92,18 @@ class PeriodicEvaluation(Callback):
             results |= summarise(grade(self._tasks, {line["seed"]: line for line in lines}))
             tqdm.write(f"benchmarks after step {step}\n{results_table(results)}")
         if self._settings.best:
-            # Before the line is written: a run killed between the two evaluates again.
+            # Before the line is written: a run killed in between evaluates again.
             keep_best(run, self._settings.best, results)
         append_lines(path, [{"step": step} | results])
         run.call("on_evaluate", step, results)
 
     def _sample(self, run: Run) -> list[dict[str, Any]]:
-        """This process's share of the samples; those of held-out rows have their rewards."""
+        """Lines of this process's share of the samples; those of held-out rows have rewards."""
         share = slice(run.accelerator.process_index, None, run.accelerator.num_processes)
-        rows, tasks = self._held_out[share], self._tasks[share]
-        completions, step = self._answer(run, rows), run.progress.step + 1
-        decode_and_score(run, completions, run.config.seed, step)
+        rows = self._held_out[share]
+        tasks = self._tasks[share]
+        completions = self._answer(run, rows)
+        decode_and_score(run, completions, run.config.seed, run.progress.step + 1)
         lines = []
         for row, completion in zip(rows, completions, strict=True):
             scores = {f"reward/{name}": score for name, score in completion.scores.items()}
@@ -107,8 +115,8 @@ class PeriodicEvaluation(Callback):
     def _answer(self, run: Run, rows: Sequence[Task]) -> list[Completion]:
         """A completion of each held-out row, made as in training."""
         if not run.config.rollout.function:
-            drawn = draw(run.engine, rows, self._decoding, run.tokenizer)
-            return [completion for _, completion in sorted(drawn)]
+            draws = draw(run.engine, rows, self._decoding, run.tokenizer)
+            return [completion for _, completion in sorted(draws)]
         prompts = [row.prompt for row in rows]
         seeds = [row.seed for row in rows]
         groups = run.generate(
@@ -118,19 +126,19 @@ class PeriodicEvaluation(Callback):
 
 
 def keep_best(run: Run, metric: str, results: dict[str, Any]) -> None:
-    """Write adapter and score to `best/` if it beats the one there, or if that was found by another
-    evaluation."""
+    """Write adapter and score to `best/` if the score beats the one there, or if an evaluation with
+    other settings gave the one there."""
     if metric.partition("/")[0] == "reward":
-        now = results.get(metric)
+        score = results.get(metric)
     else:
         scores = {"average": results["average"]} | results["benchmarks"]
-        now = scores[metric]["avg"]
+        score = scores[metric]["avg"]
     path = run.folder / "best" / "score.json"
     settings = run.config.evaluation.model_dump(mode="json", exclude={"steps"})
     before = read_object(path) if path.exists() else {}
-    # A run that was killed and resumed may find its own later best: those steps come again.
+    # A resumed run takes some steps again, and may find its own best of a later step.
     comparable = before.get("evaluation") == settings and before["step"] < run.progress.step
-    if now is not None and (not comparable or now > before["score"]):
+    if score is not None and (not comparable or score > before["score"]):
         run.policy.save_adapter(path.parent)
-        score = {"score": now, "step": run.progress.step, "evaluation": settings}
-        write_text(path, json.dumps(score))
+        best = {"score": score, "step": run.progress.step, "evaluation": settings}
+        write_text(path, json.dumps(best))

@@ -22,7 +22,7 @@ COLUMNS = {
 
 
 def results_page(results: dict[str, Any]) -> str:
-    """What `results.md` says of an evaluation."""
+    """The text of `results.md`."""
     parts = [
         f"# {results['model']}, adapter {results['adapter']}",
         f"In per cent, at temperature {results['temperature']}, top-p {results['top_p']}, at most "
@@ -45,7 +45,7 @@ def pass_table(results: dict[str, Any]) -> str:
     """pass@k of each benchmark."""
     benchmarks = results["benchmarks"].items()
     shares = DataFrame({name: scores["pass"] for name, scores in benchmarks})
-    cells = (100 * shares).map("{:.1f}".format).replace("nan", "")
+    cells = (100 * shares).map("{:.1f}".format).replace("nan", "")  # N may differ
     rows = [["benchmark", *(f"pass@{k}" for k in cells.index)]]
     rows += [[name, *cells[name]] for name in cells]
     return markdown(rows)

@@ -1,5 +1,8 @@
-"""The way from data sets to verdicts, for the command and for evaluations during training: a task
-for each sample, its completion, a line of `samples-*.jsonl`, the line with its verdict."""
+"""The way from data sets to verdicts, for the command and for evaluations during training.
+
+Each sample is a task, then a completion, then a line of `samples-*.jsonl`, then the line with its
+verdict.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -24,8 +27,8 @@ class Task(NamedTuple):
     prompt: Prompt
     seed: int
     names: dict[str, Any]
-    """What its line begins with: the benchmark, the problem's id, the number of the sample; nothing
-    for held-out rows."""
+    """The beginning of the sample's line: the benchmark, the problem's id, the number of the
+    sample; nothing for held-out rows."""
 
 
 def benchmark_tasks(
@@ -53,7 +56,8 @@ def benchmark_tasks(
         prompts = make_prompts(rows, tokenizer, data, graded=True, key="benchmarks")
         for prompt, number in product(prompts, range(num_samples or usual)):
             names = {"benchmark": short, "id": prompt.columns["id"], "sample": number}
-            # A problem whose text has changed gets new samples.
+            # The seed names the sample, also after a restart. If a problem's text has changed, its
+            # samples are drawn anew.
             seed = derived_seed(config.seed, *names.values(), prompt.token_ids)
             tasks.append(Task(prompt, seed, names))
     if len({tuple(task.names.values()) for task in tasks}) < len(tasks):
@@ -65,9 +69,10 @@ def held_out_tasks(config: Config, tokenizer: Any) -> list[Task]:
     """A task for each sample of the rows of `evaluation.source`.
 
     Raises:
-        InputError: they cannot be read.
+        InputError: the rows cannot be read.
     """
-    settings, data = config.evaluation, config.data
+    settings = config.evaluation
+    data = config.data
     changes = settings.model_dump(include={"source", "subset", "split"})
     if settings.subset is None and settings.source == data.source:
         changes["subset"] = data.subset
@@ -85,9 +90,9 @@ def draw(
     engine: RolloutEngine, tasks: Sequence[Task], decoding: Decoding, tokenizer: Any
 ) -> Iterator[tuple[int, Completion]]:
     """Yield each task's index and its completion, with its text, as they finish."""
-    draws = engine.stream(
-        [task.prompt for task in tasks], [task.seed for task in tasks], [decoding] * len(tasks)
-    )
+    prompts = [task.prompt for task in tasks]
+    seeds = [task.seed for task in tasks]
+    draws = engine.stream(prompts, seeds, [decoding] * len(tasks))
     for index, completion in progress_bar("evaluate", "sample", len(tasks), draws):
         set_text(completion, tokenizer, True)
         yield index, completion
@@ -104,13 +109,14 @@ def sample_line(task: Task, completion: Completion) -> Line:
 
 
 def grade(tasks: Sequence[Task], lines: Mapping[int, Line]) -> list[Line]:
-    """The samples of the tasks, in their order: lines with `problem`, `gold`, `answer` and
+    """The samples of the tasks, in their order: their lines with `problem`, `gold`, `answer` and
     `correct`.
 
     Args:
-        lines: by their seeds.
+        lines: by the seeds of the tasks.
     """
-    samples, questions = [], []
+    samples = []
+    questions = []
     for prompt, seed, _ in tasks:
         line = lines[seed]
         samples.append(line | {"problem": prompt.prompt, "gold": str(prompt.answer)})

@@ -18,10 +18,11 @@ def summarise(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     Args:
         samples: as `samples.grade` returns them.
     """
-    table, benchmarks, rates = DataFrame(samples), {}, {}
-    for name, own in table.groupby("benchmark", sort=False):
-        benchmarks[name] = benchmark_scores(own)
-        rates[name] = own.groupby("id", sort=False)["correct"].mean().to_dict()
+    benchmarks = {}
+    rates = {}
+    for name, rows in DataFrame(samples).groupby("benchmark", sort=False):
+        benchmarks[name] = benchmark_scores(rows)
+        rates[name] = rows.groupby("id", sort=False)["correct"].mean().to_dict()
     average = average_scores([list(shares.values()) for shares in rates.values()])
     return {"benchmarks": benchmarks, "average": average, "rates": rates}
 
@@ -63,8 +64,10 @@ def average_scores(rates: Sequence[Sequence[float]]) -> dict[str, float]:
     Args:
         rates: for each benchmark the share of right samples of each problem.
     """
-    rng, means = np.random.default_rng(0), []
+    rng = np.random.default_rng(0)
+    means = []
     for shares in rates:
+        # How often each share occurs among as many problems drawn with replacement.
         values, counts = np.unique(shares, return_counts=True)
         resampled = rng.multinomial(len(shares), counts / len(shares), RESAMPLES)
         means.append(resampled @ values / len(shares))

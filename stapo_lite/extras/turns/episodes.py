@@ -1,9 +1,10 @@
 """Completions of several turns: a coroutine lets the model write, adds a tool's output, and lets
 the model continue.
 
-The coroutines run in an event loop in their own thread, so that a tool may wait for the network. A
-turn that one asks for joins the engine's running batch before its next step, and the coroutine goes
-on as soon as its turn has ended. Plain tools run between two steps, in the thread of the engine.
+The coroutines run in an event loop in their own thread, so that a tool may wait for the network.
+The turns that they ask for join the batch that the engine is running before its next step. A
+coroutine goes on as soon as its turn has ended. Plain tools run between two steps, in the thread of
+the engine.
 """
 
 import asyncio
@@ -11,12 +12,10 @@ import inspect
 import pkgutil
 import re
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import count
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 from stapo_lite.errors import InputError, RunError, explained
@@ -46,13 +45,13 @@ from stapo_lite.types import Completion, Prompt, derived_seed
 
 @dataclass(eq=False)
 class Episode:
-    """A completion in progress. What the model wrote is trained on; what was added is only context.
+    """A completion in progress. The loss counts what the model wrote; added text is only context.
 
     Attributes:
         prompt: the prompt, with the columns of its row.
         token_ids: the tokens so far.
-        finished: whether the model ended its last turn with a stop token or stop string, and there
-            is still room after what was added since.
+        finished: whether the model ended its last turn with a stop token or stop string, and tokens
+            are left after the text that was added since.
         busy: whether a turn is in progress.
     """
 
@@ -65,8 +64,11 @@ class Episode:
     finished: bool = True
     busy: bool = False
     _logprobs: list[float] = field(default_factory=list)
+    """One for each token; 0 for added text."""
     _mask: list[bool] = field(default_factory=list)
+    """Whether the model wrote a token."""
     _said: list[Message] = field(default_factory=list)
+    """The messages after the prompt, of `chat` only."""
     _turns: int = 0
     _version: int = 0
 
@@ -90,26 +92,28 @@ class Episode:
             raise RunError(
                 "rollout.function: an episode asked for two turns at once: await generate()"
             )
-        limit = self.room if max_tokens is None else min(self.room, max_tokens)
+        limit = self.room
+        if max_tokens is not None:
+            limit = min(limit, max_tokens)
+        self.finished = False  # until the model ends this turn
         if limit <= 0:
-            self.finished = False
             return ""
         stop = options.get("stop")
         if stop:
             options["include_stop_str_in_output"] = True
         if "stop_token_ids" in options:  # they end a turn in addition to the usual ones
             options["stop_token_ids"] = [*self._sampling.stop_token_ids, *options["stop_token_ids"]]
-        so_far = Prompt("", self.prompt.token_ids + self.token_ids, None)
+        context = Prompt("", self.prompt.token_ids + self.token_ids, None)
         decoding = Decoding(limit, self._sampling.temperature, 1.0, logprobs=True, options=options)
-        self.busy, self.finished = True, False
+        self.busy = True
         try:
-            seed = derived_seed(self._seed, self._turns)
-            turn = await self._running.ask(so_far, seed, decoding)
-        finally:
+            turn = await self._running.ask(context, derived_seed(self._seed, self._turns), decoding)
+        finally:  # also if the coroutine withdraws the turn (asyncio.timeout)
             self.busy = False
         self._turns += 1
-        self._version, self.finished = turn.adapter_version, not turn.truncated
-        self._extend(turn.token_ids, turn.rollout_logprobs, own=True)
+        self._version = turn.adapter_version
+        self.finished = not turn.truncated
+        self._extend(turn.token_ids, turn.rollout_logprobs, by_model=True)
         text = self._chat.tokenizer.decode(turn.token_ids, skip_special_tokens=True)
         return until_stop(text, stop) if stop else text
 
@@ -125,15 +129,16 @@ class Episode:
         max_turns: int = 8,
         **options: Any,
     ) -> str:
-        """Send messages to the model and let it answer. Tools that it calls run concurrently, and
-        it continues with their results, until it calls none.
+        """Send messages to the model and let it answer. The tools that it calls run concurrently.
+        The model continues with their results until it calls none.
 
         Args:
             messages: messages for the chat template. In the first call they replace the prompt
                 (`episode.messages` are the row's); in later ones they are what the user says next.
             tools: functions or coroutine functions with type hints and a docstring that describes
                 the arguments. If one raises, the error is its result.
-            max_turns: most turns of the model; tools called in the last one do not run.
+            max_turns: largest number of turns of the model; tools called in the last one do not
+                run.
             options: options of each turn, as in `generate`.
 
         Returns:
@@ -143,33 +148,41 @@ class Episode:
             InputError: the chat template or vLLM's parsers do not support this.
             RunError: the messages are longer than `data.max_prompt_length`; also as in `generate`.
         """
-        schemas, text = schemas_of(tools), ""
+        schemas = schemas_of(tools)
+        text = ""
         if self.token_ids:
             self._reply(messages, schemas)
         else:
             self._open(messages, schemas)
-        for turn in range(max_turns):
-            begin = len(self.token_ids)
+        for turn in range(1, max_turns + 1):
+            start = len(self.token_ids)
             text = await self.generate(**options)
-            written = self._chat.tokenizer.decode(self.token_ids[begin:]).removesuffix(
-                self._chat.end
-            )
-            before, calls = "", list[Call]()
-            if schemas and self.finished:
-                before, calls = self._chat.calls(written, schemas)
-            self._said.append(assistant(before if calls else text, calls))
-            if not calls or turn == max_turns - 1:
+            content, calls = self._read_turn(start, text, schemas)
+            self._said.append(assistant(content, calls))
+            if not calls or turn == max_turns:
                 break
-            run = partial(run_tool, tools, self._running.call)
-            results = await asyncio.gather(*map(run, calls))
-            answers = [answer_of(*pair) for pair in zip(calls, results, strict=True)]
-            self._reply(answers, schemas)
+            results = await asyncio.gather(*(run_tool(tools, self._running.call, c) for c in calls))
+            self._reply(list(map(answer_of, calls, results)), schemas)
         return text
+
+    def _read_turn(self, start: int, text: str, schemas: list[Schema]) -> tuple[str, list[Call]]:
+        """The text before the tool calls of a turn, and the calls.
+
+        Args:
+            start: index of the turn's first token.
+            text: the turn as `generate` returned it, which is its content if it has no calls.
+        """
+        # The parsers find a call by special tokens, which `text` lacks.
+        written = self._chat.tokenizer.decode(self.token_ids[start:]).removesuffix(self._chat.end)
+        if schemas and self.finished:
+            content, calls = self._chat.calls(written, schemas)
+            if calls:
+                return content, calls
+        return text, []
 
     def _open(self, messages: list[Message], schemas: list[Schema]) -> None:
         """Replace the row's prompt with these messages."""
-        text = self._chat.opening(messages, schemas)
-        token_ids = self._chat.tokenizer(text, add_special_tokens=False).input_ids
+        token_ids = self._encode(self._chat.opening(messages, schemas))
         longest = self._sampling.max_model_len - self._sampling.max_completion_length
         if len(token_ids) > longest:
             raise RunError(
@@ -179,26 +192,32 @@ class Episode:
         self.prompt = replace(self.prompt, token_ids=token_ids)
 
     def _reply(self, messages: list[Message], schemas: list[Schema]) -> None:
-        """Add messages after the model's last turn, and that turn's end token if it is missing
-        (after a stop string)."""
-        end, last = self._chat.end, self.token_ids[-1]
-        ended = last in self._sampling.stop_token_ids or self._chat.tokenizer.decode(last) == end
-        self.add(("" if ended else end) + self._chat.reply(messages, schemas))
+        """Add messages after the model's last turn. After a stop string, that turn still lacks its
+        end token, which is added before them."""
+        text = self._chat.reply(messages, schemas)
+        end = self._chat.end
+        last = self.token_ids[-1]
+        if last not in self._sampling.stop_token_ids and self._chat.tokenizer.decode(last) != end:
+            text = end + text
+        self.add(text)
         self._said += messages
 
     def add(self, text: str) -> None:
         """Add text that the model did not write, such as a tool's result, cut to `room` tokens."""
-        text = text.encode("utf-8", "replace").decode()  # a lone surrogate that the model wrote
-        token_ids = self._chat.tokenizer(text, add_special_tokens=False).input_ids
+        # A lone surrogate that the model wrote cannot be tokenized.
+        token_ids = self._encode(text.encode("utf-8", "replace").decode())
         if len(token_ids) >= max(1, self.room):
             self.finished = False
         token_ids = token_ids[: self.room]
-        self._extend(token_ids, [0.0] * len(token_ids), own=False)
+        self._extend(token_ids, [0.0] * len(token_ids), by_model=False)
 
-    def _extend(self, token_ids: list[int], logprobs: list[float], own: bool) -> None:
+    def _encode(self, text: str) -> list[int]:
+        return self._chat.tokenizer(text, add_special_tokens=False).input_ids
+
+    def _extend(self, token_ids: list[int], logprobs: list[float], by_model: bool) -> None:
         self.token_ids += token_ids
         self._logprobs += logprobs
-        self._mask += [own] * len(token_ids)
+        self._mask += [by_model] * len(token_ids)
 
     def completion(self) -> Completion:
         """The episode as a completion to train on.
@@ -211,25 +230,25 @@ class Episode:
                 "rollout.function: an episode ended without a turn of the model's: call generate() "
                 "in it"
             )
-        mask = None if all(self._mask) else self._mask
-        said = sum(message["role"] == "assistant" for message in self._said)
+        # If `generate` was called beside `chat`, the messages lack a turn, so rewards get none.
+        answers = [message for message in self._said if message["role"] == "assistant"]
         return Completion(
             self.prompt,
             self.token_ids,
             self._logprobs,
             not self.finished,
             self._version,
-            loss_mask=mask,
-            messages=self._said if said >= self._turns else None,  # else some were by `generate`
+            loss_mask=None if all(self._mask) else self._mask,
+            messages=self._said if len(answers) >= self._turns else None,
         )
 
 
 def until_stop(text: str, stop: str | Sequence[str]) -> str:
-    """Cut off what the last token has after a stop string (in Qwen3, ">" and newline can be one
-    token)."""
+    """Cut off what the last token has after a stop string. In Qwen3, ">" and newline can be one
+    token, so that a turn with `stop=">"` ends with ">\\n"."""
     stops = [stop] if isinstance(stop, str) else stop
-    found = re.search("|".join(map(re.escape, stops)), text)
-    return text[: found.end()] if found else text
+    match = re.search("|".join(map(re.escape, stops)), text)
+    return text[: match.end()] if match else text
 
 
 RolloutFunction = Callable[[Episode], Awaitable[None]]
@@ -257,8 +276,8 @@ def find_function(path: str) -> RolloutFunction:
 
 
 def check_function(function: RolloutFunction, where: str) -> None:
-    """Raise InputError unless it is a coroutine function that can be called with just an episode;
-    TRL's take prompts and trainer."""
+    """Raise InputError unless it is a coroutine function that can be called with just an episode.
+    TRL's rollout functions take prompts and trainer instead."""
     with explained(f"{where}: must take one argument, the episode (docs/turns.md)", TypeError):
         inspect.signature(function).bind(None)
     if not any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
@@ -266,13 +285,23 @@ def check_function(function: RolloutFunction, where: str) -> None:
 
 
 class Conversations:
-    """Runs episodes: their coroutines in the process's event loop; what they ask for in this
-    thread, between the engine's steps."""
+    """Runs episodes in two threads: their coroutines in the process's event loop, the engine in the
+    thread that calls `run`.
+
+    A coroutine cannot use the engine itself. It puts a request into a queue and waits for a future.
+    `run` alternates between doing what was requested and a step of the engine, which sets the
+    futures of the turns that have ended:
+
+        coroutine       ask ----.            .---> goes on, asks for its next turn
+        queue                   '--> request |
+        engine's thread              add ... step
+    """
 
     def __init__(self, engine: RolloutEngine):
         self._engine = engine
-        self._work: SimpleQueue[Callable[[], Any]] = SimpleQueue()
+        self._requests: SimpleQueue[Callable[[], Any]] = SimpleQueue()
         self._turns: dict[int, Future[Completion]] = {}
+        """The turns in progress, by their numbers."""
         self._numbers = count()
 
     async def ask(self, *request: Any) -> Completion:
@@ -281,19 +310,20 @@ class Conversations:
         Args:
             request: prompt, seed and decoding.
         """
-        return await asyncio.wrap_future(await self.call(self._begin, *request))
+        turn: Future[Completion] = Future()
+        self._requests.put(lambda: self._begin(turn, *request))
+        return await asyncio.wrap_future(turn)
+
+    def _begin(self, turn: Future[Completion], *request: Any) -> None:
+        number = next(self._numbers)
+        self._engine.add(number, *request)
+        self._turns[number] = turn
 
     async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function in the engine's thread."""
+        """Call a function in the engine's thread and wait for its result."""
         result: Future[Any] = Future()
-        self._work.put(lambda: deliver(result, function(*arguments)))
+        self._requests.put(lambda: deliver(result, function(*arguments)))
         return await asyncio.wrap_future(result)
-
-    def _begin(self, *request: Any) -> Future[Completion]:
-        index = next(self._numbers)
-        self._engine.add(index, *request)
-        self._turns[index] = Future()
-        return self._turns[index]
 
     def run(self, function: RolloutFunction, episodes: Sequence[Episode]) -> None:
         """Run a coroutine for each episode to its end.
@@ -303,32 +333,37 @@ class Conversations:
         """
         with progress_bar("rollout", "episode", len(episodes)) as bar:
             running = {submit(run_one(function, episode)) for episode in episodes}
-            for each in running:
-                # An idle engine waits for work.
-                each.add_done_callback(lambda _: self._work.put(lambda: None))
+            for coroutine in running:
+                # An empty request wakes `_do_requests`, which may be waiting, when one ends.
+                coroutine.add_done_callback(lambda _: self._requests.put(lambda: None))
             try:
                 while running:
-                    # Coroutines that can go on ask before the engine's next step.
-                    submit(asyncio.sleep(0)).result()
-                    self._catch_up()
-                    if self._turns:
-                        for index, completion in self._engine.step():
-                            deliver(self._turns.pop(index), completion)
-                    for ended in [each for each in running if each.done()]:
-                        ended.result()
-                        running.remove(ended)
-                        bar.update()
+                    self._do_requests()
+                    self._step()
+                    ended, running = wait(running, timeout=0)
+                    for coroutine in ended:
+                        coroutine.result()  # raises what the coroutine raised
+                    bar.update(len(ended))
             finally:
-                for each in running:
-                    each.cancel()
+                for coroutine in running:
+                    coroutine.cancel()
                 self._engine.abort()
 
-    def _catch_up(self) -> None:
-        """Do what the coroutines have asked for; without a turn in progress, wait until they do."""
-        with suppress(Empty):
-            self._work.get(block=not self._turns)()
-            while True:
-                self._work.get(block=False)()
+    def _do_requests(self) -> None:
+        """Do what the coroutines have asked for. Without a turn in progress, wait until they do."""
+        # One round of the event loop: coroutines whose turn has just ended ask for the next one
+        # before the engine's next step.
+        submit(asyncio.sleep(0)).result()
+        if not self._turns:
+            self._requests.get()()
+        while not self._requests.empty():
+            self._requests.get()()
+
+    def _step(self) -> None:
+        """Let the engine sample for a moment, and give the coroutines the turns that have ended."""
+        if self._turns:
+            for number, completion in self._engine.step():
+                deliver(self._turns.pop(number), completion)
 
 
 async def run_one(function: RolloutFunction, episode: Episode) -> None:
@@ -351,7 +386,7 @@ def run_episodes(
     seeds: Sequence[int],
     **changes: Any,
 ) -> list[list[Completion]]:
-    """Like `RolloutEngine.generate`, with each completion made by a coroutine.
+    """Sample as `RolloutEngine.generate` does, with each completion made by a coroutine.
 
     Args:
         changes: of `sampling`, for an evaluation.
@@ -361,12 +396,11 @@ def run_episodes(
         Exception: raised by a coroutine.
     """
     sampling = replace(sampling, **changes)
-    running, size = Conversations(engine), sampling.num_generations
-    samples = each_sample(prompts, seeds, size)
+    conversations = Conversations(engine)
     episodes = []
-    for prompt, seed in samples:
+    for prompt, seed in each_sample(prompts, seeds, sampling.num_generations):
         # A coroutine may change its columns, and add some for the reward functions.
-        own = replace(prompt, columns=copied(prompt.columns))
-        episodes.append(Episode(own, seed, sampling, chat, running))
-    running.run(function, episodes)
-    return in_groups([episode.completion() for episode in episodes], size)
+        prompt = replace(prompt, columns=copied(prompt.columns))
+        episodes.append(Episode(prompt, seed, sampling, chat, conversations))
+    conversations.run(function, episodes)
+    return in_groups([episode.completion() for episode in episodes], sampling.num_generations)

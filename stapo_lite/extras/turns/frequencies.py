@@ -1,4 +1,4 @@
-"""How often tools are called, and how often that fails, by TRL's names."""
+"""How often the model calls tools, and how often a call fails, by TRL's names."""
 
 from itertools import chain
 from typing import Any
@@ -17,12 +17,13 @@ class ToolFrequencies(Callback):
 
 
 def tool_means(rollouts: Rollouts) -> Means:
-    """Tool calls per completion, and the share of the calls that fail, in this process's part."""
+    """Tool calls per completion, and the share of the calls that fail, of this process's
+    completions. Each call has one result among the messages."""
     completions = list(chain(*rollouts.sampled))
-    turns = chain(*(completion.messages or () for completion in completions))
-    results = [turn["content"] for turn in turns if turn["role"] == "tool"]
-    failed = sum(result.startswith("error: ") for result in results)
+    messages = chain(*(completion.messages or () for completion in completions))
+    results = [message["content"] for message in messages if message["role"] == "tool"]
+    failures = [result for result in results if result.startswith("error: ")]
     return {
         "tools/call_frequency": (len(results), len(completions)),
-        "tools/failure_frequency": (failed, len(results)),
+        "tools/failure_frequency": (len(failures), len(results)),
     }

@@ -1,6 +1,7 @@
-"""Tools in a chat: turn functions into schemas, the model's text into calls, results into messages.
+"""Tools in a chat: functions become schemas, the model's text becomes calls, and results become
+messages.
 
-The chat template decides how each is written; vLLM's parsers read the calls back.
+The model's chat template decides how each is written. vLLM's parsers read the calls back.
 """
 
 import inspect
@@ -23,10 +24,10 @@ Schema = dict[str, Any]
 Tool = Callable[..., Any]
 Call = dict[str, Any]
 """`name` and `arguments` of a function that the model wants called."""
-# It takes 5 ms, and each episode asks. Bounded, since an episode may define its own tools.
+# A schema takes 5 ms, and each episode asks for it. Bounded: an episode may define its own tools.
 schema_of = lru_cache(maxsize=64)(get_json_schema)
 FAILURES = (Exception, SystemExit, GeneratorExit)
-"""Also what code that the model wrote may raise."""
+"""What a tool may raise without ending the run: also what code that the model wrote may raise."""
 CALL_ID = "call00000"  # Mistral's template wants nine letters and digits
 
 
@@ -48,15 +49,20 @@ def schemas_of(tools: Sequence[Tool]) -> list[Schema]:
 async def run_tool(
     tools: Sequence[Tool], in_main_thread: Callable[..., Awaitable[Any]], call: Call
 ) -> str:
-    """Run a tool and return its result as text, as JSON if it is not a string. An error becomes the
-    result, so that the model can react to it. Plain functions run in the main thread, one at a
-    time; coroutines run side by side."""
+    """Run a tool and return its result as text: strings as they are, other values as JSON.
+
+    An error becomes the result, so that the model can react to it. Plain functions run in the main
+    thread, one at a time. Coroutines run side by side.
+
+    Args:
+        in_main_thread: calls a function there.
+    """
     functions = {tool.__name__: tool for tool in tools}
     try:
         if call["name"] not in functions:
             raise LookupError(f"there is no tool {call['name']!r}, only {', '.join(functions)}")
         result = await in_main_thread(_run, functions[call["name"]], call["arguments"])
-        if inspect.isawaitable(result):  # a coroutine's
+        if inspect.isawaitable(result):  # the tool is a coroutine function
             result = await result
         if isinstance(result, BaseException):
             raise result
@@ -113,8 +119,9 @@ class Chat:
     """
 
     def __init__(self, tokenizer: Any, prompting: Prompting):
-        self.tokenizer, self._prompting = tokenizer, prompting
-        # Content of a made-up turn; locates that turn in rendered text.
+        self.tokenizer = tokenizer
+        self._prompting = prompting
+        # The content of made-up turns, by which they are located in rendered text.
         self._marker = secrets.token_hex(8)
         self._readers: dict[tuple[Any, str], tuple[Any, Any]] = {}
 
@@ -136,13 +143,14 @@ class Chat:
         Raises:
             InputError: the template ends a turn in the middle differently than the last one.
         """
-        answers = messages[0]["role"] == "tool"
-        turn = calling(self._marker) if answers else assistant(self._marker, [])
-        whole = self._text([turn, *messages], tools, add_generation_prompt=True)
-        _, found, after = whole.rpartition(self._marker)[2].partition(self.end)
-        if not found:
+        turn = assistant(self._marker, [])
+        if messages[0]["role"] == "tool":  # which a template expects after a call
+            turn = calling(self._marker)
+        text = self._text([turn, *messages], tools, add_generation_prompt=True)
+        _, end, reply = text.rpartition(self._marker)[2].partition(self.end)
+        if not end:
             raise InputError("chat: the model's chat template does not end each turn alike")
-        return after
+        return reply
 
     @cached_property
     def end(self) -> str:
@@ -151,20 +159,21 @@ class Chat:
         Raises:
             InputError: the chat template has none.
         """
-        after = self._text([assistant(self._marker, [])], []).rpartition(self._marker)[2].lstrip()
+        text = self._text([assistant(self._marker, [])], [])
+        after = text.rpartition(self._marker)[2].lstrip()
         ids = self.tokenizer(after, add_special_tokens=False).input_ids
         if not ids or ids[0] not in self.tokenizer.added_tokens_decoder:
             raise InputError("chat: the model's chat template ends no turn with a special token")
         return self.tokenizer.decode(ids[0])
 
     def calls(self, text: str, tools: Sequence[Schema]) -> tuple[str, list[Call]]:
-        """Parse a turn, ignoring thoughts: the text before its tool calls, and these; none if they
-        cannot be parsed.
+        """Parse a turn, ignoring thoughts: the text before its tool calls, and the calls. A turn
+        that cannot be parsed has none.
 
         Args:
             text: the turn with its special tokens, except the one that ends it.
         """
-        parser = self._parser  # not in the `try`: that no parser fits must be seen
+        parser = self._parser  # outside the `try`: its InputError must reach the user
         try:
             return self._parse(parser, text, tools)
         except Exception:  # such as for arguments that are not JSON
@@ -182,11 +191,11 @@ class Chat:
 
         # Otherwise every malformed call is logged with a traceback.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
+        # Render a call as the template writes it, then try all parsers until one reads it back.
         tools = schemas_of([look_up])
         opening = self._text([], tools, add_generation_prompt=True)
         written = self._text([calling("it")], tools).removeprefix(opening).rpartition(self.end)[0]
-        names = ToolParserManager.list_registered()
-        for name in sorted(names, key=lambda name: name != "hermes"):  # the most common one first
+        for name in ["hermes", *ToolParserManager.list_registered()]:  # the most common one first
             try:
                 parser = ToolParserManager.get_tool_parser(name)
                 _, calls = self._parse(parser, written, tools)
@@ -200,15 +209,16 @@ class Chat:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
         key = (parser, json.dumps(tools))
-        if key not in self._readers:  # some read the whole vocabulary
+        if key not in self._readers:  # some parsers read the whole vocabulary when made
             request = ChatCompletionRequest(messages=[], tools=tools)
-            self._readers[key] = parser(self.tokenizer, request.tools), request
+            self._readers[key] = (parser(self.tokenizer, request.tools), request)
         reader, request = self._readers[key]
-        found = reader.extract_tool_calls(text.rpartition("</think>")[2], request)
-        calls = [call.function for call in found.tool_calls]
-        return (found.content or "").strip(), [
-            {"name": call.name, "arguments": json.loads(call.arguments)} for call in calls
-        ]
+        turn = reader.extract_tool_calls(text.rpartition("</think>")[2], request)
+        calls = []
+        for call in turn.tool_calls:
+            arguments = json.loads(call.function.arguments)
+            calls.append({"name": call.function.name, "arguments": arguments})
+        return (turn.content or "").strip(), calls
 
     def _text(self, turns: list[Message], tools: Sequence[Schema], **options: Any) -> str:
         """Render a conversation that begins with a user message."""
