@@ -1,3 +1,5 @@
-"""What a run can do without. Each module or folder here can be deleted along with its command and
-its line in `assemble.py`: the core imports none of them, and they import each other only as
-`pyproject.toml` lists."""
+"""What a run can do without.
+
+To delete a module or folder here, delete also its command and its line in `assemble.py`. The core
+imports none of them. They import each other only as `pyproject.toml` lists.
+"""

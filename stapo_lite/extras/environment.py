@@ -1,4 +1,4 @@
-"""What a bug report needs: versions, hardware, and what `auto` means on this machine."""
+"""The lines that a bug report needs: versions, hardware, and the meaning of `auto` here."""
 
 import os
 import platform
@@ -26,7 +26,7 @@ PACKAGES = (
 
 
 def describe_environment() -> Iterator[str]:
-    """Yield the lines of a report: versions, hardware, and what `auto` means here."""
+    """Yield the lines of a report on this machine."""
     yield f"python {platform.python_version()}, {platform.platform()}"
     for name in PACKAGES:
         with suppress(PackageNotFoundError):

@@ -1,6 +1,6 @@
-"""Does a run fit a card? What its parts take, from the model's config alone; nothing is loaded.
+"""Does a run fit a card? An estimate from the model's config alone; nothing is loaded.
 
-A run measures its memory itself (`training/memory.py`); this is for choosing a card.
+A run measures its memory itself (`training/memory.py`). This estimate is for choosing a card.
 """
 
 from stapo_lite.config import Config
@@ -17,10 +17,11 @@ def plan(config: Config, gib: float) -> str:
     Args:
         gib: memory of the card.
     """
-    card, sizes = int(gib * GIB), count_sizes(config)
+    card = int(gib * GIB)
+    sizes = count_sizes(config)
     adapter = ADAPTER_BYTES * sizes.adapter
     always = sizes.base + adapter + RESERVED + int(MARGIN * card)
-    cached = (card - always) // sizes.cached_token
+    cached = max(0, card - always) // sizes.cached_token
     rows = {
         "GiB of base": sizes.base,
         "GiB of adapter and optimiser": adapter,
@@ -33,7 +34,7 @@ def plan(config: Config, gib: float) -> str:
         rows[f"GiB for {setting}"] = count_activations(config, tokens, checkpointing)
     lines = [f"{name:<64}{size / GIB:6.2f}" for name, size in rows.items()]
     lines.append(
-        f"In rollouts what is left caches {max(0, cached):,} tokens: "
-        f"{max(0, cached) / config.max_sequence_length:.1f} of the longest sequences."
+        f"In rollouts what is left caches {cached:,} tokens: "
+        f"{cached / config.max_sequence_length:.1f} of the longest sequences."
     )
     return "\n".join(lines)

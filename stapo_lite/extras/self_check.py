@@ -20,7 +20,9 @@ from stapo_lite.training.learner import Learner
 from stapo_lite.training.run import lent_device
 from stapo_lite.types import Completion, Prompt
 
-PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 64, 16
+PROMPTS = 8
+PROMPT_TOKENS = 64
+NEW_TOKENS = 16
 LEAST_EFFECT = 0.5
 """Mean change in nats that the random adapter must make to log-probabilities, to stand out from
 rounding."""
@@ -28,8 +30,8 @@ LARGEST_GAP = 0.25
 """Limit of the mean difference between engine and trainer, as a share of the adapter's effect, if
 both have the same weights."""
 ROUNDING = 0.02
-"""A gap of at most this many nats passes if the engine is at least twice as far from the base: the
-adapter moves nearly certain tokens no more than bfloat16 rounding does."""
+"""A gap of at most this many nats also passes if the engine is at least twice as far from the base.
+The adapter moves nearly certain tokens no more than bfloat16 rounding does."""
 
 
 def check_engine(engine: RolloutEngine, learner: Learner, prompts: Sequence[Prompt]) -> float:
@@ -60,8 +62,8 @@ def check_engine(engine: RolloutEngine, learner: Learner, prompts: Sequence[Prom
             with lent_device(engine):
                 if not gaps:
                     engine.publish(policy, version=0)
-                drawn = engine.stream(beginnings, range(PROMPTS), [decoding] * PROMPTS)
-                completions = [completion for _, completion in drawn]
+                draws = engine.stream(beginnings, range(PROMPTS), [decoding] * PROMPTS)
+                completions = [completion for _, completion in draws]
             gaps.append(measure_gap(learner, completions, moment))
     return max(gaps)
 
@@ -73,24 +75,25 @@ def random_adapter(learner: Learner, prompts: Sequence[Prompt]) -> dict[str, Ten
     Raises:
         RunError: no scale has that effect.
     """
-    policy, generator = learner.policy, torch.Generator().manual_seed(0)
-    drawn = {
-        name: torch.randn(parameter.shape, generator=generator).to(policy.device)
-        / parameter.shape[1] ** 0.5
-        for name, parameter in policy.parameters.items()
-    }
+    policy = learner.policy
+    generator = torch.Generator().manual_seed(0)
+    noise = {}
+    for name, parameter in policy.parameters.items():
+        values = torch.randn(parameter.shape, generator=generator).to(policy.device)
+        noise[name] = values / parameter.shape[1] ** 0.5
     first = Prompt("", prompts[0].token_ids[:1], None)
-    read = [Completion(first, p.token_ids, [0.0] * len(p.token_ids), False, 0) for p in prompts[:3]]
-    base = logprobs(learner, read, adapted=False)
-    for doublings in range(24):
+    texts = []
+    for prompt in prompts[:3]:
+        ids = prompt.token_ids
+        texts.append(Completion(first, ids, [0.0] * len(ids), False, 0))
+    base = logprobs(learner, texts, adapted=False)
+    for doublings in range(24):  # of the squared size
         scale = 2 ** (doublings / 2) / 32
-        values = {
-            name: value * scale if "lora_B" in name else value for name, value in drawn.items()
-        }
-        with policy.holding(values):
-            effect = (logprobs(learner, read) - base).abs().mean()
+        adapter = {n: v * scale if "lora_B" in n else v for n, v in noise.items()}
+        with policy.holding(adapter):
+            effect = (logprobs(learner, texts) - base).abs().mean()
         if effect >= LEAST_EFFECT:
-            return values
+            return adapter
     raise RunError(
         "rollout.self_check: no random adapter moves the trainer's log-probabilities by "
         f"{LEAST_EFFECT} nats; check lora.target_modules, or, for a model without training, set "
@@ -102,25 +105,28 @@ def measure_gap(learner: Learner, completions: Sequence[Completion], moment: str
     """The mean difference between the engine's log-probabilities and the trainer's, in nats.
 
     Raises:
-        RunError: it is too large.
+        RunError: the difference is too large.
     """
     sampled = torch.tensor(list(itertools.chain(*(c.rollout_logprobs for c in completions))))
-    adapted, base = logprobs(learner, completions), logprobs(learner, completions, adapted=False)
+    adapted = logprobs(learner, completions)
+    base = logprobs(learner, completions, adapted=False)
     gap = (sampled - adapted).abs().mean().item()
     to_base = (sampled - base).abs().mean().item()
     effect = (adapted - base).abs().mean().item()
-    config, limit = learner.config, LARGEST_GAP * effect
-    # An engine with other weights rounds differently; the gap is logged and corrected.
+    config = learner.config
+    limit = LARGEST_GAP * effect
+    # With another quantisation than the trainer's the gap is larger. Training logs and corrects it;
+    # the engine need only be nearer to the adapter than to the base.
     if config.rollout.quantization != config.quantization_in_vllm:
         limit = to_base
     if gap <= limit or (gap <= ROUNDING and 2 * gap <= to_base):
         return gap
-    found = "it computes another model, another adapter or at another temperature"
+    fault = "it computes another model, another adapter or at another temperature"
     if to_base < gap / 2:
-        found = "it ignores the adapter"
+        fault = "it ignores the adapter"
     raise RunError(
         f"rollout.self_check: {moment}, the engine's log-probabilities are {gap:.3f} nats from the "
-        f"trainer's and {to_base:.3f} from the base's: {found}. Use another version of vLLM, or "
+        f"trainer's and {to_base:.3f} from the base's: {fault}. Use another version of vLLM, or "
         "rollout.engine=transformers; rollout.self_check=false starts the run all the same"
     )
 

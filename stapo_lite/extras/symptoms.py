@@ -1,7 +1,7 @@
 """Symptoms: signs in a run's metrics that something is wrong, with likely cause and keys to change.
 
-They depend only on the metrics, which are the same on every process and are read from the metrics
-file on `--resume`.
+Symptoms depend only on the metrics. These are the same on every process, and `--resume` reads them
+from the metrics file.
 """
 
 import logging
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 Metrics = Sequence[dict[str, Any]]
 SHORT = 10
-"""Steps at the beginning of a run, and at its end, that are compared."""
+"""The first and the last so many steps of a run are compared."""
 
 
 class Rule(NamedTuple):
@@ -37,8 +37,8 @@ def _is(*names: str, when: Callable[[float, float], bool]) -> Callable[[Metrics]
 
     def holds(history: Metrics) -> bool:
         rows: list[list[Any]] = [[metrics.get(name) for name in names] for metrics in history]
-        known = [sum(row) for row in rows if None not in row]
-        return len(known) >= 2 * SHORT and when(fmean(known[:SHORT]), fmean(known[-SHORT:]))
+        sums = [sum(row) for row in rows if None not in row]
+        return len(sums) >= 2 * SHORT and when(fmean(sums[:SHORT]), fmean(sums[-SHORT:]))
 
     return holds
 
@@ -104,10 +104,10 @@ class Symptoms(Callback):
     """Warns of new symptoms, and ends the run at some of them.
 
     Args:
-        stop_on: their names.
+        stop_on: names of the symptoms that end it.
 
     Raises:
-        InputError: there is no such symptom.
+        InputError: there is no symptom of a name.
     """
 
     def __init__(self, stop_on: Sequence[str]):

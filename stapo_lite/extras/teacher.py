@@ -3,9 +3,9 @@
     A_t = group advantage + weight * (log pi_teacher(y_t) - log pi_student(y_t))
 
 With the second term, the policy gradient minimises each token's reverse KL divergence, KL(student
-|| teacher), estimated at the sampled token: arXiv 2306.13649 with on-policy data, in the form of
-"On-Policy Distillation" by Thinking Machines. The student's log-probability is the engine's at
-sampling. The teacher is another adapter on the same base, or a model on a vLLM server.
+|| teacher), estimated at the sampled token. This is arXiv 2306.13649 with on-policy data, in the
+form of "On-Policy Distillation" by Thinking Machines. The student's log-probability is the engine's
+at sampling. The teacher is another adapter on the same base, or a model on a vLLM server.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ AT_ONCE = 16
 MAX_RETRIES = 5
 """Retries of a request by the client before the run ends."""
 LOWEST = -30.0
-"""Least log-probability of a server's that counts: vLLM sends -9999 for a probability of 0."""
+"""Smaller log-probabilities count as this one: vLLM sends -9999 for a probability of 0."""
 
 
 class Teacher(Callback):
@@ -50,7 +50,7 @@ class Teacher(Callback):
     def on_mini_batches(self, run: Run, batches: Sequence[Tokens]) -> None:
         for batch in batches:
             difference = self.logprobs(run, batch) - batch.rollout_logprobs
-            difference = difference.where(batch.written, 0.0)
+            difference = difference.where(batch.written, 0.0)  # a tool's results teach nothing
             batch.advantages += self._weight * difference
             self._parts.append({"teacher_kl": sum_and_number(-difference, batch.written)})
 
@@ -73,12 +73,11 @@ class AdapterTeacher(Teacher):
     def on_train_begin(self, run: Run) -> None:
         self._values = run.policy.copy_values()
         with run.policy.holding(self._values):
-            load_adapter(run.policy.model, self._folder)  # into these values
+            load_adapter(run.policy.model, self._folder)  # into the copied values
 
     def logprobs(self, run: Run, tokens: Tokens) -> Tensor:
         with run.policy.holding(self._values):
-            every = range(len(tokens.completions))
-            return run.learner.measure(tokens, every).logprobs
+            return run.learner.measure(tokens, range(len(tokens.completions))).logprobs
 
 
 class ServerTeacher(Teacher):
@@ -90,7 +89,7 @@ class ServerTeacher(Teacher):
         key: API key, if the server asks for one.
 
     Raises:
-        RunError: it does not answer.
+        RunError: the server does not answer.
         InputError: when the run begins: another vocabulary, or too short a context.
     """
 
@@ -105,16 +104,16 @@ class ServerTeacher(Teacher):
             self._model = self._client.models.list().data[0].id
 
     def on_train_begin(self, run: Run) -> None:
-        tokenizer = run.tokenizer
-        text = tokenizer.decode(run.prompts[0].token_ids)
-        asked = {"model": self._model, "prompt": text, "add_special_tokens": False}
-        with explained("objective.teacher_server: does not tokenize", kind=RunError):
-            its: Any = self._root.post("/tokenize", cast_to=object, body=asked)
-        if its["tokens"] != tokenizer(text, add_special_tokens=False).input_ids:
+        # Both must cut a text into the same tokens; otherwise the scores are of other tokens.
+        text = run.tokenizer.decode(run.prompts[0].token_ids)
+        request = {"model": self._model, "prompt": text, "add_special_tokens": False}
+        answer: Any = self._root.post("/tokenize", cast_to=object, body=request)
+        if answer["tokens"] != run.tokenizer(text, add_special_tokens=False).input_ids:
             raise InputError("objective.teacher_server: its model has another vocabulary")
-        served, needed = its["max_model_len"], run.config.max_sequence_length + 1
-        if served < needed:
-            raise InputError(f"objective.teacher_server: serves {served} tokens, {needed} needed")
+        context = answer["max_model_len"]
+        longest = run.config.max_sequence_length + 1
+        if context < longest:
+            raise InputError(f"objective.teacher_server: serves {context} tokens, {longest} needed")
 
     def logprobs(self, run: Run, tokens: Tokens) -> Tensor:
         with ThreadPoolExecutor(AT_ONCE) as threads:
@@ -129,6 +128,6 @@ class ServerTeacher(Teacher):
             answer: Any = self._client.completions.create(
                 model=self._model, prompt=ids, max_tokens=1, extra_body={"prompt_logprobs": 0}
             )
-            scored = answer.choices[0].prompt_logprobs[len(completion.prompt.token_ids) :]
-            pairs = zip(scored, completion.token_ids, strict=True)
-            return [max(one[str(token)]["logprob"], LOWEST) for one, token in pairs]
+            places = answer.choices[0].prompt_logprobs[len(completion.prompt.token_ids) :]
+            pairs = zip(places, completion.token_ids, strict=True)
+            return [max(place[str(token)]["logprob"], LOWEST) for place, token in pairs]

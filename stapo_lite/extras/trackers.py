@@ -31,12 +31,12 @@ class Trackers(Callback):
 
     def on_step_end(self, run: Run, metrics: dict[str, Any], rollouts: Rollouts) -> None:
         step = metrics["step"]
-        known = {name: value for name, value in metrics.items() if value is not None}
-        del known["step"]
+        values = {name: value for name, value in metrics.items() if value is not None}
+        del values["step"]
         with self._or_untracked():
-            self._accelerator.log(known, step=step)
-            if kept := kept_completions(rollouts, run.config.log):
-                self._log_completions(step, kept)
+            self._accelerator.log(values, step=step)
+            if completions := kept_completions(rollouts, run.config.log):
+                self._log_completions(step, completions)
 
     def _log_completions(self, step: int, completions: Sequence[Completion]) -> None:
         """Log completions as traces to Trackio, and as a table to trackers that support tables."""
@@ -51,17 +51,16 @@ class Trackers(Callback):
     def on_evaluate(self, run: Run, step: int, results: dict[str, Any] | None) -> None:
         if results is None:  # not the main process
             return
-        values = {
-            name: value
-            for name, value in results.items()
-            if name.startswith("reward") and value is not None
-        }
+        values = {}
+        for name, value in results.items():
+            if name.startswith("reward") and value is not None:
+                values[f"evaluation/{name}"] = value
         if "benchmarks" in results:
             scores = results["benchmarks"] | {"average": results["average"]}
-            values |= {name: score["avg"] for name, score in scores.items()}
+            for name, score in scores.items():
+                values[f"evaluation/{name}"] = score["avg"]
         with self._or_untracked():
-            named = {f"evaluation/{name}": value for name, value in values.items()}
-            self._accelerator.log(named, step=step)
+            self._accelerator.log(values, step=step)
 
     def close(self) -> None:
         with self._or_untracked():
@@ -70,8 +69,8 @@ class Trackers(Callback):
 
     @contextmanager
     def _or_untracked(self) -> Iterator[None]:
-        """Warn and go on without trackers if they fail, such as on a lost connection or an
-        unwritable folder."""
+        """Warn and go on without trackers if they fail, for example because the connection is lost
+        or a folder cannot be written."""
         try:
             yield
         except Exception as error:
@@ -81,9 +80,11 @@ class Trackers(Callback):
 
 
 def trace(completion: Completion, line: dict[str, Any]) -> Any:
-    """A completion for Trackio's viewer: its messages, and what the log says of it."""
+    """A completion for Trackio's viewer: its messages, with its line of the log as metadata."""
     import trackio
 
-    prompt, answer = completion.prompt.prompt, {"role": "assistant", "content": completion.text}
-    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return trackio.Trace([*asked, *(completion.messages or [answer])], metadata=line)
+    question = completion.prompt.prompt
+    if isinstance(question, str):
+        question = [{"role": "user", "content": question}]
+    answer = completion.messages or [{"role": "assistant", "content": completion.text}]
+    return trackio.Trace([*question, *answer], metadata=line)

@@ -1,7 +1,7 @@
-"""Rollouts with transformers' `generate`, from the trainer's own model: slow, but needs no vLLM."""
+"""Rollouts with transformers' `generate`, from the trainer's own model: slow, but without vLLM."""
 
 from collections.abc import Sequence
-from itertools import islice, starmap
+from itertools import islice
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from stapo_lite.types import Completion, Prompt
 
 
 class TransformersEngine(RolloutEngine):
-    """Samples from the live adapter: publishing only records its version."""
+    """Samples from the adapter in training itself: publishing only records its version."""
 
     def __init__(self, sampling: RolloutSettings, max_num_seqs: int):
         self._sampling = sampling
@@ -31,19 +31,18 @@ class TransformersEngine(RolloutEngine):
         self._asked: dict[int, tuple[Prompt, int, Decoding]] = {}
 
     def publish(self, policy: Publisher, version: int) -> None:
-        self._model, self._version = policy.model, version
+        self._model = policy.model
+        self._version = version
 
     def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[list[Completion]]:
-        size, decoding = self._sampling.num_generations, self._sampling.decoding
+        size = self._sampling.num_generations
         rows, row_seeds = zip(*each_sample(prompts, seeds, size), strict=True)
-        draws = self.stream(rows, row_seeds, [decoding] * len(rows))
+        draws = self.stream(rows, row_seeds, [self._sampling.decoding] * len(rows))
         bar = progress_bar("rollout", "completion", len(rows), draws)
-        completions = [completion for _, completion in bar]
-        return in_groups(completions, size)
+        return in_groups([completion for _, completion in bar], size)
 
     def add(self, index: int, prompt: Prompt, seed: int, decoding: Decoding) -> None:
-        """Like the protocol's, but all decodings in progress must have the same temperature and
-        top-p.
+        """Begin one completion. All decodings in progress must have the same temperature and top-p.
 
         Raises:
             InputError: the decoding has options of vLLM's.
@@ -52,7 +51,7 @@ class TransformersEngine(RolloutEngine):
             raise InputError(
                 f"rollout.engine=transformers knows no {option}: set rollout.engine=vllm"
             )
-        self._asked[index] = prompt, seed, decoding
+        self._asked[index] = (prompt, seed, decoding)
 
     def step(self) -> list[tuple[int, Completion]]:
         """Finish as many completions as fit into a batch."""
@@ -60,12 +59,12 @@ class TransformersEngine(RolloutEngine):
         prompts, seeds, decodings = zip(*batch.values(), strict=True)
         limits = [decoding.max_completion_length for decoding in decodings]
         draws = _SeededDraws(seeds, decodings[0])
-        output = self._generate(prompts, draws, max(limits))
-        logprobs = torch.cat(draws.logprobs, dim=1)
-        drawn = zip(prompts, limits, output.tolist(), logprobs.tolist(), strict=True)
+        output = self._generate(prompts, draws, max(limits)).tolist()
+        logprobs = torch.cat(draws.logprobs, dim=1).tolist()
         for index in batch:
             del self._asked[index]
-        return list(zip(batch, starmap(self._completion, drawn), strict=True))
+        completions = map(self._completion, prompts, limits, output, logprobs)
+        return list(zip(batch, completions, strict=True))
 
     def abort(self) -> None:
         self._asked.clear()
@@ -75,12 +74,13 @@ class TransformersEngine(RolloutEngine):
         self, prompts: Sequence[Prompt], draws: "_SeededDraws", max_new_tokens: int
     ) -> Tensor:
         """New tokens [rows, steps], padded after the stop token."""
-        device, dtype = self._model.device, self._model.get_output_embeddings().weight.dtype
+        device = self._model.device
+        dtype = self._model.get_output_embeddings().weight.dtype
         rows = [torch.tensor(prompt.token_ids) for prompt in prompts]
         input_ids = pad_sequence(rows, batch_first=True, padding_side="left").to(device)
         written = [torch.ones_like(row) for row in rows]
         mask = pad_sequence(written, batch_first=True, padding_side="left").to(device)
-        checkpointed = [module for module in self._model.modules() if module.training]
+        training = [module for module in self._model.modules() if module.training]
         self._model.eval()  # gradient checkpointing would switch the KV cache off
         try:
             # The fp32 adapter computes in the base's dtype, as in training.
@@ -94,28 +94,27 @@ class TransformersEngine(RolloutEngine):
                     max_new_tokens=max_new_tokens,
                 )
         finally:
-            for module in checkpointed:
+            for module in training:
                 module.training = True
         return output[:, input_ids.shape[1] :]
 
     def _completion(
         self, prompt: Prompt, limit: int, token_ids: list[int], logprobs: list[float]
     ) -> Completion:
-        length = min(limit, len(token_ids))
-        truncated = True
-        for t, token in enumerate(token_ids[:limit]):
-            if token in self._sampling.stop_token_ids:
-                length, truncated = t + 1, False
-                break
-        return Completion(prompt, token_ids[:length], logprobs[:length], truncated, self._version)
+        """A row of a batch, cut after its first stop token or at its own limit."""
+        stops = self._sampling.stop_token_ids
+        tokens = enumerate(token_ids[:limit], start=1)
+        ends = [length for length, token in tokens if token in stops]
+        length = ends[0] if ends else limit
+        return Completion(prompt, token_ids[:length], logprobs[:length], not ends, self._version)
 
 
 class _SeededDraws:
-    """A logits processor that leaves one token per row, drawn by inverse transform sampling with
-    the row's own generator: up to rounding, a sample does not depend on the rest of its batch.
+    """A logits processor that leaves one token per row. It is drawn by inverse transform sampling
+    with the row's own generator. Up to rounding, a sample does not depend on the rest of its batch.
 
     Attributes:
-        logprobs: of the tokens drawn, before top-p; [rows, 1] fp32 for each step.
+        logprobs: of the sampled tokens, before top-p; [rows, 1] fp32 for each step.
     """
 
     def __init__(self, seeds: Sequence[int], decoding: Decoding):
@@ -129,11 +128,10 @@ class _SeededDraws:
         logprobs = scores.log_softmax(-1)
         if self._nucleus is not None:
             scores = self._nucleus(input_ids, scores)
-        uniform = torch.cat(
-            [torch.rand(1, generator=g, dtype=torch.float64) for g in self._generators]
-        )
+        # The first token whose cumulated probability exceeds a uniform number.
+        uniform = [torch.rand(1, generator=g, dtype=torch.float64) for g in self._generators]
         cumulated = scores.double().softmax(-1).cumsum(-1)
-        thresholds = uniform.to(scores.device)[:, None] * cumulated[:, -1:]
-        drawn = torch.searchsorted(cumulated, thresholds, right=True)
-        self.logprobs.append(logprobs.gather(1, drawn))
-        return torch.full_like(scores, -torch.inf).scatter(1, drawn, 0.0)
+        thresholds = torch.stack(uniform).to(scores.device) * cumulated[:, -1:]
+        tokens = torch.searchsorted(cumulated, thresholds, right=True)
+        self.logprobs.append(logprobs.gather(1, tokens))
+        return torch.full_like(scores, -torch.inf).scatter(1, tokens, 0.0)

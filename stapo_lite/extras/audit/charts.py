@@ -37,7 +37,8 @@ def curves(metrics: pd.DataFrame, names: list[str], label: str, log: bool = Fals
     marker = None
     if window == 1:  # a short run, whose single steps show
         marker = "."
-    return png(smooth.plot(ax=axes(), logy=log, ylabel=label, marker=marker))
+    chart = smooth.plot(ax=axes(), logy=log, ylabel=label, marker=marker)
+    return png(chart)
 
 
 def plane(points: pd.DataFrame, tau_p: float, tau_h: float) -> bytes:

@@ -72,7 +72,8 @@ def audit(run_folder: str | Path, out: str | Path | None = None) -> Path:
 def find_spurious(metrics: pd.DataFrame, s2t: S2T) -> str:
     """A sentence about a run's spurious tokens."""
     names = ["spurious_share", "spurious_gradient_share"]
-    share, gradient = metrics.reindex(columns=names).astype(float).mean().fillna(0)
+    values = metrics.reindex(columns=names).astype(float)
+    share, gradient = values.mean().fillna(0)
     fate = "S2T was off"
     if s2t.enabled:
         fate = f"S2T was on (silence={s2t.silence})"

@@ -42,8 +42,10 @@ def write_report(run_folder: Path) -> str:
     """
     metrics = read_log(run_folder / METRICS_FILE).set_index("step")
     (run_folder / "reward.png").write_bytes(curves(metrics, ["reward"], "mean reward"))
-    rows = metrics.reindex(columns=list(ROWS)).astype(float).rename(columns=ROWS)
-    table = pd.DataFrame({"first 5": rows.head(5).mean(), "last 5": rows.tail(5).mean()})
+    rows = metrics.reindex(columns=list(ROWS)).astype(float)
+    rows = rows.rename(columns=ROWS)
+    means = {"first 5": rows.head(5).mean(), "last 5": rows.tail(5).mean()}
+    table = pd.DataFrame(means)
     seconds = metrics.seconds_step.sum()
     return (
         f"{table.to_string(float_format='{:.4g}'.format)}\n{len(metrics)} steps in {seconds:.0f} s"

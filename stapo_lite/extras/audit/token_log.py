@@ -50,24 +50,29 @@ class TokenLog(Callback):
         if update.outputs is None or update.masks is None:
             return
         details = describe_tokens(run.learner, tokens, update.masks, update.outputs)
-        norms = details.gradient_norm / tokens.advantages  # at equal advantages
-        values = torch.stack([details.logprobs.exp(), details.entropy, norms], 1).cpu()
+        columns = {
+            "probability": details.logprobs.exp().cpu(),
+            "entropy": details.entropy.cpu(),
+            "gradient_norm": (details.gradient_norm / tokens.advantages).cpu(),  # for A = 1
+        }
 
         def line(place: int, kind: str) -> Candidate:
             """The fields that every logged token has."""
-            numbers = map(_short, values[place].tolist())
-            names = ("probability", "entropy", "gradient_norm")
-            return {"tau_h": details.tau_h, "kind": kind, **dict(zip(names, numbers, strict=True))}
+            numbers = {name: _short(column[place].item()) for name, column in columns.items()}
+            return {"tau_h": details.tau_h, "kind": kind} | numbers
 
         candidate = details.kinds["candidate"]
-        others = (tokens.written & (tokens.advantages > 0) & ~candidate).nonzero()[:, 0]
-        self._others += [line(place, "other") for place in thin(others, self._limit).tolist()]
+        rewarded = tokens.written & (tokens.advantages > 0)
+        others = (rewarded & ~candidate).nonzero()[:, 0]
+        for place in thin(others, self._limit).tolist():
+            self._others.append(line(place, "other"))
         # Every candidate draws a lot, and the lowest lots of all processes are logged. The salt
         # differs from that of the `random` ablation, whose scores decide what is silenced.
         salts = [~completion.adapter_version for completion in tokens.completions]
         places = candidate.nonzero()[:, 0]
         lots = random_column(tokens, salts)[places].tolist()
-        for lot, place in heapq.nsmallest(self._limit, zip(lots, places.tolist(), strict=True)):
+        pairs = zip(lots, places.tolist(), strict=True)
+        for lot, place in heapq.nsmallest(self._limit, pairs):
             kind = "silenced" if update.masks.silenced[place] else "kept"
             owner = int(tokens.owner[place])
             entry = in_context(tokens.completions[owner], place - tokens.starts[owner])

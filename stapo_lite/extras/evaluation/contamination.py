@@ -53,12 +53,14 @@ def find_overlaps(texts: Iterable[str], problems: Sequence[str]) -> set[int]:
         hits: Counter[int] = Counter()
         for gram in holders.keys() & text_grams:
             hits.update(holders[gram])
-        if any(count >= SHARE * len(grams[number]) for number, count in hits.items()):
-            overlaps.add(row)
+        for number, count in hits.items():
+            if count >= SHARE * len(grams[number]):
+                overlaps.add(row)
     return overlaps
 
 
 def find_grams(text: str, n: int) -> set[tuple[str, ...]]:
     """The word n-grams of a text; all its words as one if there are fewer than n."""
     words = re.findall(r"[^\W_]+", text.lower())
-    return {tuple(words[i : i + n]) for i in range(max(1, len(words) - n + 1))}
+    starts = range(max(1, len(words) - n + 1))
+    return {tuple(words[start : start + n]) for start in starts}

@@ -36,8 +36,10 @@ def results_page(results: dict[str, Any]) -> str:
 def results_table(results: dict[str, Any]) -> str:
     """The scores of each benchmark, and their average."""
     rows = [["benchmark", *COLUMNS]]
-    for name, scores in (results["benchmarks"] | {"average": results["average"]}).items():
-        rows.append([name, *(cell(form, scores) for form in COLUMNS.values())])
+    lines = results["benchmarks"] | {"average": results["average"]}
+    for name, scores in lines.items():
+        cells = [cell(form, scores) for form in COLUMNS.values()]
+        rows.append([name, *cells])
     return markdown(rows)
 
 

@@ -60,7 +60,8 @@ def benchmark_tasks(
             # samples are drawn anew.
             seed = derived_seed(config.seed, *names.values(), prompt.token_ids)
             tasks.append(Task(prompt, seed, names))
-    if len({tuple(task.names.values()) for task in tasks}) < len(tasks):
+    names_of_all = {tuple(task.names.values()) for task in tasks}
+    if len(names_of_all) < len(tasks):
         raise InputError("benchmarks: an id occurs twice: give each problem one of its own")
     return tasks
 
@@ -82,8 +83,11 @@ def held_out_tasks(config: Config, tokenizer: Any) -> list[Task]:
     prompts = make_prompts(
         rows, tokenizer, held_out, graded="math" in config.reward.functions, key="evaluation.source"
     )
-    samples = enumerate(prompt for prompt in prompts for _ in range(settings.num_samples or 1))
-    return [Task(prompt, derived_seed(config.seed, "held out", i), {}) for i, prompt in samples]
+    tasks: list[Task] = []
+    for prompt, _ in product(prompts, range(settings.num_samples or 1)):
+        seed = derived_seed(config.seed, "held out", len(tasks))
+        tasks.append(Task(prompt, seed, {}))
+    return tasks
 
 
 def draw(

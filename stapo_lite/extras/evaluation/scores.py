@@ -22,7 +22,8 @@ def summarise(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     rates = {}
     for name, rows in DataFrame(samples).groupby("benchmark", sort=False):
         benchmarks[name] = benchmark_scores(rows)
-        rates[name] = rows.groupby("id", sort=False)["correct"].mean().to_dict()
+        problems = rows.groupby("id", sort=False)
+        rates[name] = problems["correct"].mean().to_dict()
     average = average_scores([list(shares.values()) for shares in rates.values()])
     return {"benchmarks": benchmarks, "average": average, "rates": rates}
 
@@ -34,15 +35,17 @@ def benchmark_scores(samples: DataFrame) -> dict[str, Any]:
         `avg`, its 95 % interval `low` and `high`, `pass` by k = 1, 2, 4, ... and N, mean
         `length` in tokens, `truncated` and `no_answer` as shares, `samples` N, `problems`.
     """
-    problems = samples.groupby("id", sort=False)
-    right = problems["correct"].sum()
+    right = samples.groupby("id", sort=False)["correct"].sum()  # of each problem's n samples
     n = len(samples) // len(right)
-    powers = sorted({n, *(2**i for i in range(n.bit_length()))})
+    passes = {}
+    powers = {2**i for i in range(n.bit_length())}
+    for k in sorted(powers | {n}):
+        passes[str(k)] = fmean(pass_at_k(n, count, k) for count in right)
     return {
         "problems": len(right),
         "samples": n,
         **average_scores([list(right / n)]),
-        "pass": {str(k): fmean(pass_at_k(n, count, k) for count in right) for k in powers},
+        "pass": passes,
         "length": samples["tokens"].mean(),
         "truncated": samples["truncated"].mean(),
         "no_answer": samples["answer"].isna().mean(),

@@ -1,1 +1,1 @@
-"""Publish a run's adapter: export, model card, upload to the Hub."""
+"""Publishing a run's adapter: export, model card, upload to the Hub."""

@@ -16,7 +16,7 @@ from stapo_lite.training.folder import ENVIRONMENT_FILE, EVALUATIONS_FILE, read_
 
 
 class FinishedRun(NamedTuple):
-    """What a run folder says about the adapter in it."""
+    """A run folder's record of its adapter."""
 
     config: Config
     adapter: Path
@@ -37,18 +37,21 @@ def read_run(folder: Path, evaluation: str | Path | None) -> FinishedRun:
         InputError: the folder holds no run with an adapter; the evaluation has no results, or is of
             the base.
     """
-    config, adapter = load_config(folder / "config.yaml"), folder / "adapter"
+    config = load_config(folder / "config.yaml")
+    adapter = folder / "adapter"
     if not (adapter / "adapter_config.json").exists():  # the file that is written last
         raise InputError(f"{folder}: the run has not ended; --resume it")
     metrics = read_metrics(folder)
-    step = metrics[-1]["step"]
-    results = [line for line in read_lines(folder / EVALUATIONS_FILE) if line["step"] == step]
+    results = None
     if evaluation:
-        results = [read_object(Path(evaluation) / "results.json")]
-        if results[0]["model"] == config.model and not results[0]["adapter"]:
+        results = read_object(Path(evaluation) / "results.json")
+        if results["model"] == config.model and not results["adapter"]:
             raise InputError(f"--evaluation={evaluation}: of the base, without the adapter")
-    environment = read_object(folder / ENVIRONMENT_FILE)
-    return FinishedRun(config, adapter, metrics, results[-1] if results else None, environment)
+    else:
+        for line in read_lines(folder / EVALUATIONS_FILE):
+            if line["step"] == metrics[-1]["step"]:
+                results = line
+    return FinishedRun(config, adapter, metrics, results, read_object(folder / ENVIRONMENT_FILE))
 
 
 def model_card(name: str, run: FinishedRun, base: str, merged: bool, stops: tuple[int, ...]) -> str:
@@ -58,16 +61,25 @@ def model_card(name: str, run: FinishedRun, base: str, merged: bool, stops: tupl
         name: repository or folder.
         stops: tokens that ended a completion.
     """
-    config, data = run.config, run.config.data
-    path, teacher = Path(data.source), config.objective.teacher_adapter
+    config = run.config
+    data = config.data
     start = config.lora.adapter
-    local = path.is_absolute() or path.exists() or ":" in data.source or names_file(data.source)
-    on_hub = not local and data.source != IN_PYTHON
+    teacher = config.objective.teacher_adapter
     public = {"teacher_server": None, "teacher_adapter": teacher and public_name(teacher)}
-    parts = [data.source, data.subset, data.split] if on_hub else [path.name]
+    # The metadata may name a data set or a base only if the Hub has it.
+    path = Path(data.source)
+    local = path.is_absolute() or path.exists() or ":" in data.source or names_file(data.source)
+    datasets = None
+    source = path.name
+    if not local and data.source != IN_PYTHON:
+        datasets = [data.source]
+        source = " ".join(filter(None, [data.source, data.subset, data.split]))
+    table = ""
+    if run.results and "benchmarks" in run.results:
+        table = results_table(run.results)
     metadata = ModelCardData(
         base_model=None if Path(base).exists() else base,
-        datasets=[data.source] if on_hub else None,
+        datasets=datasets,
         library_name="transformers" if merged else "peft",
         pipeline_tag="text-generation",
         tags=["stapo_lite", config.algorithm, "reinforcement-learning", "lora"],
@@ -78,12 +90,12 @@ def model_card(name: str, run: FinishedRun, base: str, merged: bool, stops: tupl
         name=name,
         base=public_name(base),
         start=start and public_name(start),
-        data=" ".join(filter(None, parts)),
+        data=source,
         merged=merged,
         run=run,
         config=config,
         fields=to_yaml(config.objective.model_copy(update=public)).strip(),
-        table=results_table(run.results) if run.results and "benchmarks" in run.results else "",
+        table=table,
         served_rank=served_rank(config.lora.r),
         stops=list(stops),
     )

@@ -1,8 +1,8 @@
 """Export a run's adapter, as it is or merged into its base, with a model card.
 
 The adapter is merged into the base in full precision, even if it was trained on 4-bit weights. The
-export is reloaded, and gets its final name only if it reproduces the log-probabilities of base +
-adapter. An interrupted export leaves `.DIR.partial`, which the next one replaces.
+export is read back, and gets its final name only if it reproduces the log-probabilities of base +
+adapter. An interrupted export leaves `.DIR.partial`, which the next export replaces.
 """
 
 import gc
@@ -33,13 +33,15 @@ HELD_OUT = (
     "Solve for x: \\frac{x}{3} + 7 = 12. Subtracting 7 from both sides gives",
 )
 """Texts whose log-probabilities the export must reproduce; from no training set."""
-LARGEST_IN_FLOAT32, MEAN_IN_HALF = 1e-4, 0.1
-"""Limits in nats above which nothing is exported: largest deviation in float32, mean deviation in
-half precision (which rounds weights and activations)."""
-LARGEST_SHARE, LARGEST_COSINE = 0.5, 0.7
+LARGEST_IN_FLOAT32 = 1e-4
+"""Limit of the largest deviation of an export in float32, in nats."""
+MEAN_IN_HALF = 0.1
+"""Limit of the mean deviation in half precision, which rounds weights and activations."""
+LARGEST_SHARE = 0.5
+LARGEST_COSINE = 0.7
 """Limits of a deviation in the direction of the adapter's effect: the share of the effect, and the
-cosine. Without the adapter both are 1; rounding, which may be larger than the effect of a few
-steps, has a cosine near 0."""
+cosine. If the export lost the adapter, both are 1. Rounding may be larger than the effect of a few
+steps, but its cosine is near 0."""
 
 
 def export(
@@ -53,8 +55,8 @@ def export(
     push_to_hub: str | None = None,
     private: bool = False,
 ) -> Path:
-    """Write the adapter of a run, or the merged model, and push it to the Hub if asked; return the
-    folder.
+    """Write the adapter of a run, or the merged model; return the folder. It is also pushed to the
+    Hub if a repository is named.
 
     Args:
         merge: merge the adapter into the base.
@@ -70,7 +72,9 @@ def export(
             missing or quantised; `out` exists or cannot be written; the Hub's token cannot write;
             the exported model gives other log-probabilities.
     """
-    run, final = read_run(Path(run_folder), evaluation), Path(out).resolve()
+    # Check all that is quick before weights are loaded.
+    run = read_run(Path(run_folder), evaluation)
+    final = Path(out).resolve()
     partial = final.with_name(f".{final.name}.partial")
     base = base_model or run.config.model
     if getattr(load_model_config(base), "quantization_config", None) is not None:
@@ -81,7 +85,9 @@ def export(
     stops = stop_token_ids(tokenizer, model_eos, run.config.data.apply_chat_template)
     if final.exists():
         raise InputError(f"--out={final} exists: delete it, or choose another folder")
-    repository = prepare_repository(push_to_hub, private) if push_to_hub else None
+    repository = None
+    if push_to_hub:
+        repository = prepare_repository(push_to_hub, private)
     with explained(f"--out={final}: cannot be written", OSError, SafetensorError):
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -104,7 +110,7 @@ def write(
     tokenizer: Any,
     stops: tuple[int, ...],
 ) -> None:
-    """Write the adapter in PEFT's format, or base + adapter as one model; with its tokenizer.
+    """Write the adapter in PEFT's format, or base + adapter as one model, with its tokenizer.
 
     Args:
         stops: tokens that ended a completion in training.
@@ -112,25 +118,27 @@ def write(
     Raises:
         InputError: the written files give log-probabilities that differ from base + adapter's.
     """
+    # 1. Measure the model that was trained, with and without its adapter.
     model = load_adapted(base, run.adapter, dtype)
     expected = log_probabilities(model, tokenizer)
     with model.disable_adapter():
         effect = expected - log_probabilities(model, tokenizer)
+    # 2. Write it.
     torch_dtype = getattr(torch, dtype)
     if merge:
-        merged = model.merge_and_unload().to(torch_dtype)
-        save_merged(merged, folder, stops, run.config.rollout.temperature)
-        del merged
+        model = model.merge_and_unload().to(torch_dtype)
+        save_merged(model, folder, stops, run.config.rollout.temperature)
     else:
         model.peft_config["default"].base_model_name_or_path = public_name(base)
         model.to(torch_dtype).save_pretrained(folder, save_embedding_layers=False)
     tokenizer.save_pretrained(folder)
     del model
     gc.collect()  # one model in memory at a time
+    # 3. Read it back and compare.
     written = load_weights(str(folder), dtype) if merge else load_adapted(base, folder, dtype)
-    found = log_probabilities(written, AutoTokenizer.from_pretrained(folder))
-    difference = found - expected
-    mean, largest = difference.abs().mean().item(), difference.abs().max().item()
+    difference = log_probabilities(written, AutoTokenizer.from_pretrained(folder)) - expected
+    mean = difference.abs().mean().item()
+    largest = difference.abs().max().item()
     along = (difference @ effect).abs()
     lost = (along > LARGEST_SHARE * effect.norm() ** 2) and (
         along > LARGEST_COSINE * effect.norm() * difference.norm()
@@ -139,7 +147,9 @@ def write(
         f"log-probabilities in {dtype}: {mean:.1e} from base + adapter on average, at most "
         f"{largest:.1e}; the adapter moves them by {effect.abs().mean().item():.1e}"
     )
-    passed = largest <= LARGEST_IN_FLOAT32 if dtype == "float32" else mean <= MEAN_IN_HALF
+    passed = mean <= MEAN_IN_HALF
+    if dtype == "float32":
+        passed = largest <= LARGEST_IN_FLOAT32
     if lost or not passed:  # also if the difference is not a number
         what = f"{folder} is not the model that was trained and was not exported"
         raise InputError(f"{what}. {report}")
@@ -161,19 +171,21 @@ def save_merged(merged: Any, folder: Path, stops: tuple[int, ...], temperature: 
 
 
 def load_adapted(base: str, adapter: Path, dtype: str) -> Any:
-    """Load base + adapter on the CPU, in float32 unless the base is stored in `dtype`, so that
-    their sum is rounded only once."""
-    kept = load_model_config(base).dtype == getattr(torch, dtype)
-    return PeftModel.from_pretrained(load_weights(base, dtype if kept else "float32"), str(adapter))
+    """Load base + adapter on the CPU. The base is in float32 unless it is stored in `dtype`, so
+    that their sum is rounded only once."""
+    if load_model_config(base).dtype != getattr(torch, dtype):
+        dtype = "float32"
+    return PeftModel.from_pretrained(load_weights(base, dtype), str(adapter))
 
 
 @torch.no_grad()
 def log_probabilities(model: Any, tokenizer: Any) -> Tensor:
     """Log-probabilities of the held-out texts' tokens, without each first one; [n] fp32."""
     model.eval()
-    found = []
+    logprobs = []
     for text in HELD_OUT:
         ids = tokenizer(text, return_tensors="pt").input_ids
         logits = model(input_ids=ids).logits[0, :-1].float()
-        found.append(logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0])
-    return torch.cat(found)
+        of_next = logits.log_softmax(-1).gather(1, ids[0, 1:, None])
+        logprobs.append(of_next[:, 0])
+    return torch.cat(logprobs)

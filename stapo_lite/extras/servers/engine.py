@@ -2,11 +2,11 @@
 the trainer.
 
 Each completion is a request with its own seed, so the result does not depend on the server.
-OpenAI's client retries it; if that does not help, it goes to another server, and the lost one gets
-no more requests in this step.
+OpenAI's client retries a request that fails. If that does not help, the request goes to another
+server, and the lost one gets no more requests in this step.
 
-Every adapter version is written to a folder that the servers see under the same path, and loaded
-under a new name, since vLLM keys its prefix cache by name.
+Every adapter version is written to a folder that the servers see under the same path. The servers
+load it under a new name, since vLLM keys its prefix cache by name.
 """
 
 import asyncio
@@ -62,8 +62,8 @@ KEY_FILE = Path("~/.cache/stapo_lite/api_key")
 def api_key() -> str:
     """The key that servers ask for and trainers send: `VLLM_API_KEY`, or a secret generated once
     per user."""
-    if given := os.environ.get("VLLM_API_KEY"):
-        return given
+    if key := os.environ.get("VLLM_API_KEY"):
+        return key
     path = KEY_FILE.expanduser()
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock"):  # trainer and server may start together
@@ -79,8 +79,8 @@ class ServerEngine(RolloutEngine):
 
     Args:
         dtype: data type of the adapters sent to the servers.
-        rollout: `max_num_seqs` limits each server's concurrent requests, over all our processes.
-        folder: for adapters; the servers must see it under the same path.
+        rollout: `max_num_seqs` limits the requests that all processes together have at a server.
+        folder: receives the adapters; the servers must see it under the same path.
         accelerator: the processes that share the servers. The main process publishes.
 
     Raises:
@@ -95,16 +95,18 @@ class ServerEngine(RolloutEngine):
         folder: Path,
         accelerator: Accelerator,
     ):
-        self._dtype, self._sampling = dtype, sampling
-        self._max_lag, self._accelerator = rollout.max_lag, accelerator
+        self._dtype = dtype
+        self._sampling = sampling
+        self._max_lag = rollout.max_lag
+        self._accelerator = accelerator
         # Each start gets its own names: a resumed run reuses version numbers for new weights.
         (name,) = broadcast_object_list([f".adapters-{secrets.token_hex(4)}"])
         self._folder = folder.absolute() / name
         if accelerator.is_main_process:
-            for left in folder.glob(".adapters-*"):  # by a run that was killed
-                shutil.rmtree(left)
-        self._ahead: dict[int, Future] = {}
-        self._asked: dict[Future, int] = {}
+            for leftover in folder.glob(".adapters-*"):  # of a run that was killed
+                shutil.rmtree(leftover)
+        self._ahead: dict[int, Future] = {}  # requests of `prefetch`, by their seeds
+        self._asked: dict[Future, int] = {}  # requests of `add`, with their indices
         options: Any = {
             "api_key": api_key(),
             "timeout": Timeout(None, connect=CONNECT_TIMEOUT),
@@ -114,7 +116,7 @@ class ServerEngine(RolloutEngine):
         for url in rollout.servers:
             direct = DefaultAsyncHttpxClient(trust_env=False)  # no proxy gets the key
             self._servers.append(AsyncOpenAI(base_url=f"{url}/v1", http_client=direct, **options))
-        self._up = list(range(len(self._servers)))
+        self._up = list(range(len(self._servers)))  # numbers of those that get requests
         self._failure: OpenAIError | None = None
         at_once = max(1, rollout.max_num_seqs // accelerator.num_processes)
         self._slots = asyncio.Semaphore(at_once * len(self._servers))
@@ -131,16 +133,17 @@ class ServerEngine(RolloutEngine):
                     break
                 except APIConnectionError:
                     await asyncio.sleep(1)
-        served, needed = models.data[0].max_model_len, self._sampling.max_model_len
-        if served < needed:
-            raise InputError(f"{server.base_url} serves {served} tokens, {needed} are needed")
+        context = models.data[0].max_model_len
+        longest = self._sampling.max_model_len
+        if context < longest:
+            raise InputError(f"{server.base_url} serves {context} tokens, {longest} are needed")
 
     def publish(self, policy: Publisher, version: int) -> None:
-        """Load the adapter as `version`, which must be new, into every server. Those that cannot be
-        reached get no requests until the next version.
+        """Load the adapter as `version`, which must be new, into every server. A server that cannot
+        be reached gets no requests until the next version.
 
         Raises:
-            RunError: none could load it.
+            RunError: no server could load it.
         """
         if self._accelerator.is_main_process:
             write_adapter(policy, self._dtype, self._folder / f"v{version}")
@@ -160,23 +163,29 @@ class ServerEngine(RolloutEngine):
             shutil.rmtree(self._folder / f"v{old}")
 
     async def _post(self, verb: str, version: int, **content: str) -> list[int]:
-        """Ask every server to load or unload a version, a lost one only once; the numbers of those
-        that answer. Raises if none does it."""
+        """Ask every server to load or unload a version; return the numbers of those that answer.
+
+        Raises:
+            OpenAIError: no server did it.
+        """
         body = {"lora_name": self._name(version)} | content
         posts = []
         for number, server in enumerate(self._servers):
-            asked = server.with_options(max_retries=MAX_RETRIES if number in self._up else 0)
-            posts.append(asked.post(f"/{verb}_lora_adapter", cast_to=str, body=body))
+            retries = MAX_RETRIES
+            if number not in self._up:  # a lost server, which is asked only once
+                retries = 0
+            client = server.with_options(max_retries=retries)
+            posts.append(client.post(f"/{verb}_lora_adapter", cast_to=str, body=body))
         answers: list[Any] = await asyncio.gather(*posts, return_exceptions=True)
         if not any(isinstance(answer, str) for answer in answers):
             raise answers[0]
-        there = []
+        numbers = []
         for number, answer in enumerate(answers):
             if isinstance(answer, APIConnectionError):
                 self._lose(number, answer)
-            else:  # one that was asked again may refuse what it has done already
-                there.append(number)
-        return there
+            else:  # a server that was asked again may refuse what it has done already
+                numbers.append(number)
+        return numbers
 
     def _name(self, version: int) -> str:
         return f"{self._folder.name}-v{version}"
@@ -205,20 +214,20 @@ class ServerEngine(RolloutEngine):
         self._asked[self._begin(prompt, seed, decoding)] = index
 
     def step(self) -> list[tuple[int, Completion]]:
-        done, _ = wait(self._asked, POLL, FIRST_COMPLETED)
-        return [(self._asked.pop(future), future.result()) for future in done]
+        ended, _ = wait(self._asked, POLL, FIRST_COMPLETED)
+        return [(self._asked.pop(request), request.result()) for request in ended]
 
     def abort(self) -> None:
-        for future in self._asked:
-            future.cancel()
+        for request in self._asked:
+            request.cancel()
         self._asked.clear()
 
     async def _sample(self, prompt: Prompt, parameters: dict[str, Any]) -> Completion:
-        """Sample one completion on the server that its seed falls to, or on another one if that
-        fails.
+        """Sample one completion on the server that its seed chooses, or on another one if that
+        server fails.
 
         Raises:
-            RunError: all have failed.
+            RunError: all servers have failed.
         """
         stops = list(self._sampling.stop_token_ids)
         body = {"stop_token_ids": stops, "return_token_ids": True} | parameters

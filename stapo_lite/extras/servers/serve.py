@@ -39,11 +39,15 @@ def flag(name: str, value: Any) -> list[str]:
     """An argument in the form of vLLM's command line."""
     if value is None:
         return []
-    if isinstance(value, bool):
-        return [f"--{name}" if value else f"--no-{name}"]
+    if value is False:
+        return [f"--no-{name}"]
+    if value is True:
+        return [f"--{name}"]
     if isinstance(value, list):
         return [f"--{name}", *map(str, value)]
-    return [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    if isinstance(value, dict):
+        value = json.dumps(value)
+    return [f"--{name}", str(value)]
 
 
 def become_server(config: Config, host: str, port: int) -> None:

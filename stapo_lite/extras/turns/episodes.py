@@ -98,11 +98,13 @@ class Episode:
         self.finished = False  # until the model ends this turn
         if limit <= 0:
             return ""
+        # Complete the options of this turn.
         stop = options.get("stop")
         if stop:
             options["include_stop_str_in_output"] = True
         if "stop_token_ids" in options:  # they end a turn in addition to the usual ones
             options["stop_token_ids"] = [*self._sampling.stop_token_ids, *options["stop_token_ids"]]
+        # Let the engine continue the text so far. Each turn has its own seed.
         context = Prompt("", self.prompt.token_ids + self.token_ids, None)
         decoding = Decoding(limit, self._sampling.temperature, 1.0, logprobs=True, options=options)
         self.busy = True
@@ -110,6 +112,7 @@ class Episode:
             turn = await self._running.ask(context, derived_seed(self._seed, self._turns), decoding)
         finally:  # also if the coroutine withdraws the turn (asyncio.timeout)
             self.busy = False
+        # Add the turn to the episode.
         self._turns += 1
         self._version = turn.adapter_version
         self.finished = not turn.truncated
@@ -150,7 +153,7 @@ class Episode:
         """
         schemas = schemas_of(tools)
         text = ""
-        if self.token_ids:
+        if self.token_ids:  # the user says something after the model's last turn
             self._reply(messages, schemas)
         else:
             self._open(messages, schemas)
@@ -161,7 +164,8 @@ class Episode:
             self._said.append(assistant(content, calls))
             if not calls or turn == max_turns:
                 break
-            results = await asyncio.gather(*(run_tool(tools, self._running.call, c) for c in calls))
+            runs = [run_tool(tools, self._running.call, call) for call in calls]
+            results = await asyncio.gather(*runs)
             self._reply(list(map(answer_of, calls, results)), schemas)
         return text
 
@@ -173,7 +177,8 @@ class Episode:
             text: the turn as `generate` returned it, which is its content if it has no calls.
         """
         # The parsers find a call by special tokens, which `text` lacks.
-        written = self._chat.tokenizer.decode(self.token_ids[start:]).removesuffix(self._chat.end)
+        written = self._chat.tokenizer.decode(self.token_ids[start:])
+        written = written.removesuffix(self._chat.end)
         if schemas and self.finished:
             content, calls = self._chat.calls(written, schemas)
             if calls:
@@ -276,8 +281,8 @@ def find_function(path: str) -> RolloutFunction:
 
 
 def check_function(function: RolloutFunction, where: str) -> None:
-    """Raise InputError unless it is a coroutine function that can be called with just an episode.
-    TRL's rollout functions take prompts and trainer instead."""
+    """Raise InputError unless the function is a coroutine function that can be called with just an
+    episode. TRL's rollout functions take prompts and trainer instead."""
     with explained(f"{where}: must take one argument, the episode (docs/turns.md)", TypeError):
         inspect.signature(function).bind(None)
     if not any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
@@ -288,13 +293,14 @@ class Conversations:
     """Runs episodes in two threads: their coroutines in the process's event loop, the engine in the
     thread that calls `run`.
 
-    A coroutine cannot use the engine itself. It puts a request into a queue and waits for a future.
-    `run` alternates between doing what was requested and a step of the engine, which sets the
-    futures of the turns that have ended:
+    A coroutine cannot use the engine itself, since engines belong to one thread. A turn goes
 
-        coroutine       ask ----.            .---> goes on, asks for its next turn
-        queue                   '--> request |
-        engine's thread              add ... step
+    1. from `ask`, in the event loop, which puts a request into a queue and waits for a future,
+    2. to `_do_requests`, in the engine's thread, which adds the turn to the engine's batch,
+    3. to `_step`, which calls the engine, and sets the future once the turn has ended,
+    4. back to `ask`, which returns the turn to its coroutine.
+
+    `run` repeats 2 and 3 until all coroutines have ended.
     """
 
     def __init__(self, engine: RolloutEngine):

@@ -194,7 +194,8 @@ class Chat:
         # Render a call as the template writes it, then try all parsers until one reads it back.
         tools = schemas_of([look_up])
         opening = self._text([], tools, add_generation_prompt=True)
-        written = self._text([calling("it")], tools).removeprefix(opening).rpartition(self.end)[0]
+        written = self._text([calling("it")], tools).removeprefix(opening)
+        written = written.rpartition(self.end)[0]
         for name in ["hermes", *ToolParserManager.list_registered()]:  # the most common one first
             try:
                 parser = ToolParserManager.get_tool_parser(name)
