@@ -8,6 +8,7 @@ from math_verify import parse, verify
 
 from stapo_lite.extras.math.answers import equivalent, final_answer, grade
 from stapo_lite.extras.math.grading import MathGrader, Question
+from stapo_lite.extras.math.rules import NUMBERS, SPELLINGS, SYMBOLS, rewrite
 from stapo_lite.files import read_lines
 from stapo_lite.rewards.sandbox import Pool
 
@@ -261,6 +262,16 @@ DIFFERENT = {
     ],
     "several units": [("2", r"2 \text{ hours } 30 \text{ minutes}"), ("7", "7 or 8 cm")],
 }
+
+
+RULES = [(rules, i) for rules in (SPELLINGS, NUMBERS, SYMBOLS) for i in range(len(rules))]
+
+
+@pytest.mark.parametrize(("rules", "i"), RULES, ids=[rules[i].example for rules, i in RULES])
+def test_a_rule_does_what_its_example_says_and_no_other_rule_of_its_list_does(rules, i):
+    before, after = rules[i].example.split(" -> ")
+    assert rewrite(before, [rules[i]]) == after
+    assert rewrite(before, rules) != rewrite(before, rules[:i] + rules[i + 1 :])
 
 
 @pytest.mark.parametrize("kind", EQUAL)

@@ -57,10 +57,10 @@ class MathGrader:
         """Name golds that are neither words nor mathematics, such as proofs; they are compared as
         text."""
         readable = self._call("readable", [[gold] for gold in golds], failed=False)
-        found = [gold for gold, good in zip(golds, readable, strict=True) if not good]
-        if found:
+        prose = [gold for gold, good in zip(golds, readable, strict=True) if not good]
+        if prose:
             message = "%d of %d answers read are no mathematics, and are compared as text: %.100r"
-            logger.warning(message, len(found), len(golds), found[0])
+            logger.warning(message, len(prose), len(golds), prose[0])
 
     def _call(self, function: str, rows: Sequence[Sequence[Any]], failed: Any) -> list[Any]:
         """Call a function of `answers.py` with the arguments of each row.
