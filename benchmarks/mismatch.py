@@ -27,7 +27,7 @@ from accelerate.utils import set_seed
 from common import save, seconds
 from torch import Tensor, nn
 
-from stapo_lite.assemble import load_prompts
+from stapo_lite.assemble import open_data
 from stapo_lite.config import Config, Engine
 from stapo_lite.errors import InputError
 from stapo_lite.extras.quickstart.model import fetch_model
@@ -222,7 +222,7 @@ def measure(
     overrides = {"hf_overrides": {"head_dtype": head_dtype}}
     vllm.LLM = lambda *arguments, **options: make_llm(*arguments, **options | overrides)
     config = make_config(model, **keys)
-    prompts, _, stop_tokens = load_prompts(config, None, lambda note: None)
+    prompts, _, stop_tokens = open_data(config, None, lambda note: None)
     policy = make_policy(
         load_weights(config.model, config.dtype, device, config.quantization), config
     )

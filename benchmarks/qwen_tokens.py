@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from qwen_tokens_report import RARE, load, report, spurious_and_others
 
-from stapo_lite.assemble import load_prompts
+from stapo_lite.assemble import open_data
 from stapo_lite.config import Config
 from stapo_lite.extras.math.grading import MathGrader, Question
 from stapo_lite.files import append_lines, read_jsonl, read_lines, write_lines
@@ -98,7 +98,7 @@ def load_problems(sources: Sequence[str], number: int, short: int) -> list[dict[
 def open_setup(given: argparse.Namespace) -> Setup:
     """Load the model twice: for vLLM and for the trainer."""
     config = make_config(given)
-    prompts, tokenizer, stops = load_prompts(
+    prompts, tokenizer, stops = open_data(
         config, load_problems(given.data, given.problems, given.short), print
     )
     engine = start_vllm(config, rollout_settings(config, stops), None)

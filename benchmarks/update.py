@@ -49,18 +49,19 @@ from transformers import AutoConfig, PrinterCallback, TrainerCallback
 from trl import GRPOTrainer
 from trl_arguments import trl_arguments
 
+from stapo_lite.assemble import update_settings
 from stapo_lite.config import Config
 from stapo_lite.extras.quickstart.model import fetch_model
 from stapo_lite.method.advantages import group_advantages
 from stapo_lite.method.microbatches import sequence_length, split_by_tokens
-from stapo_lite.method.tokens import pack, with_gradient
+from stapo_lite.method.tokens import is_trained, pack
 from stapo_lite.model.loading import load_weights
 from stapo_lite.model.policy import Policy, make_optimizer, make_policy
 from stapo_lite.model.processes import resolve_dtype
 from stapo_lite.training.checkpoint import Progress
 from stapo_lite.training.learner import Learner
 from stapo_lite.training.memory import MemoryBudget, MemorySetting
-from stapo_lite.training.metrics import gather_means
+from stapo_lite.training.metrics import gather_metrics
 from stapo_lite.training.update import update
 from stapo_lite.types import Completion, Prompt
 
@@ -79,7 +80,9 @@ class Ours:
         optimizer = make_optimizer(policy, config.train)
         optimizer.register_step_pre_hook(self._keep_gradient)
         budget = make_budget(config, policy)
-        self.learner = Learner(config, policy, optimizer, budget, accelerator, Progress())
+        self.learner = Learner(
+            update_settings(config), policy, optimizer, budget, accelerator, Progress()
+        )
 
     def _keep_gradient(self, *step: Any) -> None:
         self.gradient = [p.grad for p in self.learner.policy.parameters.values()]
@@ -89,9 +92,9 @@ class Ours:
         start = now()
         self.learner.set_learning_rate(0.0)
         learner = self.learner
-        batch = pack(self.rollouts, learner.policy.device, learner.config.objective)
+        batch = pack(self.rollouts, learner.policy.device, learner.settings.objective)
         done = update(learner, batch)
-        metrics: Any = gather_means([done.means])
+        metrics: Any = gather_metrics([done.metrics])
         return {"loss": metrics["loss"], "seconds": now() - start}
 
 
@@ -318,8 +321,8 @@ def measure_sides(ours: Ours, trl: Trl, reference: Ours, pairs: int) -> dict[str
 
 def count_tokens(rollouts: list[Completion], config: Config) -> dict[str, Any]:
     """Tokens of the rollouts, and those that each side runs through the model."""
-    trained = with_gradient(rollouts, config.objective)
-    lengths = [sequence_length(rollouts[row]) for row in trained]
+    trained = [rollout for rollout in rollouts if is_trained(rollout, config.objective)]
+    lengths = list(map(sequence_length, trained))
     microbatches = split_by_tokens(lengths, config.train.max_tokens_per_microbatch)
     longest = config.data.max_prompt_length + config.rollout.max_completion_length
     return {

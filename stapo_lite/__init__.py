@@ -45,6 +45,7 @@ _MODULES = {
     "Config": "config",
     "EvalConfig": "config",
     "InputError": "errors",
+    "Phase": "training.callbacks",
     "RunError": "errors",
     "Trainer": "trainer",
     "audit": "extras.audit.page",

@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 from accelerate import Accelerator
 
 from stapo_lite.config import Config, batch_arithmetic, to_yaml
-from stapo_lite.data.prompts import check_rows, load_rows, make_prompts, stop_token_ids
+from stapo_lite.data.messages import stop_token_ids
+from stapo_lite.data.prompts import make_prompts
+from stapo_lite.data.rows import check_rows, load_rows
 from stapo_lite.errors import InputError, RunError, explained, one_line
 from stapo_lite.extras.audit.diagnostics import Diagnostics
 from stapo_lite.extras.audit.report import Report
@@ -35,17 +37,17 @@ from stapo_lite.extras.turns.episodes import RolloutFunction, find_function, run
 from stapo_lite.extras.turns.frequencies import ToolFrequencies
 from stapo_lite.extras.turns.tools import Chat
 from stapo_lite.files import check_new, lock, write_text
-from stapo_lite.model.adapter import find_adapter, find_start
+from stapo_lite.model.adapter import find_adapter
 from stapo_lite.model.loading import load_weights
 from stapo_lite.model.one_base import base_on
 from stapo_lite.model.policy import make_optimizer, make_policy
 from stapo_lite.model.processes import resolve_dtype
 from stapo_lite.model.tokenizer import load_tokenizer
 from stapo_lite.rewards.functions import RewardModel
-from stapo_lite.rollout.engine import RolloutEngine
+from stapo_lite.rollout.engine import RolloutEngine, RolloutSettings
 from stapo_lite.rollout.make import check_options, resolve_engine, rollout_settings, start_vllm
 from stapo_lite.training import checkpoint, lifecycle
-from stapo_lite.training.callbacks import Callback
+from stapo_lite.training.callbacks import Callback, in_order
 from stapo_lite.training.checkpoint import Progress
 from stapo_lite.training.folder import (
     ENVIRONMENT_FILE,
@@ -54,7 +56,7 @@ from stapo_lite.training.folder import (
     holds_run,
     read_metrics,
 )
-from stapo_lite.training.learner import Learner
+from stapo_lite.training.learner import Learner, UpdateSettings
 from stapo_lite.training.log import RunLog
 from stapo_lite.training.memory import MemoryBudget, card_memory, propose, vllm_share
 from stapo_lite.training.rehearsal import rehearse
@@ -83,23 +85,13 @@ class PythonInputs(NamedTuple):
 NOTHING = PythonInputs()
 
 
-class Inputs(NamedTuple):
-    """What a run reads, checked."""
+class DataSet(NamedTuple):
+    """The prompts to train on, and what makes tokens of them."""
 
-    config: Config
-    """With what was chosen for this machine."""
-    engine: str
-    """Name of the engine, resolved."""
     prompts: Sequence[Prompt]
     tokenizer: Any
     stop_tokens: tuple[int, ...]
     """They end a completion."""
-    start: Path | None
-    """Folder of the adapter to start from, if the run reads one."""
-    teacher: Path | None
-    """Folder of the teacher's adapter."""
-    rollout_func: RolloutFunction | None
-    python: PythonInputs
 
 
 @contextmanager
@@ -121,18 +113,25 @@ def open_run(
         RunError: the disk is full at the start or end, memory does not suffice for one sequence,
             or a callback failed.
     """
+    folder = Path(config.output_dir)
     with ExitStack() as closing:  # closes everything, even if one close raises
-        folder = Path(config.output_dir)
         accelerator = lifecycle.make_accelerator(config.log, folder / "logs")
-        inputs = check_inputs(config, resume, python, accelerator)
+        # A mistake in the config should cost seconds, and leave the folder as it is.
+        check_folder(folder, resume)
+        engine_name = resolve_engine(config.rollout.engine)
+        dtype = resolve_dtype(config.dtype, config.rollout.quantization)
+        config = config.model_copy(update={"dtype": dtype})
+        check_options(engine_name, config.rollout, dtype)
+        data = open_data(config, python.rows, accelerator.print)
+        accelerator.print(batch_arithmetic(config, accelerator.num_processes))
         accelerator.wait_for_everyone()  # all have looked into the folder, before one locks it
         if accelerator.is_main_process:
             closing.enter_context(lock(folder))
         accelerator.wait_for_everyone()
-        newest = check_checkpoint(inputs.config, resume, force, accelerator)
-        run = build(inputs, newest, accelerator, closing)
+        newest = find_checkpoint(config, resume, force, accelerator)
+        run = build(config, engine_name, data, newest, python, accelerator, closing)
         try:
-            run.call("on_train_begin")
+            run.call(Callback.on_train_begin)
             with suppress(GeneratorExit):  # the caller has seen enough
                 yield run
             run.save_checkpoint()
@@ -140,6 +139,71 @@ def open_run(
         except BaseException as interruption:
             save_interrupted(run, interruption)
             raise
+
+
+def build(
+    config: Config,
+    engine_name: str,
+    data: DataSet,
+    newest: Path | None,
+    python: PythonInputs,
+    accelerator: Accelerator,
+    closing: ExitStack,
+) -> Run:
+    """Load everything a run needs: what needs no weights, then the engine, which may fail, then the
+    trainer's weights.
+
+    Args:
+        config: with its dtype resolved.
+        newest: the checkpoint to continue from.
+        closing: receives what must be closed.
+    """
+    rewards = open_rewards(config, data, python.reward_funcs, accelerator, closing)
+    models = closing.enter_context(ExitStack())  # closed after the callbacks
+    rollout_func = python.rollout_func
+    if rollout_func is None and config.rollout.function:
+        rollout_func = find_function(config.rollout.function)
+    callbacks = make_callbacks(config, data.tokenizer, rollout_func is not None, accelerator)
+    callbacks += python.callbacks
+    for callback in callbacks:
+        closing.callback(close, callback)
+    # A resumed run reads the adapter that it started from as a reference only.
+    start = None
+    if config.lora.adapter and (config.objective.beta or newest is None):
+        start = find_adapter(config.lora, config.lora.adapter, "lora.adapter")
+    sampling = rollout_settings(config, data.stop_tokens)
+    engine = open_engine(config, engine_name, sampling, accelerator, models)
+    base = shared_base(engine, config, accelerator)
+    engine.sleep()  # leaves its memory to the trainer
+    learner = open_learner(config, base, start, newest, accelerator, models)
+    environment = lifecycle.environment(engine_name, accelerator.num_processes)
+    if config.rollout.self_check:
+        gap = check_engine(
+            engine, learner, data.prompts, sampling.temperature, config.same_quantization
+        )
+        environment["self_check"] = f"{gap:.1e} nats between engine and trainer"
+    if accelerator.device.type == "cuda":
+        rehearse(learner)
+        accelerator.print(f"{card_memory():.1f} GiB in use with {learner.budget.setting}")
+    # Nothing can fail any more but a full disk: the folder becomes this run's.
+    open_folder(config, accelerator, environment, learner.progress.step)
+    generate: Callable[..., Any] = engine.generate
+    if rollout_func is not None:
+        chat = Chat(data.tokenizer, config.data)
+        generate = partial(run_episodes, engine, sampling, chat, rollout_func)
+    return Run(
+        config=config,
+        accelerator=accelerator,
+        prompts=data.prompts,
+        tokenizer=data.tokenizer,
+        rewards=rewards,
+        learner=learner,
+        engine=engine,
+        generate=generate,
+        callbacks=in_order(callbacks),
+        snapshot=checkpoint.take_snapshot(learner.progress, learner.policy, learner.optimizer),
+        history=read_metrics(Path(config.output_dir)),
+    )
 
 
 def save_interrupted(run: Run, interruption: BaseException) -> None:
@@ -163,42 +227,25 @@ def close(callback: Callback) -> None:
         logger.warning("callback %s: close failed (%s)", type(callback).__name__, one_line(error))
 
 
-def check_inputs(
-    config: Config, resume: bool, python: PythonInputs, accelerator: Accelerator
-) -> Inputs:
-    """Check everything that needs no weights, before the run folder is touched."""
-    folder = Path(config.output_dir)
-    engine = resolve_engine(config.rollout.engine)
+def check_folder(folder: Path, resume: bool) -> None:
+    """Check that a run may use a folder.
+
+    Raises:
+        InputError: it holds other files; or a run, which is not to be resumed or cannot be.
+    """
     saved = checkpoint.list_checkpoints(folder)
     if not holds_run(folder):
         check_new(folder)
     elif not resume and (saved or (folder / METRICS_FILE).exists()):
         raise InputError(f"output_dir={folder} holds a run: --resume it, or choose another folder")
-    resumed = resume and bool(saved)
-    if not resumed and (folder / "adapter").exists():
+    if not (resume and saved) and (folder / "adapter").exists():
         raise InputError(f"--resume: {folder} has an adapter, but no checkpoint to continue from")
-    dtype = resolve_dtype(config.dtype, config.rollout.quantization)
-    config = config.model_copy(update={"dtype": dtype})
-    check_options(engine, config.rollout, dtype)
-    prompts, tokenizer, stop_tokens = load_prompts(config, python.rows, accelerator.print)
-    # A resumed run reads the start as a reference only.
-    start = find_start(config.lora) if config.objective.beta or not resumed else None
-    teacher = None
-    if name := config.objective.teacher_adapter:
-        teacher = find_adapter(config.lora, name, "objective.teacher_adapter")
-    rollout_func = python.rollout_func
-    if rollout_func is None and config.rollout.function:
-        rollout_func = find_function(config.rollout.function)
-    accelerator.print(batch_arithmetic(config, accelerator.num_processes))
-    return Inputs(
-        config, engine, prompts, tokenizer, stop_tokens, start, teacher, rollout_func, python
-    )
 
 
-def check_checkpoint(
+def find_checkpoint(
     config: Config, resume: bool, force: bool, accelerator: Accelerator
 ) -> Path | None:
-    """The checkpoint that a run continues from.
+    """The checkpoint that a run continues from, if it has one.
 
     Raises:
         InputError: it may not continue with this config (`check_resume`).
@@ -210,106 +257,103 @@ def check_checkpoint(
     return saved[-1]
 
 
-def build(inputs: Inputs, newest: Path | None, accelerator: Accelerator, closing: ExitStack) -> Run:
-    """Load everything a run needs; the engine, which may fail, before the trainer's weights.
+def open_data(
+    config: Config, rows: Sequence[dict[str, Any]] | None, show: Callable[[str], None]
+) -> DataSet:
+    """Read the data set, and check every prompt and the model.
 
     Args:
-        newest: the checkpoint to continue from.
-        closing: receives what must be closed.
+        rows: of the data set; None reads `data.source`.
     """
-    config, python = inputs.config, inputs.python
+    settings = config.data
+    if rows is None:
+        rows = load_rows(settings)
+    else:
+        check_rows(rows, f"data.source={settings.source}")
+    contaminated = set[int]()
+    if settings.drop_contaminated:
+        contaminated = find_contaminated(rows, settings, show)
+    tokenizer, model_eos = load_tokenizer(config.model, config.lora.target_modules)
+    graded = "math" in config.reward.functions
+    prompts = make_prompts(rows, tokenizer, settings, graded, contaminated)
+    dropped = len(rows) - len(contaminated) - len(prompts)
+    note = f"; {dropped} longer than {settings.max_prompt_length} tokens left out"
+    show(f"{len(prompts)} prompts from {settings.source}{note if dropped else ''}")
+    stop_tokens = stop_token_ids(tokenizer, model_eos, settings.apply_chat_template)
+    return DataSet(prompts, tokenizer, stop_tokens)
+
+
+def open_rewards(
+    config: Config,
+    data: DataSet,
+    functions: Mapping[str, Callable],
+    accelerator: Accelerator,
+    closing: ExitStack,
+) -> RewardModel:
+    """The reward functions.
+
+    Args:
+        functions: the caller's own, by name.
+    """
     grader = MathGrader()
     closing.callback(grader.close)
-    models = closing.enter_context(ExitStack())  # closed after the callbacks
-    callbacks = make_callbacks(inputs, accelerator)
-    for callback in callbacks:
-        closing.callback(close, callback)
-    math = partial(math_reward, grader, config.reward)
-    rewards = RewardModel(
-        config.reward, config.train.max_steps, python.reward_funcs, {"math": math}
-    )
-    closing.callback(rewards.close)
     if "math" in config.reward.functions and accelerator.is_main_process:
-        sample = range(0, len(inputs.prompts), 1 + len(inputs.prompts) // ANSWERS_READ)
-        grader.warn_of_unreadable([inputs.prompts[number].answer for number in sample])
-    engine, base = open_engine(inputs, accelerator, models)
-    learner = open_learner(inputs, base, newest, accelerator, models)
-    environment = lifecycle.environment(inputs.engine, accelerator.num_processes)
-    if config.rollout.self_check:
-        gap = check_engine(engine, learner, inputs.prompts)
-        environment["self_check"] = f"{gap:.1e} nats between engine and trainer"
-    if accelerator.device.type == "cuda":
-        rehearse(learner)
-        accelerator.print(f"{card_memory():.1f} GiB in use with {learner.budget.setting}")
-    open_folder(config, accelerator, environment, learner.progress.step)
-    generate: Callable[..., Any] = engine.generate
-    if inputs.rollout_func is not None:
-        settings = rollout_settings(config, inputs.stop_tokens)
-        chat = Chat(inputs.tokenizer, config.data)
-        generate = partial(run_episodes, engine, settings, chat, inputs.rollout_func)
-    return Run(
-        config=config,
-        accelerator=accelerator,
-        prompts=inputs.prompts,
-        tokenizer=inputs.tokenizer,
-        rewards=rewards,
-        learner=learner,
-        engine=engine,
-        generate=generate,
-        callbacks=callbacks,
-        snapshot=checkpoint.take_snapshot(learner.progress, learner.policy, learner.optimizer),
-        history=read_metrics(Path(config.output_dir)),
-    )
+        sample = range(0, len(data.prompts), 1 + len(data.prompts) // ANSWERS_READ)
+        grader.warn_of_unreadable([data.prompts[number].answer for number in sample])
+    built_in = {"math": partial(math_reward, grader, config.reward)}
+    rewards = RewardModel(config.reward, config.train.max_steps, functions, built_in)
+    closing.callback(rewards.close)
+    return rewards
 
 
-def make_callbacks(inputs: Inputs, accelerator: Accelerator) -> list[Callback]:
-    """The callbacks of a run, in call order; each extra takes a line or two here."""
-    config, log = inputs.config, inputs.config.log
-    callbacks: list[Callback] = []
-    weight = config.objective.teacher_weight
-    if inputs.teacher is not None:
-        callbacks.append(AdapterTeacher(weight, inputs.teacher))
-    if url := config.objective.teacher_server:
-        callbacks.append(ServerTeacher(weight, url, api_key()))
-    if inputs.rollout_func is not None:
+def make_callbacks(
+    config: Config, tokenizer: Any, several_turns: bool, accelerator: Accelerator
+) -> list[Callback]:
+    """The callbacks of a run; each extra takes a line or two here.
+
+    Args:
+        several_turns: whether a rollout function makes the completions.
+    """
+    log = config.log
+    objective = config.objective
+    callbacks: list[Callback] = [Diagnostics(), RunLog(), Symptoms(config.stop_on), Report()]
+    if objective.teacher_adapter:
+        key = "objective.teacher_adapter"
+        teacher = find_adapter(config.lora, objective.teacher_adapter, key)
+        callbacks.append(AdapterTeacher(objective.teacher_weight, teacher))
+    if url := objective.teacher_server:
+        callbacks.append(ServerTeacher(objective.teacher_weight, url, api_key()))
+    if several_turns:
         callbacks.append(ToolFrequencies())
-    # After those whose metrics are logged, too.
-    callbacks += [Diagnostics(), RunLog(), Symptoms(config.stop_on)]
     if config.evaluation.steps:
-        callbacks.append(PeriodicEvaluation(config, inputs.tokenizer))
+        callbacks.append(PeriodicEvaluation(config, tokenizer))
     if log.audit_tokens:
         callbacks.append(TokenLog(log.audit_tokens))
     if log.report_to:
         callbacks.append(Trackers(accelerator))
     if log.hub_model_id and accelerator.is_main_process:
         callbacks.append(HubMirror(log.hub_model_id, log.hub_private_repo))
-    return [*callbacks, Report(), *inputs.python.callbacks]
+    return callbacks
 
 
 def open_engine(
-    inputs: Inputs, accelerator: Accelerator, closing: ExitStack
-) -> tuple[RolloutEngine, Any | None]:
-    """Start the engine of a run, which then sleeps: servers, or one in this process.
-
-    Args:
-        closing: receives what must be closed.
-
-    Returns:
-        The engine, and a base model on its weights; None if the trainer needs a copy of its own.
-    """
-    config, folder = inputs.config, Path(inputs.config.output_dir)
-    settings = rollout_settings(config, inputs.stop_tokens)
+    config: Config,
+    name: str,
+    sampling: RolloutSettings,
+    accelerator: Accelerator,
+    closing: ExitStack,
+) -> RolloutEngine:
+    """Start the engine of a run: servers, or one in this process."""
     engine: RolloutEngine
-    if inputs.engine == "server":
-        engine = ServerEngine(config.dtype, settings, config.rollout, folder, accelerator)
-    elif inputs.engine == "transformers":
-        engine = TransformersEngine(settings, config.rollout.max_num_seqs)
+    if name == "server":
+        folder = Path(config.output_dir)
+        engine = ServerEngine(config.dtype, sampling, config.rollout, folder, accelerator)
+    elif name == "transformers":
+        engine = TransformersEngine(sampling, config.rollout.max_num_seqs)
     else:
-        engine = start_vllm(config, settings, vllm_share(config))
+        engine = start_vllm(config, sampling, vllm_share(config))
     closing.callback(engine.close)
-    base = shared_base(engine, config, accelerator)
-    engine.sleep()  # leaves its memory to the trainer
-    return engine, base
+    return engine
 
 
 def shared_base(engine: RolloutEngine, config: Config, accelerator: Accelerator) -> Any | None:
@@ -333,8 +377,9 @@ def shared_base(engine: RolloutEngine, config: Config, accelerator: Accelerator)
 
 
 def open_learner(
-    inputs: Inputs,
+    config: Config,
     base: Any | None,
+    start: Path | None,
     newest: Path | None,
     accelerator: Accelerator,
     closing: ExitStack,
@@ -342,14 +387,13 @@ def open_learner(
     """Policy and optimiser, new or from a checkpoint.
 
     Args:
-        base: from `open_engine`; None loads one.
+        base: on the engine's weights; None loads one.
+        start: the adapter to start from.
         newest: the checkpoint.
-        closing: receives what must be closed.
     """
-    config = inputs.config
     if base is None:
         base = load_weights(config.model, config.dtype, accelerator.device, config.quantization)
-    policy = make_policy(base, config, inputs.start)
+    policy = make_policy(base, config, start)
     closing.callback(policy.drop_base)
     optimizer = make_optimizer(policy, config.train)
     progress = Progress()
@@ -358,7 +402,17 @@ def open_learner(
     count = sum(parameter.numel() for parameter in policy.parameters.values())
     setting = progress.memory or propose(config, count)
     budget = MemoryBudget(setting, policy.save_memory)
-    return Learner(config, policy, optimizer, budget, accelerator, progress)
+    return Learner(update_settings(config), policy, optimizer, budget, accelerator, progress)
+
+
+def update_settings(config: Config) -> UpdateSettings:
+    """What updates need of a config."""
+    return UpdateSettings(
+        config.objective,
+        config.train.max_grad_norm,
+        config.data.max_prompt_length,
+        config.rollout.max_completion_length,
+    )
 
 
 def open_folder(
@@ -375,23 +429,3 @@ def open_folder(
             if step < config.train.max_steps:  # left by an earlier end of this run
                 shutil.rmtree(folder / "adapter", ignore_errors=True)
     accelerator.wait_for_everyone()
-
-
-def load_prompts(
-    config: Config, rows: Sequence[dict[str, Any]] | None, show: Callable[[str], None]
-) -> tuple[Sequence[Prompt], Any, tuple[int, ...]]:
-    """The rendered prompts, the tokenizer and the tokens that end a completion.
-
-    Args:
-        rows: of the data set; None reads `data.source`.
-    """
-    data = config.data
-    rows = load_rows(data) if rows is None else check_rows(rows, f"data.source={data.source}")
-    contaminated = find_contaminated(rows, data, show) if data.drop_contaminated else set[int]()
-    tokenizer, model_eos = load_tokenizer(config.model, config.lora.target_modules)
-    graded = "math" in config.reward.functions
-    prompts = make_prompts(rows, tokenizer, data, graded, contaminated)
-    dropped = len(rows) - len(contaminated) - len(prompts)
-    note = f"; {dropped} longer than {data.max_prompt_length} tokens left out" if dropped else ""
-    show(f"{len(prompts)} prompts from {data.source}{note}")
-    return prompts, tokenizer, stop_token_ids(tokenizer, model_eos, data.apply_chat_template)

@@ -28,25 +28,35 @@ def explained(
     fix: str = "",
     kind: type[InputError | RunError] = InputError,
 ) -> Iterator[None]:
-    """Turn exceptions into an error for the user with the message `what (reason)fix`.
+    """Turn exceptions into an error for the user.
+
+        with explained("data.source=a.jsonl: cannot be read", OSError, fix="; give another file"):
+            ...     # data.source=a.jsonl: cannot be read (No such file or directory); give ...
 
     Args:
+        what: the beginning of the message; the exception's own text follows in brackets.
         kinds: exceptions to convert; by default all but InputError and RunError.
+        fix: the end of the message.
         kind: the error to raise.
     """
     caught = kinds or (Exception,)
     try:
         yield
     except caught as error:
-        if isinstance(error, InputError | RunError) and not kinds:
-            raise
-        reason = one_line(error)
-        if isinstance(error, OSError) and error.strerror:
-            named = error.filename is None or str(error.filename) in what
-            reason = error.strerror if named else f"{error.strerror}: {error.filename}"
-        elif isinstance(error, KeyError) or not reason:
-            reason = repr(error)
-        raise kind(f"{what} ({reason}){fix}") from error
+        if not kinds and isinstance(error, InputError | RunError):
+            raise  # it is one for the user already
+        raise kind(f"{what} ({reason(error, what)}){fix}") from error
+
+
+def reason(error: Exception, what: str) -> str:
+    """An exception in a few words. A file is named only if `what` does not name it."""
+    if isinstance(error, OSError) and error.strerror:
+        if error.filename is None or str(error.filename) in what:
+            return error.strerror
+        return f"{error.strerror}: {error.filename}"
+    if isinstance(error, KeyError):
+        return repr(error)  # its text is the key alone
+    return one_line(error) or repr(error)
 
 
 @contextmanager

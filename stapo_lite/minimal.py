@@ -2,9 +2,14 @@
 
     python -m stapo_lite.minimal MODEL ROWS
 
-It calls the same functions of `method/` as the package, so that its update is the package's. Left
-out are vLLM, several devices, mixed precision, memory that runs out, checkpoints and logs:
-`training/loop.py` and `training/update.py` do the same in the same order, with all of these.
+    python -m stapo_lite.minimal MODEL ROWS REWARD
+
+ROWS is a file of JSON lines with a `prompt`, or `package.module:function`, which returns such rows.
+REWARD is `package.module:function`; by default the quickstart's.
+
+Advantages, masks, factors and loss are the package's own functions (`method/`). Left out are vLLM,
+several devices, mixed precision, memory that runs out, checkpoints and logs: `training/loop.py` and
+`training/update.py` take the same steps in the same order, with all of these.
 """
 
 import random
@@ -24,17 +29,20 @@ from stapo_lite.config import Objective
 from stapo_lite.files import read_jsonl
 from stapo_lite.method.advantages import group_advantages
 from stapo_lite.method.lm_head import token_statistics
-from stapo_lite.method.loss import policy_loss, weigh
+from stapo_lite.method.loss import find_factors, policy_loss
 from stapo_lite.method.masks import find_masks
 from stapo_lite.method.microbatches import cut_evenly
 from stapo_lite.method.tokens import Tokens, pack
 from stapo_lite.types import Completion, Prompt, TokenStatistics
 
-STEPS, PROMPTS, GROUP, LENGTH = 15, 8, 8, 32
-"""Steps; prompts of a step; completions of a prompt; tokens of a completion at most."""
-MINI_BATCHES, MICRO_BATCH = 2, 16
-"""Updates of a step; completions in one pass through the model."""
-LEARNING_RATE, MAX_GRAD_NORM = 4e-4, 1.0
+STEPS = 15
+PROMPTS = 8  # of a step
+GROUP = 8  # completions of a prompt
+LENGTH = 32  # tokens of a completion, at most
+MINI_BATCHES = 2  # of a step, an update each
+MICRO_BATCH = 16  # completions in one pass through the model
+LEARNING_RATE = 4e-4
+MAX_GRAD_NORM = 1.0
 
 
 def train(model_name: str, rows: Sequence[dict[str, Any]], reward: Any) -> list[float]:
@@ -56,11 +64,13 @@ def train(model_name: str, rows: Sequence[dict[str, Any]], reward: Any) -> list[
     history = []
     for step in range(STEPS):
         # 1. The model answers each prompt several times. We compare the answers of a prompt with
-        #    each other, so that no second model has to predict how good an answer will be.
-        chosen = random.sample(rows, PROMPTS)
-        completions = sample(model, tokenizer, [row["prompt"] for row in chosen])
-        # 2. Score them.
-        columns = {name: [row[name] for row in chosen for _ in range(GROUP)] for name in chosen[0]}
+        #    each other. Therefore no second model has to predict how good an answer will be.
+        step_rows = random.sample(rows, PROMPTS)
+        completions = sample(model, tokenizer, [row["prompt"] for row in step_rows])
+        # 2. Your function says how good each answer is.
+        columns = {
+            name: [row[name] for row in step_rows for _ in range(GROUP)] for name in step_rows[0]
+        }
         scores = reward(completions=[completion.text for completion in completions], **columns)
         # 3. An answer's advantage: how much better it is than the others of its group, in standard
         #    deviations. Where all are equal, it is 0, and there is nothing to learn.
@@ -69,9 +79,9 @@ def train(model_name: str, rows: Sequence[dict[str, Any]], reward: Any) -> list[
             completions, group_advantages(rewards).flatten().tolist(), strict=True
         ):
             completion.advantage = advantage
-        # 4. Put the tokens into tables, and measure them before the model changes. The sampler is
-        #    this model, so that it gave each token the probability that we measure now. (vLLM
-        #    rounds differently, and the loss corrects for that.)
+        # 4. Put the tokens into tables, and measure them before the model changes. This model also
+        #    sampled, with the probabilities that we measure now. (vLLM rounds differently, and the
+        #    loss corrects for that. The package measures only what an update needs.)
         batches = []
         for part in cut_evenly(completions, len(completions) // MINI_BATCHES):
             tokens = pack(part, model.device, objective)
@@ -92,12 +102,18 @@ def train(model_name: str, rows: Sequence[dict[str, Any]], reward: Any) -> list[
 def sample(model: Any, tokenizer: Any, prompts: list[str]) -> list[Completion]:
     """Sample a group of completions for each prompt, from the full distribution: top-p or top-k
     would be another policy than the one whose probabilities we train."""
+    # An empty system message, or some templates add one of their own.
     chats = [[{"role": "system", "content": ""}, {"role": "user", "content": p}] for p in prompts]
     texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
-    inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
-    full = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
+    # The template has added the special tokens already.
+    options = {"padding": True, "padding_side": "left", "add_special_tokens": False}
+    inputs = tokenizer(texts, return_tensors="pt", **options)
     output = model.generate(
-        **inputs.to(model.device), **full, num_return_sequences=GROUP, max_new_tokens=LENGTH
+        **inputs.to(model.device),
+        **{"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0},
+        eos_token_id=tokenizer.eos_token_id,
+        num_return_sequences=GROUP,
+        max_new_tokens=LENGTH,
     )
     completions = []
     for number, ids in enumerate(output[:, inputs.input_ids.shape[1] :].tolist()):
@@ -105,29 +121,36 @@ def sample(model: Any, tokenizer: Any, prompts: list[str]) -> list[Completion]:
         stopped = tokenizer.eos_token_id in ids
         ids = ids[: ids.index(tokenizer.eos_token_id) + 1] if stopped else ids
         real = inputs.attention_mask[number // GROUP].bool()
-        prompt = Prompt(
-            prompts[number // GROUP], inputs.input_ids[number // GROUP][real].tolist(), None
+        prompt_ids = inputs.input_ids[number // GROUP][real].tolist()
+        prompt = Prompt(prompts[number // GROUP], prompt_ids, answer=None)
+        completion = Completion(
+            prompt,
+            token_ids=ids,
+            rollout_logprobs=[0.0] * len(ids),  # below they are measured
+            truncated=not stopped,
+            adapter_version=0,
+            text=tokenizer.decode(ids, skip_special_tokens=True),
         )
-        text = tokenizer.decode(ids, skip_special_tokens=True)
-        completions.append(Completion(prompt, ids, [0.0] * len(ids), not stopped, 0, text))
+        completions.append(completion)
     return completions
 
 
 def update(model: Any, optimizer: Any, tokens: Tokens, objective: Objective) -> None:
     """Update the adapter once."""
     assert tokens.old is not None
-    # Leave spurious tokens out: of a good answer, improbable, where the model was sure of another.
+    # Leave spurious tokens out: the answer was good, the token improbable, and the model sure of
+    # another one.
     masks = find_masks(tokens.old, tokens, objective, gather=alone)
-    # Divide by the number of tokens that are left. It is known before any gradient, so that it
+    # Divide by the number of tokens that are left. It is known before any gradient. Therefore it
     # makes no difference how the table is cut into passes.
-    factor = weigh(tokens, masks.keep, objective, LENGTH, reduce=alone)
-    if factor is None:  # every group had equal rewards
+    factor = find_factors(tokens, masks.keep, objective, LENGTH, reduce=alone)
+    if factor is None:  # nothing has a gradient, such as with equal rewards in every group
         return
-    table = tokens.weighed(masks, factor)
-    for chosen in cut_evenly(tokens.trained, MICRO_BATCH):
-        part = table.part(chosen)
-        now = statistics(model, part.completions)
-        policy_loss(part, now, None, objective).surrogate.backward()
+    table = tokens.with_masks(masks, factor)
+    for numbers in cut_evenly(tokens.trained, MICRO_BATCH):
+        part = table.part(numbers)
+        current = statistics(model, part.completions)
+        policy_loss(part, current, None, objective).surrogate.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
     optimizer.step()
     optimizer.zero_grad()
@@ -156,7 +179,7 @@ def alone(values: Tensor) -> Tensor:
 
 
 if __name__ == "__main__":
-    name, source, *own = sys.argv[1:]
-    path = own[0] if own else "stapo_lite.extras.quickstart.one_sentence:reward"
+    name, source, *options = sys.argv[1:]
+    path = options[0] if options else "stapo_lite.extras.quickstart.one_sentence:reward"
     rows = read_jsonl(source) if Path(source).exists() else resolve_name(source)()
     train(name, rows, resolve_name(path))

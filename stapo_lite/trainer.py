@@ -64,7 +64,8 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         **keys: Any,
     ):
-        own, rows = dict[str, Callable](), None
+        own = dict[str, Callable]()
+        rows = None
         if model is not None:
             keys["model"] = str(model)
         if reward_funcs is not None:
@@ -74,7 +75,8 @@ class Trainer:
         if isinstance(train_dataset, str | Path):
             keys["data.source"] = train_dataset
         elif train_dataset is not None:
-            keys["data.source"], rows = IN_PYTHON, train_dataset
+            keys["data.source"] = IN_PYTHON
+            rows = train_dataset
         if tools:
             if rollout_func is not None:
                 raise InputError("tools: a rollout_func gives them to episode.chat() itself")
@@ -124,7 +126,8 @@ class Trainer:
         Raises:
             InputError: there is no adapter, or a key is wrong.
         """
-        config, folder = self.config, Path(self.config.output_dir)
+        config = self.config
+        folder = Path(self.config.output_dir)
         prompting = config.data.model_dump(include=set(Prompting.model_fields))
         del prompting["max_prompt_length"]  # benchmarks may have longer ones
         as_trained = {"max_completion_length", "quantization"}

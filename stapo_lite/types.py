@@ -8,10 +8,11 @@ Per-token quantities of a mini-batch are flat [N] tensors on the device, the col
 (`method/tokens.py`); `Tokens.owner` maps each token to its completion. A micro-batch is a part of
 that table. Only the decoder's input is padded, [completions, L], in `Policy.hidden_states`.
 
-There are four kinds of log-probabilities: `rollout_logprobs` (the engine, at sampling),
-`old_logprobs` (the trainer, before the step's first update), `logprobs` (the trainer, now) and
-`ref_logprobs` (the KL term's reference); and two masks: `written` (the model wrote the token,
-and its completion is trained on) and `keep` (the token stays in the loss).
+There are four kinds of log-probabilities, all at the sampling temperature: `rollout_logprobs` (the
+engine, at sampling), `old` (the trainer, before the step's first update), `current` (the trainer,
+at this update) and `reference` (what the KL term stays near). There are two masks: `written` (the
+model wrote the token, and its completion was not left out as truncated) and `keep` (the token stays
+in the loss).
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:  # torch is slow to import, and sandboxes need none
     from torch import Tensor
+
+    from stapo_lite.method.metrics import Metric
 
 
 def derived_seed(*parts: object) -> int:
@@ -114,7 +117,7 @@ class Masks(NamedTuple):
 
     keep: Tensor
     """[N] bool: the token stays in the loss. The denominator counts these tokens, or without
-    `renormalize` all in `Tokens.written` (`loss.weigh`)."""
+    `renormalize` all in `Tokens.written` (`loss.find_factors`)."""
     silenced: Tensor
     """[N] bool: S2T takes it out."""
     amplification: Tensor
@@ -135,10 +138,10 @@ class LossOutputs(NamedTuple):
     """[] float64: this process's part."""
     statistics: TokenStatistics
     """Of the current policy, before this update."""
-    weight: Tensor
-    """fp32: w, minus the derivative of the token's policy loss by its log-probability, with sampler
-    correction and STARE's weight; tokens that the masks take out have theirs, too. 0 if clipping
-    (except `cispo`'s) or the correction takes the gradient away."""
+    slope: Tensor
+    """fp32: minus the derivative of the token's policy loss by its log-probability, with sampler
+    correction and amplification. Tokens that the masks take out have theirs, too. It is 0 if
+    clipping (except `cispo`'s) or the correction takes the gradient away."""
     ref_logprobs: Tensor
     """fp32; 0 without a KL term."""
     clipped_low: Tensor
@@ -152,8 +155,8 @@ class LossOutputs(NamedTuple):
 class Update(NamedTuple):
     """The outcome of one update."""
 
-    means: dict[str, tuple[Any, Any]]
-    """Metric -> its sum and the number of values, of this process (`training/metrics.py`)."""
+    metrics: dict[str, Metric]
+    """This process's part of them (`method/metrics.py`)."""
     grad_norm: float | None = None
     """Before clipping, the same in every process. None if no kept token has a gradient: then
     nothing changed."""

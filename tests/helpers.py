@@ -29,10 +29,10 @@ from stapo_lite.model.loading import load_weights
 from stapo_lite.model.policy import Policy, make_optimizer, make_policy
 from stapo_lite.rollout.engine import RolloutSettings
 from stapo_lite.training.checkpoint import Progress, list_checkpoints
-from stapo_lite.training.learner import Learner
+from stapo_lite.training.learner import Learner, UpdateSettings
 from stapo_lite.training.loop import train
 from stapo_lite.training.memory import MemoryBudget, MemorySetting
-from stapo_lite.training.metrics import gather_means
+from stapo_lite.training.metrics import gather_metrics
 from stapo_lite.training.update import update
 from stapo_lite.types import Completion, Prompt, TokenStatistics
 
@@ -247,7 +247,7 @@ def run_update(policy, completions, objective, *, old=None, max_tokens=10_000, *
     batch = packed(policy, completions, old, objective)
     result = update(learner, batch)
     after = torch.cat([p.detach().flatten() for p in policy.parameters.values()])
-    metrics, run = gather_means([result.means]), SimpleNamespace(learner=learner, policy=policy)
+    metrics, run = gather_metrics([result.metrics]), SimpleNamespace(learner=learner, policy=policy)
     diagnostics = Diagnostics()
     diagnostics.on_update(run, batch, result)
     diagnostics.on_step_end(run, metrics, None)
@@ -255,13 +255,10 @@ def run_update(policy, completions, objective, *, old=None, max_tokens=10_000, *
 
 
 def make_learner(policy, objective, max_tokens, max_grad_norm=1e9, longest=LONGEST):
-    keys = {"max_prompt_length": 1, "max_completion_length": longest}
-    keys |= {"max_grad_norm": max_grad_norm, "learning_rate": 1.0}
-    config = load_config(MINIMAL, keys).model_copy(update={"objective": objective})
+    settings = UpdateSettings(objective, max_grad_norm, 1, longest)
     optimizer = torch.optim.SGD(policy.parameters.values(), lr=1.0)
-    progress = Progress()
     budget = make_budget(max_tokens)
-    return Learner(config, policy, optimizer, budget, Accelerator(cpu=True), progress)
+    return Learner(settings, policy, optimizer, budget, Accelerator(cpu=True), Progress())
 
 
 def make_budget(tokens):

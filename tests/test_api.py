@@ -29,7 +29,7 @@ def test_what_is_slow_is_imported_when_it_is_needed(script):
 
 def test_public_names_by_hand():
     functions = ["audit", "evaluate", "export", "load_config", "load_eval_config"]
-    classes = ["Callback", "Config", "EvalConfig", "InputError", "RunError", "Trainer"]
+    classes = ["Callback", "Config", "EvalConfig", "InputError", "Phase", "RunError", "Trainer"]
     assert sorted(stapo_lite.__all__) == classes + functions
     assert all(callable(getattr(stapo_lite, name)) for name in stapo_lite.__all__)
     with pytest.raises(AttributeError, match="module 'stapo_lite' has no attribute 'trian'"):

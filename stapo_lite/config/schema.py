@@ -41,6 +41,12 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
+def _tracker_list(value: Any) -> Any:
+    """One tracker needs no list, as in TRL, whose "none" is an empty one."""
+    trackers = [value] if isinstance(value, str) else value
+    return [] if trackers == ["none"] else trackers
+
+
 Conflicts = list[tuple[Any, str]]
 """Conditions that must not hold, each with its message: the keys and the fix."""
 
@@ -373,7 +379,9 @@ class Train(Section):
 class Log(Section):
     """Logging and checkpoints."""
 
-    report_to: list[Literal["tensorboard", "wandb", "trackio"]] = []
+    report_to: Annotated[
+        list[Literal["tensorboard", "wandb", "trackio"]], BeforeValidator(_tracker_list)
+    ] = []
     """Trackers besides `metrics.jsonl`."""
     project: str = Field("stapo_lite", pattern=r"^\w[\w .-]*$")
     """Project name in trackers; with TensorBoard a folder."""
@@ -479,13 +487,18 @@ class Config(Preset):
         return "bitsandbytes" if self.quantization else None
 
     @property
+    def same_quantization(self) -> bool:
+        """Whether trainer and vLLM have the base in the same format."""
+        return self.rollout.quantization == self.quantization_in_vllm
+
+    @property
     def may_share_base(self) -> bool:
         """Whether the trainer and a vLLM in its process may share the base's weights."""
         rollout = self.rollout
         return (
             rollout.share_base != "off"
             and rollout.engine in ("auto", "vllm")
-            and rollout.quantization == self.quantization_in_vllm
+            and self.same_quantization
         )
 
     def conflicts(self) -> Conflicts:

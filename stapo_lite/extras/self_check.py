@@ -17,7 +17,7 @@ from stapo_lite.errors import RunError
 from stapo_lite.method.tokens import pack
 from stapo_lite.rollout.engine import Decoding, RolloutEngine
 from stapo_lite.training.learner import Learner
-from stapo_lite.training.run import lent_device
+from stapo_lite.training.memory import lent_device
 from stapo_lite.types import Completion, Prompt
 
 PROMPTS = 8
@@ -34,7 +34,13 @@ ROUNDING = 0.02
 The adapter moves nearly certain tokens no more than bfloat16 rounding does."""
 
 
-def check_engine(engine: RolloutEngine, learner: Learner, prompts: Sequence[Prompt]) -> float:
+def check_engine(
+    engine: RolloutEngine,
+    learner: Learner,
+    prompts: Sequence[Prompt],
+    temperature: float,
+    same_weights: bool,
+) -> float:
     """Sample with a random adapter, freshly loaded and after sleep and wake, and compare with the
     trainer.
 
@@ -43,6 +49,8 @@ def check_engine(engine: RolloutEngine, learner: Learner, prompts: Sequence[Prom
 
     Args:
         prompts: the run's; sampling continues their first tokens.
+        temperature: the run's.
+        same_weights: whether engine and trainer have the base in the same format.
 
     Returns:
         The mean difference between the log-probabilities of engine and trainer, in nats.
@@ -55,7 +63,7 @@ def check_engine(engine: RolloutEngine, learner: Learner, prompts: Sequence[Prom
         Prompt("", prompts[i % len(prompts)].token_ids[:PROMPT_TOKENS], None)
         for i in range(PROMPTS)
     ]
-    decoding = Decoding(NEW_TOKENS, learner.config.rollout.temperature, top_p=1.0, logprobs=True)
+    decoding = Decoding(NEW_TOKENS, temperature, top_p=1.0, logprobs=True)
     gaps: list[float] = []
     with policy.holding(random_adapter(learner, beginnings)):
         for moment in ("with a new adapter", "after sleep and wake"):
@@ -64,7 +72,7 @@ def check_engine(engine: RolloutEngine, learner: Learner, prompts: Sequence[Prom
                     engine.publish(policy, version=0)
                 draws = engine.stream(beginnings, range(PROMPTS), [decoding] * PROMPTS)
                 completions = [completion for _, completion in draws]
-            gaps.append(measure_gap(learner, completions, moment))
+            gaps.append(measure_gap(learner, completions, moment, same_weights))
     return max(gaps)
 
 
@@ -101,7 +109,9 @@ def random_adapter(learner: Learner, prompts: Sequence[Prompt]) -> dict[str, Ten
     )
 
 
-def measure_gap(learner: Learner, completions: Sequence[Completion], moment: str) -> float:
+def measure_gap(
+    learner: Learner, completions: Sequence[Completion], moment: str, same_weights: bool
+) -> float:
     """The mean difference between the engine's log-probabilities and the trainer's, in nats.
 
     Raises:
@@ -113,11 +123,10 @@ def measure_gap(learner: Learner, completions: Sequence[Completion], moment: str
     gap = (sampled - adapted).abs().mean().item()
     to_base = (sampled - base).abs().mean().item()
     effect = (adapted - base).abs().mean().item()
-    config = learner.config
     limit = LARGEST_GAP * effect
-    # With another quantisation than the trainer's the gap is larger. Training logs and corrects it;
-    # the engine need only be nearer to the adapter than to the base.
-    if config.rollout.quantization != config.quantization_in_vllm:
+    if not same_weights:
+        # Another quantisation than the trainer's makes a larger gap. Training logs and corrects it;
+        # the engine need only be nearer to the adapter than to the base.
         limit = to_base
     if gap <= limit or (gap <= ROUNDING and 2 * gap <= to_base):
         return gap
@@ -135,6 +144,6 @@ def logprobs(learner: Learner, completions: Sequence[Completion], adapted: bool 
     """The trainer's log-probabilities of the completions' tokens, [N] fp32 on the host, with or
     without the adapter."""
     policy = learner.policy
-    tokens = pack(completions, policy.device, learner.config.objective)
+    tokens = pack(completions, policy.device, learner.settings.objective)
     with nullcontext() if adapted else policy.model.disable_adapter():
         return learner.measure(tokens, range(len(completions))).logprobs.cpu()

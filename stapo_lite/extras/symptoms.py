@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from stapo_lite.errors import InputError
-from stapo_lite.training.callbacks import Callback
+from stapo_lite.training.callbacks import Callback, Phase
 from stapo_lite.training.run import Run
 from stapo_lite.types import Rollouts
 
@@ -109,6 +109,8 @@ class Symptoms(Callback):
     Raises:
         InputError: there is no symptom of a name.
     """
+
+    phase = Phase.RECORD
 
     def __init__(self, stop_on: Sequence[str]):
         if unknown := set(stop_on) - RULES.keys():

@@ -17,10 +17,11 @@ from openai import DefaultHttpxClient, OpenAI
 from torch import Tensor
 
 from stapo_lite.errors import InputError, RunError, explained
+from stapo_lite.method.metrics import Mean, Metrics
 from stapo_lite.method.tokens import Tokens
 from stapo_lite.model.adapter import load_adapter
-from stapo_lite.training.callbacks import Callback
-from stapo_lite.training.metrics import Means, gather_means, sum_and_number
+from stapo_lite.training.callbacks import Callback, Phase
+from stapo_lite.training.metrics import gather_metrics
 from stapo_lite.training.run import Run
 from stapo_lite.types import Completion, Rollouts
 
@@ -39,9 +40,11 @@ class Teacher(Callback):
         weight: factor on this term.
     """
 
+    phase = Phase.MEASURE
+
     def __init__(self, weight: float):
         self._weight = weight
-        self._parts: list[Means] = []
+        self._parts: list[Metrics] = []
 
     def logprobs(self, run: Run, tokens: Tokens) -> Tensor:
         """The teacher's log-probabilities of a mini-batch's tokens, [N] fp32."""
@@ -52,10 +55,10 @@ class Teacher(Callback):
             difference = self.logprobs(run, batch) - batch.rollout_logprobs
             difference = difference.where(batch.written, 0.0)  # a tool's results teach nothing
             batch.advantages += self._weight * difference
-            self._parts.append({"teacher_kl": sum_and_number(-difference, batch.written)})
+            self._parts.append({"teacher_kl": Mean.over(batch.written, -difference)})
 
     def on_step_end(self, run: Run, metrics: dict[str, Any], rollouts: Rollouts) -> None:
-        metrics |= gather_means(self._parts)
+        metrics |= gather_metrics(self._parts)
         self._parts = []
 
 

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 
 from stapo_lite.config import flatten
 from stapo_lite.errors import one_line
-from stapo_lite.training.callbacks import Callback
+from stapo_lite.training.callbacks import Callback, Phase
 from stapo_lite.training.log import completion_line, kept_completions, shorten
 from stapo_lite.training.run import Run
 from stapo_lite.types import Completion, Rollouts
@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 class Trackers(Callback):
     """Sends a run's metrics, completions and evaluations to the accelerator's trackers
     (`log.report_to`)."""
+
+    phase = Phase.RECORD
 
     def __init__(self, accelerator: Accelerator):
         self._accelerator = accelerator

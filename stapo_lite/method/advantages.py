@@ -1,9 +1,12 @@
 """Group advantages: how much better a completion is than the others of its group."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from stapo_lite.errors import InputError
+from stapo_lite.types import Completion
 
 
 def group_advantages(rewards: Tensor, scale: str = "group", eps: float = 1e-6) -> Tensor:
@@ -47,3 +50,20 @@ def _std(deviation: Tensor, dim: int) -> Tensor:
     """Sample standard deviation of mean-centred values, ignoring NaN; keeps the dimension."""
     count = (~deviation.isnan()).sum(dim, keepdim=True)
     return (deviation.square().nansum(dim, keepdim=True) / (count - 1)).sqrt()
+
+
+def has_variance(group: Sequence[Completion]) -> bool:
+    """Whether the rewards of a group differ. Only then is there something to learn from it.
+    Completions without a reward do not count."""
+    return len({c.reward for c in group if c.reward is not None}) > 1
+
+
+def overlong_share(length: int, max_completion_length: int, buffer: float) -> float:
+    """The share of DAPO's soft overlong punishment (eq. 13) that a completion gets, from 0 to 1.
+
+    Args:
+        length: tokens of the completion, at most `max_completion_length`.
+        buffer: the last share of `max_completion_length`, over which the punishment grows linearly.
+    """
+    width = buffer * max_completion_length
+    return max(0.0, length - (max_completion_length - width)) / width

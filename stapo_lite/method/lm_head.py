@@ -116,9 +116,12 @@ def chunk_sizes(tokens: int, weight: Tensor, memory_bytes: int, count: int = 1) 
     exceeded.
     """
     vocabulary, width = weight.shape
-    floats, wide = memory_bytes / 4, (2 + count) * width
-    square = (math.sqrt(wide**2 + 8 * floats) - wide) / 4  # 2 n^2 + n wide = floats
+    floats = memory_bytes / 4
+    # A square tile, n = v, takes 2 n^2 + wide n numbers: solve for n.
+    wide = (2 + count) * width
+    square = (math.sqrt(wide**2 + 8 * floats) - wide) / 4
     n = min(tokens, _tile(square))
+    # With that n, as many columns as still fit: few tokens leave room for more of them.
     v = min(vocabulary, _tile((floats - (wide - width) * n) / (2 * n + width)))
     return max(1, n), v
 
@@ -137,29 +140,32 @@ class _FrozenHead(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden, head, targets, memory_bytes, with_entropy):
-        count = 0
-        if ctx.needs_input_grad[0]:
-            count = 2 if with_entropy else 1
-        n, v = chunk_sizes(len(hidden), head.weight, memory_bytes, 1 + with_entropy)
+        # Gradients: of the log-probability, and of the entropy if asked.
+        count = 2 if with_entropy else 1
+        n, v = chunk_sizes(len(hidden), head.weight, memory_bytes, count)
+        if not ctx.needs_input_grad[0]:
+            count = 0
         statistics = hidden.new_empty(3, len(hidden), dtype=torch.float32)
-        directions = hidden.new_empty(count, *hidden.shape)
+        gradients = hidden.new_empty(count, *hidden.shape)
         for start in range(0, len(hidden), n):
             rows = slice(start, start + n)
             part, sums = _sweep(hidden[rows], head, targets[rows], v, count)
             statistics[:, rows] = part
-            directions[:, rows] = sums.div_(head.temperature)
-        ctx.save_for_backward(directions)
+            gradients[:, rows] = sums.div_(head.temperature)
+        ctx.save_for_backward(gradients)
         logprobs, entropy, collision = statistics.unbind()
-        constants = (collision,) if with_entropy else (entropy, collision)
-        ctx.mark_non_differentiable(*constants)
+        ctx.mark_non_differentiable(collision)
+        if not with_entropy:
+            ctx.mark_non_differentiable(entropy, collision)
         return logprobs, entropy, collision
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor):
-        (directions,) = ctx.saved_tensors
-        d_hidden = torch.zeros_like(directions[0])
-        for direction, gradient in zip(directions, gradients, strict=False):
-            d_hidden.addcmul_(direction, gradient[:, None])
+        # The chain rule: what the loss asks of each token, times what the forward pass has found.
+        (of_statistics,) = ctx.saved_tensors
+        d_hidden = torch.zeros_like(of_statistics[0])
+        for of_statistic, gradient in zip(of_statistics, gradients, strict=False):
+            d_hidden.addcmul_(of_statistic, gradient[:, None])
         return d_hidden, None, None, None, None
 
 
@@ -177,12 +183,16 @@ def _sweep(hidden, head, targets, v, count: int):
     # sum e^(a-m) W and sum e^(a-m) (a-m) W
     sums = torch.zeros(count, *hidden.shape, device=hidden.device)
     for columns, tile, logits in _logit_tiles(hidden, head, v):
+        # Pick the target's logit from the one tile that has it.
         local = (targets - columns.start)[:, None]
         column = local.clamp(0, len(tile) - 1)
         here = logits.gather(1, column)[:, 0]
         target_logit = torch.where((column == local)[:, 0], here, target_logit)
+        # A larger maximum scales all sums so far down. Exponents never exceed 0, so that nothing
+        # overflows.
         higher = torch.maximum(m, logits.amax(1))
-        scale, moved = torch.exp(m - higher), m - higher
+        moved = m - higher
+        scale = torch.exp(moved)
         logits -= higher[:, None]
         exponentials = logits.exp()
         weighted = logits.mul_(exponentials)
@@ -191,14 +201,15 @@ def _sweep(hidden, head, targets, v, count: int):
         shifted = scale * (shifted + s * moved) + weighted.sum(1)
         if count == 2:
             sums[1].addcmul_(moved[:, None], sums[0])
-            _product(weighted.to(tile.dtype), tile, sums[1], scale)
+            _add_product(weighted.to(tile.dtype), tile, sums[1], scale)
         torch.mul(exponentials, exponentials, out=logits)
         squares = scale.square() * squares + logits.sum(1)
         s = scale * s + exponentials.sum(1)
         m = higher
         if count:
-            _product(exponentials.to(tile.dtype), tile, sums[0], scale)
+            _add_product(exponentials.to(tile.dtype), tile, sums[0], scale)
         del exponentials  # its memory serves the next tile
+    # From sums to expectations: divide by the softmax's denominator.
     log_s = s.log()
     sums /= s[:, None]
     if count == 2:
@@ -241,17 +252,25 @@ def _weight_tiles(weight, v) -> Iterator[tuple[slice, Tensor]]:
         yield slice(start, start + len(tile)), tile
 
 
-def _product(a: Tensor, b: Tensor, out: Tensor, scale: Tensor | None = None) -> None:
-    """out = a @ b or, with a scale, out = scale out + a @ b, in fp32, from fp32 or (CUDA only)
-    half-precision operands."""
-    if scale is not None:
-        out *= scale[:, None]
+def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """out = a @ b in fp32, from fp32 or (CUDA only) half-precision operands."""
     if a.dtype == torch.float32:
-        out.addmm_(a, b, beta=float(scale is not None))
-    elif scale is not None:
-        torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
+        torch.mm(a, b, out=out)
     else:
         torch.mm(a, b, out_dtype=torch.float32, out=out)
+
+
+def _add_product(a: Tensor, b: Tensor, out: Tensor, scale: Tensor) -> None:
+    """out = scale * out + a @ b in fp32, from operands as in `_product`.
+
+    Args:
+        scale: of each row of `out`.
+    """
+    out *= scale[:, None]
+    if a.dtype == torch.float32:
+        out.addmm_(a, b)
+    else:
+        torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
 
 
 @contextmanager

@@ -1,14 +1,16 @@
 """The loss of every preset, as functions of values: no model, no optimiser.
 
-    sum over kept tokens of  factor * (c * token loss + beta * k3 - entropy_coef * H)
+    sum over kept tokens of  factor * (c * omega * token loss + beta * k3 - entropy_coef * H)
 
-`policy_loss` computes this for a micro-batch, and its gradient's surrogate. Four numbers of a token
-make its part of the loss:
+`policy_loss` computes this for a micro-batch. It also returns a surrogate, a sum with the same
+gradient. Three numbers scale a token's loss, and a fourth is its derivative:
 
-    factor         one over the denominator of the mean      `weigh`, before any gradient
+    factor         one over the denominator of the mean      `find_factors`, before any gradient
     correction     c: what the engine computed differently   `sampler_correction`
-    amplification  STARE's omega, 1 in other methods         `masks.py`
-    weight         w: minus the derivative of c * omega * token loss by log pi
+    amplification  omega: STARE's, 1 in other methods        `masks.py`
+    slope          minus the derivative of the (scaled) token loss by log pi
+
+All log-probabilities are of the distribution at the sampling temperature.
 
 There are sums and factors here, no means: a denominator covers the whole mini-batch, across
 micro-batches and processes.
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from stapo_lite.config import Objective
 from stapo_lite.method.masks import Collective
-from stapo_lite.method.tokens import Tokens
+from stapo_lite.method.tokens import Tokens, blank_statistics, scatter_into
 from stapo_lite.types import LossOutputs, TokenStatistics
 
 LARGEST_LOG_RATIO = 80.0
@@ -32,58 +34,102 @@ SAPO_TEMPERATURES = (1.0, 1.05)
 
 
 def policy_loss(
-    part: Tokens, now: TokenStatistics, reference: Tensor | None, objective: Objective
+    part: Tokens, current: TokenStatistics, reference: Tensor | None, objective: Objective
 ) -> LossOutputs:
     """The loss of a micro-batch.
 
     Args:
         part: with `keep`, `amplification` and `factor`.
-        now: of the current policy, [n]; log-probabilities with a gradient, entropies only if
-            `objective.entropy_coef` is not 0.
-        reference: log-probabilities of the KL term's reference, [n]; None without that term.
+        current: statistics of the policy now, [n]; log-probabilities with a gradient, entropies
+            with one only if `objective.entropy_coef` is above 0.
+        reference: log-probabilities, [n], of the policy that the KL term stays near: the base, or
+            the adapter that training started from; None without that term.
 
     Returns:
-        Its `surrogate` has the gradient: -w log pi in place of c * token loss, where the number w
-        is minus the latter's derivative by log pi. (The metrics' gradient norms need w, too.)
+        Its `surrogate` has the loss's gradient. It has -slope * log pi in place of c * omega *
+        token loss; the slope is a plain number. The metrics' gradient norms need it, too.
     """
     assert part.keep is not None
     assert part.factor is not None
     assert part.amplification is not None
-    logprobs = now.logprobs.detach()
-    # The policy before the step. In the step's first mini-batch nothing has changed since.
-    old = logprobs if part.old is None else part.old.logprobs
-    # What the model did not write was not sampled: engine and trainer agree on it.
+    logprobs = current.logprobs.detach()
+    # Three policies: the current one, the one before the step, and the one in the engine that
+    # sampled. In the step's first mini-batch nothing has changed since the step began.
+    old = logprobs
+    if part.old is not None:
+        old = part.old.logprobs
+    # What the model did not write was not sampled: let engine and trainer agree on it.
     rollout = part.rollout_logprobs.where(part.written, old)
-    # The correction weighs each token by its probability under the policy before the step over
-    # that in the engine, which rounds differently and may have had an older adapter. If the ratio
-    # is to the engine's probability itself, nothing is left to correct.
-    denominator, mode = old, objective.sampler_correction
+    # The ratio compares the current policy with the old one, and the correction the old one with
+    # the engine, which rounds differently and may have had an older adapter. If the ratio already
+    # refers to the engine, nothing is left to correct.
+    denominator = old
+    mode = objective.sampler_correction
     if objective.old_logprobs == "rollout":
-        denominator, mode = rollout, "off"
+        denominator = rollout
+        mode = "off"
     correction, capped = sampler_correction(
         old, rollout, part.owner, len(part.completions), mode, objective.sampler_cap
     )
     correction = correction * part.amplification
     token = bounded_loss(part, logprobs, denominator, objective)
-    weight = correction * token.weight
-    penalties = -objective.entropy_coef * now.entropy
-    if reference is not None:
-        # k3 may be infinite for a masked token, and 0 * infinity is NaN: give these tokens k3 = 0.
-        kept = now.logprobs.where(part.keep, reference)
-        penalties = penalties + objective.beta * k3(kept, reference)
-    # Masked tokens get 0 * w; w is finite (LARGEST_LOG_RATIO).
-    value = part.factor * (correction * token.loss + penalties.detach())
-    surrogate = part.factor * (penalties - weight * now.logprobs)
+    slope = correction * token.slope
+    added = penalties(part.keep, current, reference, objective)
+    # Sum over the kept tokens. The factor has the denominator of the whole mini-batch. In the
+    # backward pass a masked token's log-probability gets 0 times its slope. That is 0 only because
+    # the slope is finite (LARGEST_LOG_RATIO).
+    value = part.factor * (correction * token.loss + added.detach())
+    surrogate = part.factor * (added - slope * current.logprobs)
+    if reference is None:
+        reference = torch.zeros_like(logprobs)
     return LossOutputs(
         surrogate=masked_sum(surrogate, part.keep),
         loss=masked_sum(value, part.keep),
-        statistics=now,
-        weight=weight,
-        ref_logprobs=torch.zeros_like(logprobs) if reference is None else reference,
+        statistics=current,
+        slope=slope,
+        ref_logprobs=reference,
         clipped_low=token.clipped_low,
         clipped_high=token.clipped_high,
         capped=capped,
     )
+
+
+def penalties(
+    keep: Tensor, current: TokenStatistics, reference: Tensor | None, objective: Objective
+) -> Tensor:
+    """What is added to each token's policy loss, [n]: minus the entropy bonus, and the distance
+    from a reference. Both have a gradient of their own."""
+    penalty = -objective.entropy_coef * current.entropy
+    if reference is None:
+        return penalty
+    # k3 may be infinite for a masked token, and 0 * infinity is NaN: give these tokens k3 = 0.
+    logprobs = current.logprobs.where(keep, reference)
+    return penalty + objective.beta * k3(logprobs, reference)
+
+
+def blank_outputs(tokens: Tokens) -> LossOutputs:
+    """A mini-batch's outputs before its first micro-batch: zeros, [N]."""
+    numbers = torch.zeros_like(tokens.rollout_logprobs)
+    flags = torch.zeros_like(tokens.written)
+    total = numbers.new_zeros((), dtype=torch.float64)
+    return LossOutputs(
+        surrogate=total,
+        loss=total.clone(),
+        statistics=blank_statistics(tokens),
+        slope=numbers,
+        ref_logprobs=numbers.clone(),
+        clipped_low=flags,
+        clipped_high=flags.clone(),
+        capped=flags.clone(),
+    )
+
+
+def join(whole: LossOutputs, part: Tokens, outputs: LossOutputs) -> None:
+    """Copy a micro-batch's outputs to their places in the mini-batch's, and add its loss."""
+    assert part.places is not None
+    whole.loss.add_(outputs.loss)
+    scatter_into(whole.statistics, part.places, outputs.statistics)
+    scatter_into(whole[3:], part.places, outputs[3:])
 
 
 def bounded_loss(
@@ -108,7 +154,7 @@ def bounded_loss(
     )
 
 
-def weigh(
+def find_factors(
     tokens: Tokens, keep: Tensor, objective: Objective, longest: int, reduce: Collective
 ) -> Tensor | None:
     """Find the denominator, over the mini-batch on all processes, before the first gradient: if
@@ -122,15 +168,18 @@ def weigh(
         The factor on each token's loss, [N] fp32, so that the mini-batch's loss is a plain sum;
         None if no kept token has a gradient.
     """
-    counted = keep if objective.renormalize else tokens.written
+    counted = tokens.written
+    if objective.renormalize:  # STAPO's: silenced tokens do not count in the mean
+        counted = keep
     counts = segment_sum(counted, tokens.owner, len(tokens.completions))
-    kept_and_trained = keep[tokens.find_places(tokens.trained)].sum()
+    kept_and_trained = (keep & tokens.in_gradient).sum()
     sequences = counts.new_full((), len(counts))
+    # All that is needed of the other processes comes in one message, for which the host waits once.
     numbers = [counts.sum(), (counts > 0).sum(), sequences, kept_and_trained]
-    *totals, with_a_gradient = map(int, reduce(torch.stack(numbers)).tolist())
-    if not with_a_gradient:
+    *totals, with_gradient = map(int, reduce(torch.stack(numbers)).tolist())
+    if with_gradient == 0:
         return None
-    factors = sequence_weights(counts, Totals(*totals), objective.aggregation, longest)
+    factors = sequence_factors(counts, Totals(*totals), objective.aggregation, longest)
     return factors[tokens.owner]
 
 
@@ -143,9 +192,9 @@ class TokenLoss(NamedTuple):
     """The loss of each token and what its bounds did, each [n]."""
 
     loss: Tensor
-    """updates do not differentiate it: they use w"""
-    weight: Tensor
-    """w: minus the derivative of `loss` by the log-probability; for `gspo` as in GSPO-token"""
+    """the value only: the gradient comes from the slope"""
+    slope: Tensor
+    """minus the derivative of `loss` by the log-probability; for `gspo` as in GSPO-token"""
     clipped_low: Tensor
     """bool: the lower bound took effect"""
     clipped_high: Tensor
@@ -180,34 +229,46 @@ def token_loss(
         log_ratio: log rho, [n] fp32.
         advantages: [n] fp32.
     """
-    ratio, low, high = log_ratio.clamp(max=LARGEST_LOG_RATIO).exp(), 1 - epsilon, 1 + epsilon_high
+    ratio = log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
+    low = 1 - epsilon
+    high = 1 + epsilon_high
     bounded = ratio.clamp(low, high)
-    below, above = ratio < low, ratio > high
+    below = ratio < low
+    above = ratio > high
     if kind == "cispo":
-        weight = bounded.detach() * advantages
-        return TokenLoss(-weight * logprobs, weight, below, above)
+        # The bounded ratio is a constant weight: no token loses its gradient.
+        slope = bounded.detach() * advantages
+        return TokenLoss(-slope * logprobs, slope, below, above)
     if kind == "sapo":
+        # A sigmoid of the ratio in place of bounds; its slope fades out instead of ending.
         tau = torch.where(advantages > 0, *SAPO_TEMPERATURES)
         gate = torch.sigmoid(tau * (ratio - 1))
-        weight = 4 * gate * (1 - gate) * ratio * advantages
+        slope = 4 * gate * (1 - gate) * ratio * advantages
         never = torch.zeros_like(below)
-        return TokenLoss(-4 / tau * gate * advantages, weight, never, never)
+        return TokenLoss(-4 / tau * gate * advantages, slope, never, never)
     if kind == "dppo":
+        # The bounds are on the probability itself: a rare token may double, a sure one may not.
         moved = logprobs.exp() - (logprobs - log_ratio).exp()
-        below, above = moved < -epsilon, moved > epsilon_high
+        below = moved < -epsilon
+        above = moved > epsilon_high
         bounded = torch.zeros_like(ratio)
-    clipped_low, clipped_high = (advantages < 0) & below, (advantages > 0) & above
+    # PPO's minimum is pessimistic: a bound takes effect only where the token has already moved in
+    # the direction in which its advantage pushes it.
+    clipped_low = (advantages < 0) & below
+    clipped_high = (advantages > 0) & above
     clipped = clipped_low | clipped_high
     value = torch.where(clipped, bounded, ratio) * advantages
-    weight = (ratio * advantages).masked_fill(clipped, 0.0)
-    return TokenLoss(-value, weight, clipped_low, clipped_high)
+    slope = (ratio * advantages).masked_fill(clipped, 0.0)
+    return TokenLoss(-value, slope, clipped_low, clipped_high)
 
 
 def sequence_log_ratio(log_ratio: Tensor, written: Tensor, rows: Tensor, sequences: int) -> Tensor:
     """The sequence's log-ratio at each of its tokens: the mean over the tokens that the model wrote
-    (arXiv 2507.18071, eq. 7). A token's loss is differentiated by its own log-probability only
-    (GSPO-token, eq. 14), so that masked tokens get no gradient; without a mask, the sum over the
-    sequence has GSPO's gradient.
+    (arXiv 2507.18071, eq. 7).
+
+    Each token's loss is differentiated by its own log-probability only (GSPO-token, eq. 14). Masked
+    tokens therefore get no gradient. If no token is masked, the sum over the sequence has GSPO's
+    gradient.
 
     Args:
         log_ratio: [n] fp32.
@@ -243,8 +304,8 @@ def sampler_correction(
     mode: str,
     cap: float,
 ) -> tuple[Tensor, Tensor]:
-    """Importance weights that correct for the engine, whose probabilities at sampling differ
-    slightly from the trainer's.
+    """Importance weights that correct for the engine, whose probabilities at sampling differ from
+    the trainer's before the step: it rounds differently, and its adapter may be older.
 
     Args:
         old_logprobs, rollout_logprobs: [n] fp32.
@@ -289,7 +350,7 @@ class Totals(NamedTuple):
     sequences: int
 
 
-def sequence_weights(
+def sequence_factors(
     counts: Tensor, totals: Totals, aggregation: str, max_completion_length: int
 ) -> Tensor:
     """The factor on each sequence's kept tokens: the mini-batch's loss is the plain sum of factor *
@@ -310,15 +371,15 @@ def sequence_weights(
     return torch.full_like(counts, 1 / denominator, dtype=torch.float32)
 
 
-def logit_gradient_norm(weight: Tensor, logprobs: Tensor, collision: Tensor) -> Tensor:
+def logit_gradient_norm(slope: Tensor, logprobs: Tensor, collision: Tensor) -> Tensor:
     """||dJ/da||, where J is minus a token's loss and a its logits (STAPO's gradient-norm identity):
 
-        ||dJ/da||^2 = w^2 (1 - 2 pi(y) + sum_v pi(v)^2)
+        ||dJ/da||^2 = slope^2 (1 - 2 pi(y) + sum_v pi(v)^2)
 
     Exact without the logits: the collision probability comes with the entropy. Any shape.
 
     Args:
-        weight: w, the derivative of J by the token's log-probability.
+        slope: the derivative of J by the token's log-probability, of either sign.
         logprobs: log pi(y).
         collision: sum_v pi(v)^2.
     """
@@ -326,4 +387,4 @@ def logit_gradient_norm(weight: Tensor, logprobs: Tensor, collision: Tensor) -> 
     rest = torch.expm1(logprobs).square()  # (1 - pi)^2, exact even if pi is near 1
     others = (collision - pi.square()).clamp(min=0.0)
     others = torch.minimum(others, rest)  # rounding could make it larger
-    return weight.abs() * (rest + others).sqrt()
+    return slope.abs() * (rest + others).sqrt()

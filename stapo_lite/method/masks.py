@@ -6,7 +6,8 @@ S2T, silencing spurious tokens, is all that sets STAPO apart from DAPO's token l
     keep = 1  otherwise
 
 pi and H are by default those of the policy before the step (`objective.s2t.statistics`). tau_p is
-an absolute probability; tau_h is a quantile of the mini-batch's entropies.
+an absolute probability. tau_h is a quantile of the candidates' entropies (A > 0 and pi < tau_p), or
+with `population: all` of all tokens'.
 
 20-Entropy keeps the tokens of highest entropy instead. STARE (arXiv 2606.19236) is S2T's
 counterpart: it drops nothing, and multiplies the policy loss of surprising tokens by omega.
@@ -31,7 +32,7 @@ import torch
 from torch import Tensor
 
 from stapo_lite.config import S2T, Objective, Stare
-from stapo_lite.method.tokens import Tokens, send
+from stapo_lite.method.tokens import Tokens
 from stapo_lite.types import Masks, TokenStatistics
 
 Collective = Callable[[Tensor], Tensor]
@@ -47,17 +48,22 @@ def find_masks(
     Collective: every rank must call it.
 
     Args:
-        statistics: [N] each, of the policy that decides.
+        statistics: [N] each, of the policy before the step, or with `s2t.statistics: current` of
+            the present one.
     """
     entropy = statistics.entropy
-    silenced, tau_h = torch.zeros_like(tokens.written), None
+    silenced = torch.zeros_like(tokens.written)
+    tau_h = None
+    # STAPO: leave out the spurious tokens.
     if objective.s2t.enabled:
         silenced, tau_h = silence(statistics, tokens, objective.s2t, gather)
     keep = tokens.written & ~silenced
+    # 20-Entropy: leave out all but the tokens where the model was undecided.
     if objective.top_entropy_quantile < 1:
-        every = gather(entropy[tokens.written])
-        lowest = linear_quantile(every, 1 - objective.top_entropy_quantile)
+        entropies = gather(entropy[tokens.written])
+        lowest = linear_quantile(entropies, 1 - objective.top_entropy_quantile)
         keep &= top_entropy_mask(entropy, lowest)
+    # STARE: leave out nothing, and weigh surprising tokens differently.
     amplification = torch.ones_like(tokens.advantages)
     if objective.stare.enabled:
         amplification = amplify(statistics, tokens, objective.stare, gather)
@@ -69,15 +75,22 @@ def silence(
 ) -> tuple[Tensor, float | None]:
     """Find the tokens that S2T takes out of the loss: their mask, [N] bool, and tau_h."""
     entropy = statistics.entropy
+    # A candidate is a token that its completion's success would make more probable, although the
+    # model hardly ever writes it there.
     candidates = candidate_mask(statistics.logprobs, tokens.advantages, s2t.tau_p)
     candidates &= tokens.written
-    population = candidates if s2t.population == "candidates" else tokens.written
+    population = tokens.written
+    if s2t.population == "candidates":
+        population = candidates
     tau_h = linear_quantile(gather(entropy[population]), s2t.quantile)
+    # A candidate is spurious if the entropy is low: the model was sure of another token. Where the
+    # entropy is high, many tokens are possible, and the rare one may have made the answer right.
     if s2t.silence == "low-entropy":
         return spurious_mask(candidates, entropy, tau_h), tau_h
     if s2t.silence == "all":
         return candidates, tau_h
-    score = -entropy  # the paper's ablations replace the entropy by another score
+    # The ablations `high-entropy` and `random` are left: the same quantile of another score.
+    score = -entropy
     if s2t.silence == "random":
         # The version is the salt: equal completions of two steps get different numbers.
         score = random_column(tokens, [c.adapter_version for c in tokens.completions])
@@ -89,13 +102,15 @@ def amplify(
     statistics: TokenStatistics, tokens: Tokens, stare: Stare, gather: Collective
 ) -> Tensor:
     """STARE's omega, [N] fp32."""
-    amplification, logprobs = torch.ones_like(tokens.advantages), statistics.logprobs
+    amplification = torch.ones_like(tokens.advantages)
+    logprobs = statistics.logprobs
     entropies = gather(statistics.entropy[tokens.written]).double()
+    # While the policy is undecided enough, every token counts the same.
     if entropies.mean() < stare.target_entropy:
         for sign, weight in ((1, stare.weight), (-1, stare.negative_weight)):
             population = tokens.written & (sign * tokens.advantages > 0)
-            most = highest_of_lowest(gather(logprobs[population]), stare.share)
-            amplification.masked_fill_(population & (logprobs <= most), weight)
+            limit = highest_of_lowest(gather(logprobs[population]), stare.share)
+            amplification.masked_fill_(population & (logprobs <= limit), weight)
     return amplification
 
 
@@ -167,7 +182,7 @@ def random_column(tokens: Tokens, salts: Sequence[int]) -> Tensor:
     """
     pairs = zip(tokens.completions, salts, strict=True)
     scores = [random_scores(completion.token_ids, salt) for completion, salt in pairs]
-    return send(torch.cat([torch.zeros(0), *scores]), tokens.owner.device)
+    return torch.cat([torch.zeros(0), *scores]).to(tokens.owner.device)
 
 
 def random_scores(token_ids: Sequence[int], salt: int) -> Tensor:

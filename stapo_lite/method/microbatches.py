@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TypeVar
 
+from stapo_lite.config import Objective
+from stapo_lite.method.tokens import decides_masks, is_remembered, is_trained
 from stapo_lite.types import Completion
 
 T = TypeVar("T")
@@ -27,23 +29,46 @@ def split_by_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     Returns:
         The indices of each micro-batch's sequences.
     """
+    # In this order a micro-batch of the best split is a run of neighbours.
     ordered = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
-    # For the best split of ordered[i:]: its cost, and where its first batch ends.
+    # For the best split of ordered[i:]: its cost, and where its first micro-batch ends. Begin at
+    # the end, where nothing is left to split.
     cost = [0.0] * (len(ordered) + 1)
     end = [0] * len(ordered)
     for start in reversed(range(len(ordered))):
         longest = lengths[ordered[start]]
-        most = max(1, max_tokens // longest)
+        max_rows = max(1, max_tokens // longest)
         cuts = []
-        for stop in range(start + 1, min(start + most, len(ordered)) + 1):
+        for stop in range(start + 1, min(start + max_rows, len(ordered)) + 1):
             cuts.append((max_tokens / 16 + (stop - start) * longest + cost[stop], stop))
         cost[start], end[start] = min(cuts)
+    # Follow the best cuts from the beginning.
     batches = []
     start = 0
     while start < len(ordered):
         batches.append(ordered[start : end[start]])
         start = end[start]
     return batches
+
+
+def count_work(completions: Sequence[Completion], objective: Objective, first: bool) -> list[int]:
+    """The work of each completion of a mini-batch: its tokens, prompt included, times its passes
+    through the decoder. Training takes 4 (forward, recomputation of checkpointed layers, and
+    backward, which counts twice), and measuring beforehand 1.
+
+    Args:
+        first: whether it is the step's first mini-batch, which is measured for its masks only.
+    """
+    is_measured = decides_masks if first else is_remembered
+    work = []
+    for completion in completions:
+        passes = 0
+        if is_trained(completion, objective):
+            passes += 4
+        if is_measured(completion, objective):
+            passes += 1
+        work.append(passes * sequence_length(completion))
+    return work
 
 
 def deal(work: Sequence[float], parts: int) -> list[list[int]]:
@@ -54,8 +79,10 @@ def deal(work: Sequence[float], parts: int) -> list[list[int]]:
         The indices of each part, in ascending order.
     """
     shares: list[list[int]] = [[] for _ in range(parts)]
+    # The largest first, so that small ones level the rest out.
     for index in sorted(range(len(work)), key=work.__getitem__, reverse=True):
-        min(shares, key=lambda share: sum(work[i] for i in share)).append(index)
+        lightest = min(shares, key=lambda share: sum(work[i] for i in share))
+        lightest.append(index)
     return [sorted(share) for share in shares]
 
 

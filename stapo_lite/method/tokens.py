@@ -6,11 +6,11 @@
     written       T  T  T  T  T  T  T  T   T
 
 `Tokens` is a process's share of a mini-batch, and just as well a micro-batch of it (`part`): the
-loss need not know which of the two it gets. Which completions train, and which are measured
-beforehand, is decided when they are packed, and nowhere else.
+loss need not know which of the two it gets. `pack` decides which completions train, and which are
+measured beforehand. A teacher changes advantages only later, and with one all completions train.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +18,17 @@ from torch import Tensor
 
 from stapo_lite.config import Objective
 from stapo_lite.types import Completion, Masks, TokenStatistics
+
+COLUMNS = (
+    "advantages",
+    "written",
+    "rollout_logprobs",
+    "in_gradient",
+    "keep",
+    "amplification",
+    "factor",
+)
+"""Columns that `Tokens.part` picks as they are."""
 
 
 @dataclass
@@ -32,22 +43,28 @@ class Tokens:
     advantages: Tensor
     """[N] fp32: the advantage of the token's completion, plus what a teacher adds."""
     written: Tensor
-    """[N] bool: the model wrote the token, and its completion is trained on."""
+    """[N] bool: the model wrote the token, and its completion was not left out as truncated. Such
+    tokens count in the denominator, even if their completion has no gradient."""
     rollout_logprobs: Tensor
     """[N] fp32"""
+    in_gradient: Tensor
+    """[N] bool: the token's completion is one of `trained`."""
     trained: list[int]
     """Indices of the completions with a gradient."""
     decisive: list[int]
     """Indices of the completions whose statistics the masks depend on."""
+    remembered: list[int]
+    """Indices of the completions whose statistics from before the step a later update needs."""
     old: TokenStatistics | None = None
     """Statistics of the policy before the step's first update, [N]; 0 for tokens whose statistics
-    no update needs. None in the step's first mini-batch: the old policy is then the current one."""
+    no update needs. In a run it is None in the step's first mini-batch, where the old policy is the
+    current one."""
     keep: Tensor | None = None
     """[N] bool: the token stays in the loss (`masks.find_masks`)."""
     amplification: Tensor | None = None
     """[N] fp32: STARE's weight on the token's policy loss (`masks.find_masks`)."""
     factor: Tensor | None = None
-    """[N] fp32: the factor on the token's loss, one over a mean's denominator (`loss.weigh`)."""
+    """[N] fp32: one over the denominator of the token's mean (`loss.find_factors`)."""
     places: Tensor | None = None
     """[n] int64, of a part: the places of its tokens in the whole table."""
 
@@ -60,37 +77,41 @@ class Tokens:
         Returns:
             [n] int64.
         """
-        parts = [torch.zeros(0, dtype=torch.int64)]
+        parts = [torch.zeros(0, dtype=torch.int64)]  # so that there is something to concatenate
         for number in chosen:
             parts.append(torch.arange(self.starts[number], self.starts[number + 1]))
         return send(torch.cat(parts), self.owner.device)
 
     def part(self, chosen: Sequence[int]) -> "Tokens":
-        """The table of some completions alone, all of them trained.
+        """The table of some of the trained completions alone.
 
         Args:
             chosen: indices of the completions.
         """
-        completions, places = [self.completions[n] for n in chosen], self.find_places(chosen)
-        starts = offsets(completions)
+        completions = [self.completions[number] for number in chosen]
+        # In the part, completions are numbered anew; all other columns are picked from the table.
+        places = self.find_places(chosen)
         lengths = torch.tensor([len(completion.token_ids) for completion in completions])
         owner = torch.arange(len(chosen)).repeat_interleave(lengths)
-        names = ("advantages", "written", "rollout_logprobs", "keep", "amplification", "factor")
-        columns = {name: getattr(self, name) for name in names}
+        old = None
+        if self.old is not None:
+            old = TokenStatistics(*(values[places] for values in self.old))
+        columns = {name: getattr(self, name) for name in COLUMNS}
         return Tokens(
             completions,
-            starts,
+            offsets(completions),
             owner=send(owner, places.device),
             trained=list(range(len(chosen))),
             decisive=[],
-            old=self.old and TokenStatistics(*(values[places] for values in self.old)),
+            remembered=[],
+            old=old,
             places=places,
-            **{name: v[places] for name, v in columns.items() if v is not None},
+            **{name: column[places] for name, column in columns.items() if column is not None},
         )
 
-    def weighed(self, masks: Masks, factor: Tensor | None) -> "Tokens":
+    def with_masks(self, masks: Masks, factor: Tensor | None) -> "Tokens":
         """The table with the columns that the loss needs besides (`masks.find_masks`,
-        `loss.weigh`)."""
+        `loss.find_factors`)."""
         return replace(self, keep=masks.keep, amplification=masks.amplification, factor=factor)
 
 
@@ -102,12 +123,19 @@ def pack(
     advantages: list[float] = []
     written: list[bool] = []
     rollout_logprobs: list[float] = []
+    in_gradient: list[bool] = []
+    # Python lists first, and one copy to the device for each column.
     for number, completion in enumerate(completions):
         length = len(completion.token_ids)
         owner += [number] * length
         advantages += [completion.advantage] * length
         written += completion.loss_mask or [True] * length
         rollout_logprobs += completion.rollout_logprobs
+        in_gradient += [is_trained(completion, objective)] * length
+
+    def numbers_with(role: Callable[[Completion, Objective], bool]) -> list[int]:
+        return [i for i, completion in enumerate(completions) if role(completion, objective)]
+
     return Tokens(
         list(completions),
         offsets(completions),
@@ -115,8 +143,10 @@ def pack(
         advantages=send(torch.tensor(advantages, dtype=torch.float32), device),
         written=send(torch.tensor(written, dtype=torch.bool), device),
         rollout_logprobs=send(torch.tensor(rollout_logprobs, dtype=torch.float32), device),
-        trained=with_gradient(completions, objective),
-        decisive=that_decide_masks(completions, objective),
+        in_gradient=send(torch.tensor(in_gradient, dtype=torch.bool), device),
+        trained=numbers_with(is_trained),
+        decisive=numbers_with(decides_masks),
+        remembered=numbers_with(is_remembered),
     )
 
 
@@ -135,34 +165,35 @@ def send(values: Tensor, device: torch.device | str) -> Tensor:
     return values.to(device, non_blocking=True)
 
 
-def with_gradient(completions: Sequence[Completion], objective: Objective) -> list[int]:
-    """Indices of the completions that contribute to the gradient. Those with an advantage of zero
-    do so only through a KL or entropy term, or a teacher, who gives each token its own."""
-    every = objective.beta > 0 or objective.entropy_coef > 0 or objective.distills
-    return [i for i, completion in enumerate(completions) if every or completion.advantage != 0]
+def is_trained(completion: Completion, objective: Objective) -> bool:
+    """Whether a completion contributes to the gradient. With an advantage of 0 it counts in the
+    denominator, and skips the model. Only a KL or entropy term, or a teacher, who gives each token
+    an advantage of its own, gives it a gradient."""
+    if not completion.written:
+        return False
+    without_advantage = objective.beta > 0 or objective.entropy_coef > 0 or objective.distills
+    return without_advantage or completion.advantage != 0
 
 
-def that_decide_masks(completions: Sequence[Completion], objective: Objective) -> list[int]:
-    """Indices of the completions whose statistics the masks depend on. S2T's candidates have a
-    positive advantage; the other masks compare all tokens."""
+def decides_masks(completion: Completion, objective: Objective) -> bool:
+    """Whether the masks depend on a completion's statistics. S2T's candidates have a positive
+    advantage; the other masks compare all tokens that the model wrote."""
     s2t = objective.s2t
+    if not completion.written:
+        return False
     if objective.top_entropy_quantile < 1 or objective.stare.enabled:
-        return list(range(len(completions)))
-    if not s2t.enabled:
-        return []
-    every = s2t.population == "all" or objective.distills
-    return [i for i, completion in enumerate(completions) if every or completion.advantage > 0]
+        return True
+    # A teacher may give any token a positive advantage.
+    without_advantage = s2t.population == "all" or objective.distills
+    return s2t.enabled and (without_advantage or completion.advantage > 0)
 
 
-def to_remember(completions: Sequence[Completion], objective: Objective) -> list[int]:
-    """Indices of the completions for which a later update needs the statistics from before the
-    step's first update: for the ratio, and for masks of the old policy."""
-    needed: set[int] = set()
-    if objective.old_logprobs == "trainer":
-        needed.update(with_gradient(completions, objective))
-    if objective.s2t.statistics == "old":
-        needed.update(that_decide_masks(completions, objective))
-    return sorted(needed)
+def is_remembered(completion: Completion, objective: Objective) -> bool:
+    """Whether a later update needs a completion's statistics from before the step's first update:
+    for the ratio, or for masks of the old policy. (`s2t.statistics` decides for every mask.)"""
+    for_ratio = objective.old_logprobs == "trainer" and is_trained(completion, objective)
+    for_masks = objective.s2t.statistics == "old" and decides_masks(completion, objective)
+    return for_ratio or for_masks
 
 
 def blank_statistics(tokens: Tokens) -> TokenStatistics:

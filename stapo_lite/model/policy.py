@@ -29,7 +29,12 @@ def make_policy(base: Any, config: Config, start: Path | None = None) -> "Policy
         InputError: the adapter cannot be loaded, or lacks weights.
     """
     torch.manual_seed(config.seed)
-    policy = Policy(add_adapter(base, config.lora), config)
+    policy = Policy(
+        add_adapter(base, config.lora),
+        getattr(torch, config.dtype),
+        config.rollout.temperature,
+        int(config.train.lm_head_memory_gb * 2**30),
+    )
     if start is not None:
         load_adapter(policy.model, start)
         if config.objective.beta:
@@ -40,26 +45,30 @@ def make_policy(base: Any, config: Config, start: Path | None = None) -> "Policy
 class Policy:
     """A base model, which never changes, and its adapter, which is never merged into it.
 
-    Attributes:
+    Args:
         model: the PeftModel.
-        parameters: the adapter's trainable parameters by name.
         dtype: of the base and of the forward pass.
+        temperature: of sampling; the policy is the distribution at this temperature.
+        head_memory: workspace of the LM head, in bytes.
+
+    Attributes:
+        parameters: the adapter's trainable parameters by name.
         reference: the values of the adapter that training started from, by the names in
             `parameters`, for the KL term; empty if that term refers to the base, or is off.
     """
 
-    def __init__(self, model: Any, config: Config):
+    def __init__(self, model: Any, dtype: torch.dtype, temperature: float, head_memory: int):
         self.model = model
+        self.dtype = dtype
         self.parameters: dict[str, nn.Parameter] = {
             name: parameter
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
         }
-        self.dtype: torch.dtype = getattr(torch, config.dtype)
         self._causal_lm = model.get_base_model()
         self._offload = False
-        self._temperature = config.rollout.temperature
-        self._head_memory = int(config.train.lm_head_memory_gb * 2**30)
+        self._temperature = temperature
+        self._head_memory = head_memory
         self.reference: dict[str, Tensor] = {}
 
     @property

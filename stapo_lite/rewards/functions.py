@@ -49,10 +49,10 @@ class RewardModel:
         built_in: Mapping[str, RewardFunction] = {},
     ):
         self._max_steps = max_steps
-        known = dict(built_in)
-        known |= {name: LocalFunction(name, function) for name, function in own.items()}
+        functions = dict(built_in)
+        functions |= {name: LocalFunction(name, function) for name, function in own.items()}
         self._functions = {
-            name: known.get(name) or SandboxedFunction(name, settings.function_timeout)
+            name: functions.get(name) or SandboxedFunction(name, settings.function_timeout)
             for name in settings.functions
         }
         weights = settings.weights or [1.0] * len(self._functions)
@@ -71,7 +71,8 @@ class RewardModel:
         """
         # TRL's global_step counts finished steps.
         state = SimpleNamespace(global_step=step - 1, max_steps=self._max_steps)
-        running, values = {}, {}
+        running = {}
+        values = {}
         for name, function in self._functions.items():
             if not is_plain(function):
                 running[name] = self._threads.submit(function, completions, seed, state)
@@ -167,7 +168,8 @@ class LocalFunction:
     """
 
     def __init__(self, name: str, function: Callable):
-        self._name, self._function = name, function
+        self._name = name
+        self._function = function
         self._task: asyncio.Task | None = None
         kinds = map(inspect.iscoroutinefunction, (function, type(function).__call__))
         self.is_coroutine = any(kinds)
@@ -220,7 +222,8 @@ class SandboxedFunction:
     """
 
     def __init__(self, path: str, timeout: float):
-        self._path, self._failures = path, 0
+        self._path = path
+        self._failures = 0
         if ":" not in path:
             raise InputError(f"reward.functions={path}: use math or package.module:function")
         self._pool = Pool(workers=1)
@@ -266,14 +269,3 @@ class SandboxedFunction:
     def close(self) -> None:
         """Kill its process, and with it a running call."""
         self._pool.kill()
-
-
-def overlong_share(length: int, max_completion_length: int, buffer: float) -> float:
-    """The share of DAPO's soft overlong punishment (eq. 13) that a completion gets, from 0 to 1.
-
-    Args:
-        length: tokens of the completion, at most `max_completion_length`.
-        buffer: the last share of `max_completion_length`, over which the punishment grows linearly.
-    """
-    width = buffer * max_completion_length
-    return max(0.0, length - (max_completion_length - width)) / width

@@ -12,22 +12,43 @@
 
     Trainer(config="config.yaml", callbacks=[StopAtReward(0.95)]).train()
 
-The loop calls callbacks in every process, in the order of `assemble.make_callbacks`, the user's
-last. One that raises ends the run with an error that names it. A step's seconds exclude them.
+The loop calls callbacks in every process. Each has a phase, and those of an earlier phase are
+called first, so that your callback sees the metrics and files of all others. One that raises ends
+the run with an error that names it. A step's seconds exclude them.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from stapo_lite.method.tokens import Tokens
-from stapo_lite.training.run import Run
 from stapo_lite.types import Rollouts, Update
+
+if TYPE_CHECKING:  # a run calls callbacks
+    from stapo_lite.training.run import Run
+
+
+class Phase(IntEnum):
+    """When a callback's turn comes among the others at the same event."""
+
+    MEASURE = 1
+    """It adds to a step's metrics."""
+    RECORD = 2
+    """It reads the metrics, and writes what is new to the run folder or a tracker."""
+    PUBLISH = 3
+    """It reads what the others have written."""
+    LAST = 4
+    """Yours."""
 
 
 class Callback:
     """Does nothing; override what you need. Names are those of transformers' `TrainerCallback` if
     it has one for the event."""
+
+    phase: ClassVar[Phase] = Phase.LAST
 
     def on_train_begin(self, run: Run) -> None:
         """Everything is loaded, and the run folder has its config and environment."""
@@ -64,3 +85,9 @@ class Callback:
     def close(self) -> None:
         """Release resources. Called at the end, before the model goes, whatever ended the run,
         even if it never began."""
+
+
+def in_order(callbacks: Iterable[Callback]) -> list[Callback]:
+    """Callbacks by phase. Within a phase their order carries no meaning, except that yours stay in
+    the order in which you gave them."""
+    return sorted(callbacks, key=lambda callback: callback.phase)

@@ -106,8 +106,8 @@ def save_checkpoint(
         Exception: it could not be written (OSError, or an error of torch or safetensors). The other
             checkpoints are as they were.
     """
-    for left in run_folder.glob(".checkpoint-*"):
-        shutil.rmtree(left)
+    for unfinished in run_folder.glob(".checkpoint-*"):  # its process was killed
+        shutil.rmtree(unfinished)
     final = run_folder / f"checkpoint-{snapshot.progress.step}"
     if final.exists():
         return False
@@ -117,6 +117,7 @@ def save_checkpoint(
         policy.save_adapter(partial, snapshot.adapter)
         torch.save(snapshot.optimizer, partial / "optimizer.pt")
         (partial / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
+        # On the disk before the folder gets its name: a checkpoint is whole or not there.
         for path in (*partial.iterdir(), partial):
             sync(path)
     except BaseException:  # on a full disk the logs need the room
@@ -182,11 +183,12 @@ def check_resume(folder: Path, config: Config, force: bool) -> str:
 
 def differences(saved: dict[str, Any], config: Config) -> dict[str, str]:
     """The keys whose values differ from a saved config's, with a description of each change."""
-    before, now = flatten(saved), flatten(config.model_dump(mode="json"))
+    before = flatten(saved)
+    after = flatten(config.model_dump(mode="json"))
     return {
-        key: f"{key} {before.get(key)} -> {now.get(key)}"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key)
+        key: f"{key} {before.get(key)} -> {after.get(key)}"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key)
     }
 
 

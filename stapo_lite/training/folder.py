@@ -29,8 +29,8 @@ def check_place(config_file: str | Path, output_dir: str) -> None:
     """Raise InputError if a run's own config names another folder than the run's, as it does after
     the run was moved: --resume would begin a new run there."""
     home = Path(config_file).parent
-    own = holds_run(home) and load_config(config_file).output_dir == output_dir
-    if own and Path(output_dir).resolve() != home.resolve():
+    is_its_config = holds_run(home) and load_config(config_file).output_dir == output_dir
+    if is_its_config and Path(output_dir).resolve() != home.resolve():
         raise InputError(
             f"--resume: the run of {config_file} is not in its output_dir={output_dir}: set "
             f"output_dir={home.resolve()}"
@@ -59,6 +59,7 @@ def drop_later_lines(folder: Path, step: int) -> None:
     Raises:
         InputError: a file is not a log; then none was changed.
     """
+    # Find all ends before the first cut: a file that is no log leaves the others whole.
     sizes = {path: size_up_to_step(path, step or -1) for path in existing_logs(folder)}
     for path, size in sizes.items():
         os.truncate(path, size)

@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from stapo_lite.config import Config
+from stapo_lite.config import Objective
 from stapo_lite.errors import RunError
 from stapo_lite.method.masks import Collective
 from stapo_lite.method.tokens import Tokens, blank_statistics, scatter_into
@@ -25,6 +25,21 @@ MAX_SKIPPED = 5
 """The run ends after this many consecutive updates with a non-finite loss or gradient."""
 
 
+@dataclass(frozen=True)
+class UpdateSettings:
+    """What updates need of a run's config."""
+
+    objective: Objective
+    max_grad_norm: float
+    max_prompt_length: int
+    max_completion_length: int
+
+    @property
+    def max_sequence_length(self) -> int:
+        """Tokens of the longest prompt plus the longest completion."""
+        return self.max_prompt_length + self.max_completion_length
+
+
 @dataclass
 class Learner:
     """The policy, its optimiser, and where their updates stand.
@@ -34,7 +49,7 @@ class Learner:
         budget: runs passes in micro-batches that fit into memory.
     """
 
-    config: Config
+    settings: UpdateSettings
     policy: Policy
     optimizer: torch.optim.Optimizer
     budget: MemoryBudget
@@ -56,9 +71,10 @@ class Learner:
         statistics = blank_statistics(tokens)
 
         def work(micro_batches: Iterable[list[int]]) -> None:
-            for some in micro_batches:
-                now = self.policy.statistics([tokens.completions[number] for number in some])
-                scatter_into(statistics, tokens.find_places(some), now)
+            for numbers in micro_batches:
+                completions = [tokens.completions[number] for number in numbers]
+                part = self.policy.statistics(completions)
+                scatter_into(statistics, tokens.find_places(numbers), part)
 
         self.budget.fit(tokens, chosen, work)
         return statistics
@@ -68,10 +84,11 @@ class Learner:
 
         Collective: every rank must call it.
         """
+        # The card with the least room decides, so that all processes cut their work alike.
         settings = gather_object([self.budget.setting])
-        most = max(settings, key=MemorySetting.saved)
-        if most != self.budget.setting:  # to checkpoint layers again would add hooks to them
-            self.budget.use(most)
+        thriftiest = max(settings, key=MemorySetting.saved)
+        if thriftiest != self.budget.setting:  # checkpointing layers twice would add hooks to them
+            self.budget.use(thriftiest)
         return self.budget.setting
 
     def set_learning_rate(self, learning_rate: float) -> None:
@@ -82,6 +99,7 @@ class Learner:
     def step(self) -> None:
         """Take the optimiser's step."""
         self.progress.skipped_in_a_row = 0
+        # Undo a skipped update's lower scale over the next 256.
         self.progress.backoff = max(0.0, self.progress.backoff - 1 / 64)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -96,7 +114,7 @@ class Learner:
         if self.accelerator.is_main_process:
             logger.warning("update skipped: loss or gradient is not finite (norm %g)", grad_norm)
         self.progress.skipped_in_a_row += 1
-        self.progress.backoff += 4
+        self.progress.backoff += 4  # float16 may have overflowed: try a 16th of the scale
         if self.progress.skipped_in_a_row >= MAX_SKIPPED:
             raise RunError(
                 f"{self.progress.skipped_in_a_row} updates in a row had a loss or gradient that is "

@@ -9,9 +9,9 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from stapo_lite.config import Log
-from stapo_lite.data.prompts import prompt_text
+from stapo_lite.data.messages import prompt_text
 from stapo_lite.files import append_lines
-from stapo_lite.training.callbacks import Callback
+from stapo_lite.training.callbacks import Callback, Phase
 from stapo_lite.training.folder import COMPLETIONS_FILE, METRICS_FILE
 from stapo_lite.training.run import Run
 from stapo_lite.types import Completion, Rollouts
@@ -22,14 +22,17 @@ logger = logging.getLogger(__name__)
 class RunLog(Callback):
     """Writes the metrics and the completions of each step, on the main process."""
 
+    phase = Phase.RECORD
+
     def on_step_end(self, run: Run, metrics: dict[str, Any], rollouts: Rollouts) -> None:
         if not run.accelerator.is_main_process:
             return
-        step, log = metrics["step"], run.config.log
+        step = metrics["step"]
+        log = run.config.log
         append_lines(run.folder / METRICS_FILE, [metrics])
         tqdm.write(step_line(metrics, run.config.train.max_steps))
-        if kept := kept_completions(rollouts, log):
-            lines = [completion_line(step, completion) for completion in kept]
+        if completions := kept_completions(rollouts, log):
+            lines = [completion_line(step, completion) for completion in completions]
             append_lines(run.folder / COMPLETIONS_FILE, lines)
         shows = log.log_completions_steps and (step - 1) % log.log_completions_steps == 0
         if shows and rollouts.groups:  # one process of several may have sampled none

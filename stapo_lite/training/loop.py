@@ -15,21 +15,14 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 
-from stapo_lite.config import Config, Objective
-from stapo_lite.data.prompts import set_text
+from stapo_lite.config import Reward
+from stapo_lite.data.texts import set_text
 from stapo_lite.errors import RunError
-from stapo_lite.method.advantages import group_advantages
-from stapo_lite.method.microbatches import cut_evenly, deal, sequence_length
-from stapo_lite.method.tokens import (
-    Tokens,
-    pack,
-    that_decide_masks,
-    to_remember,
-    with_gradient,
-)
-from stapo_lite.rewards.functions import overlong_share
+from stapo_lite.method.advantages import group_advantages, has_variance, overlong_share
+from stapo_lite.method.microbatches import count_work, cut_evenly, deal
+from stapo_lite.method.tokens import Tokens, pack
+from stapo_lite.training.callbacks import Callback
 from stapo_lite.training.learner import Learner
-from stapo_lite.training.metrics import has_variance
 from stapo_lite.training.run import Run
 from stapo_lite.training.update import update
 from stapo_lite.types import Completion, Rollouts, Update, derived_seed
@@ -50,15 +43,24 @@ def train(run: Run) -> Iterator[dict[str, Any]]:
 
 def take_step(run: Run, step: int) -> dict[str, Any]:
     """Sample, reward, update: one step; returns its metrics."""
+    config = run.config
+    # 1. The engine gets the current adapter, and samples several completions of each prompt. An
+    #    engine in this process has the card to itself. Afterwards it sleeps, and the trainer has
+    #    the card's memory.
     with run.sampling(step):
-        run.call("on_step_begin", step)
+        run.call(Callback.on_step_begin, step)
         rollouts = sample_groups(run, step)
-    assign_advantages(rollouts.batch, run.config)
-    if run.config.objective.mask_truncated_completions:
+    # 2. A completion's advantage says how much better it is than the others of its group.
+    #    Therefore no second model has to predict its reward.
+    longest = config.rollout.max_completion_length
+    assign_advantages(rollouts.batch, config.reward, config.objective.scale_rewards, longest)
+    if config.objective.mask_truncated_completions:
         rollouts.batch = without_truncated(rollouts.batch)
-    batches = make_mini_batches(rollouts.batch, run.learner)
-    run.call("on_mini_batches", batches)  # a teacher adds to their advantages
-    measure_old(batches[1:], run.learner)  # for the first, the current policy is the old one
+    # 3. Each mini-batch is one update. The first update changes the policy, and later ones compare
+    #    with the policy before it: measure that policy now.
+    batches = make_mini_batches(rollouts.batch, config.train.mini_batch_size, run.learner)
+    run.call(Callback.on_mini_batches, batches)  # a teacher adds to their advantages
+    measure_old(batches[1:], run.learner)
     updates = update_on_each(run, batches)
     return run.record(step, rollouts, updates)
 
@@ -70,42 +72,56 @@ def sample_groups(run: Run, step: int) -> Rollouts:
     One round draws a whole batch. Dynamic sampling (DAPO) keeps only groups whose rewards differ,
     and fills the batch in further rounds, up to `max_sampling_rounds` in all.
     """
-    train, rollout = run.config.train, run.config.rollout
-    if rollout.max_lag:  # servers go on with the prompts of later steps while this one trains
+    train = run.config.train
+    rollout = run.config.rollout
+    if rollout.max_lag:
+        # Servers go on with the prompts of later steps while this one trains.
         steps = min(1 + rollout.max_lag, train.max_steps - run.progress.step)
-        ahead = run.share(steps * train.batch_size)
+        ahead = run.upcoming_share(steps * train.batch_size)
         run.engine.prefetch(ahead.prompts, ahead.seeds)
-    max_rounds = rollout.max_sampling_rounds if rollout.dynamic_sampling else 1
+    max_rounds = 1
+    if rollout.dynamic_sampling:
+        max_rounds = rollout.max_sampling_rounds
     rollouts = Rollouts()
     while len(rollouts.batch) < train.batch_size and rollouts.rounds < max_rounds:
-        wanted = prompts_wanted(len(rollouts.batch), train.batch_size, rollouts.drawn)
-        groups = sample_round(run, step, wanted, rollouts)
+        count = prompts_wanted(len(rollouts.batch), train.batch_size, rollouts.drawn)
+        groups = sample_round(run, step, count, rollouts)
         if rollout.dynamic_sampling:
+            # Where all rewards are equal, nothing could be learned. As in DAPO, a group that
+            # differs only in its overlong penalties is dropped, too.
             groups = [group for group in groups if has_variance(group)]
         rollouts.batch += groups
-        del rollouts.batch[train.batch_size :]
+        del rollouts.batch[train.batch_size :]  # the last round may have found too many
     return rollouts
 
 
-def sample_round(run: Run, step: int, wanted: int, rollouts: Rollouts) -> list[list[Completion]]:
-    """Sample and score our share of the next prompts; return the groups of all processes, in the
-    prompts' order."""
-    share = run.share(wanted)
+def sample_round(run: Run, step: int, count: int, rollouts: Rollouts) -> list[list[Completion]]:
+    """Sample and score this process's share of the next prompts; return the groups of all
+    processes, in the prompts' order.
+
+    Args:
+        count: prompts, of all processes.
+        rollouts: its counters are increased.
+    """
+    share = run.upcoming_share(count)
     reward_seed = derived_seed(run.config.seed, run.progress.prompts_drawn)
-    groups = run.generate(share.prompts, share.seeds) if share.prompts else []
+    groups = []
+    if share.prompts:  # fewer prompts than processes leave some without one
+        groups = run.generate(share.prompts, share.seeds)
     completions = list(chain(*groups))
-    sampled = chain.from_iterable(completion.rollout_logprobs for completion in completions)
-    if not all(map(math.isfinite, sampled)):
+    logprobs = chain.from_iterable(completion.rollout_logprobs for completion in completions)
+    if not all(map(math.isfinite, logprobs)):
         raise RunError(
             f"rollout.engine={run.config.rollout.engine}: it gave log-probabilities that are not "
             "finite; leave out rollout.vllm, or use another version of vLLM"
         )
-    run.progress.prompts_drawn += wanted
+    run.progress.prompts_drawn += count  # only this moves on: a share just looks ahead
     rollouts.sampled += groups
-    rollouts.drawn += wanted
+    rollouts.drawn += count
     rollouts.rounds += 1
     run.clock.lap("rollout")
     decode_and_score(run, completions, reward_seed, step)
+    # Each process gets all groups, since advantages and mini-batches are those of the whole batch.
     numbered = gather_object(list(zip(share.places, groups, strict=True)))
     numbered.sort(key=lambda pair: pair[0])
     run.clock.lap("reward")
@@ -114,8 +130,18 @@ def sample_round(run: Run, step: int, wanted: int, rollouts: Rollouts) -> list[l
 
 def prompts_wanted(filled: int, size: int, drawn: int) -> int:
     """Prompts of the next round: a whole batch at first, then enough to fill it if the share of
-    usable groups stays the same."""
-    return min(size, math.ceil((size - filled) * drawn / filled)) if filled else size
+    usable groups stays the same.
+
+    With 12 of 16 groups from 16 prompts, the next round draws 6, of which 4 should be usable.
+
+    Args:
+        filled: usable groups so far.
+        size: groups of a batch.
+        drawn: prompts drawn so far.
+    """
+    if filled == 0:
+        return size
+    return min(size, math.ceil((size - filled) * drawn / filled))
 
 
 def decode_and_score(run: Run, completions: Sequence[Completion], seed: int, step: int) -> None:
@@ -126,74 +152,66 @@ def decode_and_score(run: Run, completions: Sequence[Completion], seed: int, ste
         run.rewards.score(completions, seed, step)
 
 
-def assign_advantages(groups: Sequence[Sequence[Completion]], config: Config) -> None:
-    """Set each completion's group advantage, from rewards minus the soft overlong punishment."""
-    settings, longest = config.reward, config.rollout.max_completion_length
+def assign_advantages(
+    groups: Sequence[Sequence[Completion]], reward: Reward, scale: str, longest: int
+) -> None:
+    """Set each completion's group advantage, from its reward minus the soft overlong punishment.
+
+    Args:
+        scale: `objective.scale_rewards`.
+        longest: `rollout.max_completion_length`.
+    """
     scores = []
     for completion in chain(*groups):
-        share = overlong_share(len(completion.token_ids), longest, settings.overlong_buffer)
-        completion.overlong_penalty = settings.overlong_penalty * share
-        reward = math.nan if completion.reward is None else completion.reward
-        scores.append(reward - completion.overlong_penalty)
-    rewards = torch.tensor(scores, dtype=torch.float64)
-    rewards = rewards.view(len(groups), config.rollout.num_generations)
-    advantages = group_advantages(rewards, config.objective.scale_rewards).flatten().tolist()
+        share = overlong_share(len(completion.token_ids), longest, reward.overlong_buffer)
+        completion.overlong_penalty = reward.overlong_penalty * share
+        score = math.nan if completion.reward is None else completion.reward
+        scores.append(score - completion.overlong_penalty)
+    if not groups:
+        return
+    rewards = torch.tensor(scores, dtype=torch.float64).view(len(groups), -1)
+    advantages = group_advantages(rewards, scale).flatten().tolist()
     for completion, advantage in zip(chain(*groups), advantages, strict=True):
         completion.advantage = advantage
 
 
 def without_truncated(groups: Sequence[Sequence[Completion]]) -> list[list[Completion]]:
-    """The groups, with truncated completions replaced by copies with an all-False loss mask: they
-    are not in the loss, nor in its denominator unless that is constant."""
+    """The groups, in which copies that are not trained on replace truncated completions. They are
+    not in the loss, nor in its denominator unless that is constant."""
     return [[leave_out(c) if c.truncated else c for c in group] for group in groups]
 
 
 def leave_out(completion: Completion) -> Completion:
-    """A copy that is not trained on."""
-    nothing = [False] * len(completion.token_ids)
-    return replace(completion, advantage=0.0, loss_mask=nothing)
+    """A copy that is not trained on. Without a written token it is not even measured."""
+    no_token = [False] * len(completion.token_ids)
+    return replace(completion, advantage=0.0, loss_mask=no_token)
 
 
-def make_mini_batches(groups: Sequence[Sequence[Completion]], learner: Learner) -> list[Tokens]:
+def make_mini_batches(
+    groups: Sequence[Sequence[Completion]], size: int, learner: Learner
+) -> list[Tokens]:
     """Cut a step's groups into mini-batches; return this process's share of each. All processes get
-    about the same work."""
-    config, accelerator, batches = learner.config, learner.accelerator, list[Tokens]()
-    for part in cut_evenly(groups, config.train.mini_batch_size):
-        completions = list(chain(*part))
-        work = count_work(completions, config.objective, later=bool(batches))
-        ours = deal(work, accelerator.num_processes)[accelerator.process_index]
-        share = [completions[number] for number in ours]
-        batches.append(pack(share, learner.policy.device, config.objective))
-    return batches
-
-
-def count_work(completions: Sequence[Completion], objective: Objective, later: bool) -> list[int]:
-    """The work of each completion of a mini-batch: its tokens, prompt included, times its passes
-    through the decoder. Training takes 4 (forward, recomputation of checkpointed layers, and
-    backward, which counts twice), and measuring statistics beforehand 1.
+    about the same work.
 
     Args:
-        later: whether the mini-batch is not the step's first.
+        size: groups of a mini-batch, at most.
     """
-    trained = set(with_gradient(completions, objective))
-    to_measure = to_remember if later else that_decide_masks
-    measured = set(to_measure(completions, objective))
-    work = []
-    for number, completion in enumerate(completions):
-        passes = 0
-        if number in trained:
-            passes += 4
-        if number in measured:
-            passes += 1
-        work.append(passes * sequence_length(completion))
-    return work
+    accelerator = learner.accelerator
+    objective = learner.settings.objective
+    batches: list[Tokens] = []
+    for part in cut_evenly(groups, size):
+        completions = list(chain(*part))
+        work = count_work(completions, objective, first=not batches)
+        shares = deal(work, accelerator.num_processes)
+        share = [completions[number] for number in shares[accelerator.process_index]]
+        batches.append(pack(share, learner.policy.device, objective))
+    return batches
 
 
 def measure_old(batches: Sequence[Tokens], learner: Learner) -> None:
     """Store the statistics of the policy before the step's first update, for later updates."""
     for batch in batches:
-        needed = to_remember(batch.completions, learner.config.objective)
-        batch.old = learner.measure(batch, needed)
+        batch.old = learner.measure(batch, batch.remembered)
 
 
 def update_on_each(run: Run, batches: Sequence[Tokens]) -> list[Update]:
@@ -201,7 +219,7 @@ def update_on_each(run: Run, batches: Sequence[Tokens]) -> list[Update]:
     updates = []
     for batch in batches:
         outcome = update(run.learner, batch)
-        run.call("on_update", batch, outcome)
-        # Without its tensors, which would take the next update's memory.
+        run.call(Callback.on_update, batch, outcome)
+        # Keep its numbers, and drop its tensors: the next update needs their memory.
         updates.append(outcome._replace(masks=None, outputs=None))
     return updates

@@ -9,6 +9,7 @@ memory runs out, the run goes one step down a list:
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -21,6 +22,7 @@ from stapo_lite.method.microbatches import sequence_length, split_by_tokens
 from stapo_lite.method.tokens import Tokens
 from stapo_lite.model.sizes import GIB, count_activations, count_sizes
 from stapo_lite.progress import progress_bar
+from stapo_lite.rollout.engine import RolloutEngine
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -50,11 +52,16 @@ class MemorySetting(NamedTuple):
         Args:
             alone: whether the micro-batch is one sequence, so that fewer tokens change nothing.
         """
+        # Halving costs little while a micro-batch still keeps the card busy.
         if not alone and (self.checkpointing or self.tokens > ENOUGH_TOKENS):
             return self._replace(tokens=self.tokens // 2)
+        # Checkpointing computes every layer a second time: a third more.
         if not self.checkpointing:
             return self._replace(checkpointing=True)
-        return None if self.offload else self._replace(offload=True)
+        # Moving activations to the host and back costs most.
+        if not self.offload:
+            return self._replace(offload=True)
+        return None
 
     def saved(self) -> tuple[bool, bool, int]:
         """How much memory it saves, to compare with other settings."""
@@ -66,10 +73,12 @@ class MemorySetting(NamedTuple):
         return f"micro-batches of at most {self.tokens:,} tokens, {layers}{waiting}"
 
 
+PLAIN = MemorySetting(offload=False, checkpointing=False, tokens=ENOUGH_TOKENS)
+CHECKPOINTED = PLAIN._replace(checkpointing=True)
 PROPOSALS = [
-    *(MemorySetting(False, False, tokens) for tokens in (16_384, 8192, ENOUGH_TOKENS)),
-    *(MemorySetting(False, True, tokens) for tokens in (16_384, 8192, 4096, 2048)),
-    MemorySetting(True, True, 2048),
+    *(PLAIN._replace(tokens=tokens) for tokens in (16_384, 8192, ENOUGH_TOKENS)),
+    *(CHECKPOINTED._replace(tokens=tokens) for tokens in (16_384, 8192, 4096, 2048)),
+    MemorySetting(offload=True, checkpointing=True, tokens=2048),
 ]
 """The fastest first."""
 
@@ -92,28 +101,29 @@ class MemoryBudget:
         self._save_memory(setting.checkpointing, setting.offload)
 
     def fit(
-        self, tokens: Tokens, chosen: Sequence[int], work: Callable[[Iterable[list[int]]], T]
+        self, tokens: Tokens, numbers: Sequence[int], work: Callable[[Iterable[list[int]]], T]
     ) -> T:
         """Run `work` on completions, split into micro-batches. If memory runs out, repeat all of it
         with the next setting.
 
         Args:
-            chosen: indices of the completions.
+            numbers: indices of the completions.
             work: called with an iterator over the micro-batches, a list of indices each, and again
                 from the start if memory runs out; its result is returned.
 
         Raises:
             RunError: a single sequence is too much.
         """
-        lengths = [sequence_length(tokens.completions[number]) for number in chosen]
+        lengths = [sequence_length(tokens.completions[number]) for number in numbers]
         while True:
             parts = split_by_tokens(lengths, self.setting.tokens)
-            micro_batches = [[chosen[i] for i in part] for part in parts]
+            micro_batches = [[numbers[i] for i in part] for part in parts]
             try:
                 return work(watched(tokens, micro_batches, sum(lengths)))
             except RuntimeError as error:
                 if not out_of_memory(error):
                     raise
+                # The micro-batch of the most tokens, padding included, was the one that failed.
                 largest = max(parts, key=lambda part: len(part) * max(lengths[i] for i in part))
                 following = self.setting.next(alone=len(largest) == 1)
                 if following is None:
@@ -130,9 +140,17 @@ class MemoryBudget:
 def watched(tokens: Tokens, micro_batches: Sequence[list[int]], total: int) -> Iterator[list[int]]:
     """The micro-batches, with a bar of the tokens done."""
     with progress_bar("update", "token", total) as bar:
-        for chosen in micro_batches:
-            yield chosen
-            bar.update(sum(sequence_length(tokens.completions[number]) for number in chosen))
+        for numbers in micro_batches:
+            yield numbers
+            bar.update(sum(sequence_length(tokens.completions[number]) for number in numbers))
+
+
+@contextmanager
+def lent_device(engine: RolloutEngine) -> Iterator[None]:
+    """Wake the engine within the context; put it to sleep afterwards."""
+    engine.wake()
+    yield
+    engine.sleep()
 
 
 def free_memory() -> tuple[int, int] | None:
@@ -156,15 +174,20 @@ def card_memory() -> float | None:
 
 
 def vllm_share(config: Config) -> float | None:
-    """The share of the card for an engine in this process: the config's, or all that is free but
-    the adapter, its optimiser, a second adapter (the self-check's, a reference's or a teacher's)
-    and a margin; beside a base of the trainer's own also that, and its activations. None without a
-    card."""
-    given, memory = config.rollout.gpu_memory_utilization, free_memory()
-    if given is not None or memory is None:
-        return given
-    (free, total), sizes = memory, count_sizes(config)
-    trainer = (ADAPTER_BYTES + 4) * sizes.adapter
+    """The share of the card for an engine in this process: the config's, or all that the trainer
+    leaves. None without a card.
+
+    The trainer needs the adapter, its optimiser, a second adapter (the self-check's, a reference's
+    or a teacher's) and a margin. If it loads a base of its own, it also needs that base and its
+    activations.
+    """
+    share = config.rollout.gpu_memory_utilization
+    memory = free_memory()
+    if share is not None or memory is None:
+        return share
+    free, total = memory
+    sizes = count_sizes(config)
+    trainer = (ADAPTER_BYTES + 4) * sizes.adapter  # 4: the second adapter
     if not config.may_share_base:
         tokens = max(ENOUGH_TOKENS, config.max_sequence_length)
         trainer += sizes.base + count_activations(config, tokens, checkpointing=True)
@@ -181,22 +204,25 @@ def propose(config: Config, parameters: int) -> MemorySetting:
     Args:
         parameters: how many are trained.
     """
-    train, memory = config.train, free_memory()
-    given: dict[str, Any] = {
+    train = config.train
+    memory = free_memory()
+    keys: dict[str, Any] = {
         "offload": train.offload_activations,
         "checkpointing": train.gradient_checkpointing,
         "tokens": train.max_tokens_per_microbatch,
     }
-    given = {name: value for name, value in given.items() if value != "auto"}
+    fixed = {name: value for name, value in keys.items() if value != "auto"}
     if memory is None:
-        return PROPOSALS[0]._replace(**{"checkpointing": True} | given)
+        return PROPOSALS[0]._replace(**{"checkpointing": True} | fixed)
     free, total = memory
-    least = min(gather_object([free - ADAPTER_BYTES * parameters - int(MARGIN * total)]))
+    # All processes cut their work alike, so that the fullest card decides.
+    room = free - ADAPTER_BYTES * parameters - int(MARGIN * total)
+    room = min(gather_object([room]))
     for proposal in PROPOSALS:
-        setting = proposal._replace(**given)
+        setting = proposal._replace(**fixed)
         if setting.offload:  # without checkpoints it would move everything, weights included
             setting = setting._replace(checkpointing=True)
         tokens = max(setting.tokens, config.max_sequence_length)
-        if count_activations(config, tokens, setting.checkpointing) <= least:
+        if count_activations(config, tokens, setting.checkpointing) <= room:
             break
     return setting

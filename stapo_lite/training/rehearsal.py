@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from stapo_lite.method.loss import weigh
+from stapo_lite.method.loss import find_factors
 from stapo_lite.method.masks import find_masks
 from stapo_lite.method.tokens import Tokens, blank_statistics, pack
 from stapo_lite.training.learner import Learner
@@ -22,18 +22,21 @@ def rehearse(learner: Learner) -> None:
     Raises:
         RunError: a single sequence of full length is too much.
     """
-    policy, objective = learner.policy, learner.config.objective
+    policy = learner.policy
+    objective = learner.settings.objective
     states = []  # stand-ins for the optimiser's, which its first step allocates
     if not learner.optimizer.state:
         states = [torch.empty_like(p) for p in policy.parameters.values() for _ in range(2)]
-    tried = None
-    while tried != learner.budget.setting:
-        tried = learner.budget.setting
+    # When memory runs out, the budget goes on to its next setting by itself; try that one, too,
+    # until a setting has run in every process.
+    setting = None
+    while setting != learner.budget.setting:
+        setting = learner.budget.setting
         tokens = largest_batch(learner)
         masks = find_masks(blank_statistics(tokens), tokens, objective, learner.gather)
         longest = len(tokens.completions[0].token_ids)
-        factor = weigh(tokens, masks.keep, objective, longest, learner.reduce)
-        accumulate_gradient(learner, tokens.weighed(masks, factor))
+        factor = find_factors(tokens, masks.keep, objective, longest, learner.reduce)
+        accumulate_gradient(learner, tokens.with_masks(masks, factor))
         learner.optimizer.zero_grad()
         learner.agree()
     del states
@@ -41,11 +44,12 @@ def rehearse(learner: Learner) -> None:
 
 def largest_batch(learner: Learner) -> Tokens:
     """A mini-batch that is one micro-batch of the most tokens."""
-    config, tokens = learner.config, learner.budget.setting.tokens
-    rows = math.ceil(tokens / config.max_sequence_length)
-    row = config.max_sequence_length if rows == 1 else tokens // rows
+    settings = learner.settings
+    tokens = learner.budget.setting.tokens
+    rows = math.ceil(tokens / settings.max_sequence_length)
+    row = settings.max_sequence_length if rows == 1 else tokens // rows
     # Mostly completions, since the LM head reads only those.
-    length = min(config.rollout.max_completion_length, row - 1)
+    length = min(settings.max_completion_length, row - 1)
     prompt = Prompt("", [0] * (row - length), None)
     completion = Completion(prompt, [0] * length, [0.0] * length, True, 0, advantage=1.0)
-    return pack([completion] * rows, learner.policy.device, config.objective)
+    return pack([completion] * rows, learner.policy.device, settings.objective)

@@ -165,8 +165,11 @@ def test_a_key_in_python_needs_no_section():
         load_config(MINIMAL, {"max_step": 3})
 
 
-def test_overrides_apply_in_order():
+def test_overrides_apply_in_order_and_one_tracker_needs_no_list():
     assert load_config(MINIMAL, ["lora={r: 8}", "lora.r=4", "lora={r: 16}"]).lora.r == 16
+    given = {"none": [], "[none]": [], "wandb": ["wandb"], "[wandb, trackio]": ["wandb", "trackio"]}
+    for value, expected in given.items():
+        assert load_config(MINIMAL, [f"log.report_to={value}"]).log.report_to == expected
 
 
 BAD = {
@@ -182,7 +185,7 @@ BAD = {
     "data.system_prompt=None": "key 'data.system_prompt': for no value write null, got 'None'",
     "data.chat_template_kwargs.day=2024-07-26": "key 'data.chat_template_kwargs.day",
     "stop_on=ratio": "key 'stop_on': input should be a valid list, got 'ratio'",
-    "log.report_to=[mlflow]": "'tensorboard', 'wandb' or 'trackio', got 'mlflow'",
+    "log.report_to=mlflow": "'tensorboard', 'wandb' or 'trackio', got 'mlflow'",
     "train.learning_rate=0": "key 'train.learning_rate'",
     "rollout.share_base=1": "input should be 'auto', 'on' or 'off', got 1",
     "lora.r=513": "key 'lora.r'",

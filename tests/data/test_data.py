@@ -15,11 +15,14 @@ import torch
 from helpers import MINIMAL
 
 from stapo_lite.config import Data, load_config
-from stapo_lite.data.prompts import load_rows, make_prompts, prompt_text, set_text, stop_token_ids
+from stapo_lite.data.messages import prompt_text, stop_token_ids
+from stapo_lite.data.prompts import make_prompts
+from stapo_lite.data.rows import load_rows
+from stapo_lite.data.texts import set_text
 from stapo_lite.errors import InputError
 from stapo_lite.extras.math.answers import equivalent, final_answer
 from stapo_lite.files import write_lines
-from stapo_lite.training.run import prompt_order
+from stapo_lite.training.schedule import prompt_order
 from stapo_lite.types import Completion, Prompt
 
 SYSTEM = "<|im_start|>system\nShort.<|im_end|>\n"

@@ -50,16 +50,17 @@ class Faulty(TransformersEngine):
 
 @pytest.fixture
 def learner(make_policy):
-    learner = make_learner(make_policy(), objective(), max_tokens=200)
-    rollout = learner.config.rollout.model_copy(update={"temperature": SAMPLING.temperature})
-    learner.config = learner.config.model_copy(update={"rollout": rollout})
-    return learner
+    return make_learner(make_policy(), objective(), max_tokens=200)
+
+
+def check(engine, learner, prompts=PROMPTS, temperature=SAMPLING.temperature, same_weights=True):
+    return check_engine(engine, learner, prompts, temperature, same_weights)
 
 
 def test_an_engine_that_computes_the_same_passes_and_the_adapter_is_as_before(learner):
     before = {name: parameter.clone() for name, parameter in learner.policy.parameters.items()}
     engine = Faulty()
-    assert check_engine(engine, learner, PROMPTS) < 1e-3
+    assert check(engine, learner) < 1e-3
     assert engine.calls == ["wake", "publish", "stream", "sleep", "wake", "stream", "sleep"]
     for name, parameter in learner.policy.parameters.items():
         assert torch.equal(parameter, before[name])
@@ -71,7 +72,7 @@ def test_engines_that_compute_something_else(learner, fault):
     found = IGNORES if fault in ("drops the adapter", "loses it in sleep") else WRONG
     message = f"rollout.self_check: {moment}, .* from the base's: {found}"
     with pytest.raises(RunError, match=message):
-        check_engine(Faulty(fault), learner, PROMPTS)
+        check(Faulty(fault), learner)
 
 
 def test_faults_are_found_with_a_real_model(smollm2):
@@ -80,18 +81,16 @@ def test_faults_are_found_with_a_real_model(smollm2):
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     texts = ("Write one sentence about a garden.", "What is 3 + 4?", "Name a river in France.")
     prompts = [Prompt(text, tokenizer(text).input_ids, None) for text in texts]
-    assert check_engine(Faulty(), learner, prompts) < 1e-3
+    assert check(Faulty(), learner, prompts, 1.0) < 1e-3
     for fault in ("applies half of it", "is colder"):
         with pytest.raises(RunError, match=f"rollout.self_check: with a new adapter, .*: {WRONG}"):
-            check_engine(Faulty(fault), learner, prompts)
+            check(Faulty(fault), learner, prompts, 1.0)
 
 
 def test_an_engine_with_other_weights_must_only_be_nearer_to_the_adapter(learner):
-    rollout = learner.config.rollout.model_copy(update={"quantization": "nf4"})
-    learner.config = learner.config.model_copy(update={"rollout": rollout})
-    assert check_engine(Faulty("is colder"), learner, PROMPTS) > 0.05
+    assert check(Faulty("is colder"), learner, same_weights=False) > 0.05
     with pytest.raises(RunError, match=IGNORES):
-        check_engine(Faulty("drops the adapter"), learner, PROMPTS)
+        check(Faulty("drops the adapter"), learner, same_weights=False)
 
 
 def test_a_run_ends_before_its_first_step(write_config, tmp_path, monkeypatch):
@@ -119,4 +118,4 @@ def test_rounding_is_no_fault_if_tokens_are_nearly_certain(learner, monkeypatch,
     monkeypatch.setattr(self_check, "logprobs", logprobs)
     completions = [Completion(PROMPTS[0], [1, 2], sampled, False, 0)]
     with pytest.raises(RunError, match=message) if message else nullcontext():
-        assert self_check.measure_gap(learner, completions, "now") == pytest.approx(0.004)
+        assert self_check.measure_gap(learner, completions, "now", True) == pytest.approx(0.004)

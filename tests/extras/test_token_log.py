@@ -40,7 +40,7 @@ def logged(run, *mini_batches, limit=10_000, old=None):
     """The lines of updates that all start from the policy as it is."""
     log, start = token_log.TokenLog(limit), copy.deepcopy(run.policy.model.state_dict())
     for completions in mini_batches:
-        batch = packed(run.policy, completions, old, run.learner.config.objective)
+        batch = packed(run.policy, completions, old, run.learner.settings.objective)
         log.on_update(run, batch, update(run.learner, batch))
         run.policy.model.load_state_dict(start)
     log.on_step_end(run, {"step": 7}, None)

@@ -16,12 +16,12 @@ from helpers import MINIMAL, ROOT, SAMPLING, with_template
 from transformers import AutoModelForCausalLM
 
 from stapo_lite.config import Prompting, load_config
-from stapo_lite.data.prompts import set_text
+from stapo_lite.data.texts import set_text
 from stapo_lite.errors import InputError, RunError, Terminated
 from stapo_lite.extras.evaluation.samples import benchmark_tasks
 from stapo_lite.extras.transformers_engine import TransformersEngine
 from stapo_lite.extras.turns.episodes import chat_with, run_episodes
-from stapo_lite.extras.turns.frequencies import tool_means
+from stapo_lite.extras.turns.frequencies import tool_metrics
 from stapo_lite.extras.turns.tools import CALL_ID, Chat, schemas_of
 from stapo_lite.files import write_lines
 from stapo_lite.training.lifecycle import ENDINGS, end_on_sigterm
@@ -150,9 +150,9 @@ def test_frequencies_of_calls_and_failures_are_trls():
         return Completion(ROW, [1], [0.0], False, 1, messages=turns)
 
     group = [chat("1", "error: LookupError: no"), chat("2"), chat(), chat()]
-    means = tool_means(Rollouts(sampled=[group]))
-    assert means["tools/call_frequency"] == (3, 4)
-    assert means["tools/failure_frequency"] == (1, 3)
+    means = tool_metrics(Rollouts(sampled=[group]))
+    assert means["tools/call_frequency"].value == 3 / 4
+    assert means["tools/failure_frequency"].value == 1 / 3
 
 
 def test_benchmarks_are_asked_without_tools(tiny_model, tmp_path):

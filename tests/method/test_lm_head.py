@@ -63,7 +63,10 @@ def test_both_passes_take_two_or_three_products_and_forward_alone_one(entropy, p
     hidden, weight, _, targets = make()
     hidden.requires_grad_()
     options = {"memory_bytes": BUDGET, "differentiable_entropy": entropy}
-    counted = {torch.ops.aten.addmm_: lambda out, a, b, **_: a[0] * a[1] * b[1]}
+    counted = {
+        torch.ops.aten.mm: lambda a, b, **_: a[0] * a[1] * b[1],
+        torch.ops.aten.addmm_: lambda out, a, b, **_: a[0] * a[1] * b[1],
+    }
     with FlopCounterMode(display=False, custom_mapping=counted) as both_passes:
         token_statistics(hidden, weight, targets, **options).logprobs.sum().backward()
     with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=counted) as forward:

@@ -48,7 +48,7 @@ def test_token_losses_by_hand(kind):
     logprobs = (old + ratios.log()).requires_grad_()
     token = token_loss(kind, logprobs, logprobs - old, advantages, epsilon=0.2, epsilon_high=0.28)
     token.loss.sum().backward()
-    actual = torch.stack([token.loss, logprobs.grad, token.weight])
+    actual = torch.stack([token.loss, logprobs.grad, token.slope])
     expected = torch.stack([-values, -derivatives, derivatives])
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
     assert token.clipped_low.tolist() == [case[4] == "low" for case in CASES[kind]]
@@ -74,11 +74,11 @@ def test_extreme_ratios_give_numbers(kind):
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
     loss = token_loss(kind, logprobs, log_ratio, advantages, 0.2, 0.28)
     assert loss.loss.isfinite().all()
-    assert loss.weight.isfinite().all()
+    assert loss.slope.isfinite().all()
     for mode in ("token-truncate", "icepop", "sequence-mask"):
         rows = torch.arange(4)
         weights, capped = sampler_correction(logprobs, old_logprobs, rows, 4, mode, cap=2.0)
-        assert (weights * loss.weight).isfinite().all()
+        assert (weights * loss.slope).isfinite().all()
         expected = [2.0, 2.0, 0.0, 0.0] if mode == "token-truncate" else [0.0] * 4
         assert weights.tolist() == expected
         assert capped[:2].all()

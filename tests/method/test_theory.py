@@ -41,7 +41,7 @@ def check(logits, target, shift, advantage, kind="clip"):
     exact = torch.autograd.grad(loss.sum(), a)[0].norm().item()
     s = token_statistics(logits.float()[None], torch.eye(VOCABULARY), torch.tensor([target]))
     log_ratio = s.logprobs - old.float()
-    gradient = token_loss(kind, s.logprobs, log_ratio, advantages.float(), 0.2, 0.28).weight
+    gradient = token_loss(kind, s.logprobs, log_ratio, advantages.float(), 0.2, 0.28).slope
     norm, w = logit_gradient_norm(gradient, s.logprobs, s.collision).item(), gradient.item()
     # Squares: under the root, 1 - 2 pi + collision is next to nothing if pi is near 1.
     assert norm**2 == pytest.approx(exact**2, rel=4e-5, abs=4e-6 * w**2)

@@ -5,7 +5,7 @@ from families import FAMILIES, random_checkpoint
 from helpers import VLLM, run, with_template
 from safetensors.torch import load_file
 
-from stapo_lite.data.prompts import stop_token_ids
+from stapo_lite.data.messages import stop_token_ids
 from stapo_lite.extras.publish.export import export
 
 pytest.importorskip("vllm", reason="vLLM is not installed")

@@ -18,7 +18,8 @@ from stapo_lite.extras.math import grading
 from stapo_lite.extras.math.grading import UNREADABLE, MathGrader, Question
 from stapo_lite.extras.math.reward import math_reward
 from stapo_lite.extras.quickstart import one_sentence
-from stapo_lite.rewards.functions import RewardModel, overlong_share
+from stapo_lite.method.advantages import overlong_share
+from stapo_lite.rewards.functions import RewardModel
 from stapo_lite.types import Completion, Prompt
 
 GENEROUS = 20.0  # seconds: a loaded machine must not fail an honest answer

@@ -8,9 +8,9 @@ from helpers import ROOT, run, without_times
 
 from stapo_lite import Callback, RunError, Trainer, load_config
 from stapo_lite.assemble import PythonInputs, open_run
+from stapo_lite.training.clock import Clock
 from stapo_lite.training.folder import read_metrics
 from stapo_lite.training.loop import train
-from stapo_lite.training.run import Clock
 
 SHOWN = {
     "on_train_begin": lambda run: (run.progress.step, run.policy.device.type),

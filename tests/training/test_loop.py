@@ -9,13 +9,13 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from helpers import MINIMAL, RARELY_RIGHT, fake_completions, in_groups, run, without_times
+from helpers import RARELY_RIGHT, fake_completions, in_groups, objective, run, without_times
 
 from stapo_lite import assemble
 from stapo_lite.config import Config, Train, load_config
 from stapo_lite.extras.transformers_engine import TransformersEngine
 from stapo_lite.method.microbatches import cut_evenly
-from stapo_lite.training.run import Run, learning_rate, prompt_order
+from stapo_lite.training.schedule import learning_rate, prompt_order, share_of_prompts
 from stapo_lite.types import derived_seed
 
 loop = importlib.import_module("stapo_lite.training.loop")
@@ -129,26 +129,22 @@ def test_sizes_of_rounds_and_mini_batches_by_hand():
 
 def test_processes_share_what_only_the_mask_reads():
     """20-Entropy's depends on the completions without advantage, too."""
-    config = load_config(MINIMAL | {"algorithm": "20-entropy"})
+    settings = SimpleNamespace(objective=objective("20-entropy"))
     completions = [fake_completions(0, [advantage])[0] for advantage in [1.0] * 8 + [0.0] * 8]
     policy = SimpleNamespace(device=torch.device("cpu"))
-    learner = SimpleNamespace(config=config, objective=config.objective, policy=policy)
+    learner = SimpleNamespace(settings=settings, policy=policy)
     for index in range(2):
         learner.accelerator = SimpleNamespace(num_processes=2, process_index=index)
-        (batch,) = loop.make_mini_batches([completions], learner)
+        (batch,) = loop.make_mini_batches([completions], 16, learner)
         assert sorted(c.advantage for c in batch.completions) == [0.0] * 4 + [1.0] * 4
 
 
 def test_a_seed_decides_prompts_draws_and_the_first_adapter(make_policy):
     assert prompt_order(10, 0, 10, 10) != prompt_order(10, 1, 0, 10)
-    run = SimpleNamespace(
-        progress=SimpleNamespace(prompts_drawn=4),
-        accelerator=SimpleNamespace(num_processes=1, process_index=0),
-        prompts=[0, 1, 2],
-    )
     seeds = []
-    for run.config in (SimpleNamespace(seed=0), SimpleNamespace(seed=1)):
-        seeds += Run.share(run, 2).seeds
+    for seed in (0, 1):
+        share = share_of_prompts([0, 1, 2], seed, start=4, count=2, process=0, processes=1)
+        seeds += share.seeds
     assert len(set(seeds)) == 4
     first, second = (make_policy(seed=seed).parameters for seed in (0, 1))
     assert any(not torch.equal(first[name], second[name]) for name in first if "lora_A" in name)

@@ -1,12 +1,16 @@
 """The metrics of a step, counted by hand."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
 from helpers import in_groups, run
 
+from stapo_lite.method.advantages import has_variance
+from stapo_lite.method.metrics import Deviation, Mean, Ratio
 from stapo_lite.training import loop
-from stapo_lite.training.metrics import gather_means, has_variance
+from stapo_lite.training.metrics import gather_metrics
 from stapo_lite.types import Completion, Prompt
 
 
@@ -48,14 +52,18 @@ def test_metrics_of_a_step_are_means_over_completions_or_tokens(write_config, tr
 
 def test_means_add_up_over_mini_batches_by_hand():
     parts = [
-        {"a": (3.0, 2), "b": (torch.tensor(1.0), torch.tensor(4)), "c": (0.0, 0)},
-        {"a": (1.0, 8), "reward": (6.0, 3), "reward_std": (14.0, 3)},  # of 1, 2 and 3
-        {"reward/f": (5.0, 1), "reward_std/f": (25.0, 1)},
-        {"reward/reward_std": (6.0, 3), "reward_std/reward_std": (14.0, 3)},
+        {"mean": Mean(3.0, 2), "tensor": Mean(torch.tensor(1.0), torch.tensor(4))},
+        {"mean": Mean(1.0, 8), "nothing": Mean.of([]), "ratio": Ratio(2.0, 10.0)},
+        {"deviation": Deviation.of([1.0, 3.0]), "one": Deviation.of([5.0])},
+        {"deviation": Deviation.of([2.0]), "ratio": Ratio(1.0, 20.0)},
     ]
-    rewards = {"reward": 2.0, "reward_std": 1.0, "reward/f": 5.0, "reward_std/f": None}
-    rewards |= {"reward/reward_std": 2.0, "reward_std/reward_std": 1.0}
-    assert gather_means(parts) == {"a": 0.4, "b": 0.25, "c": None} | rewards
+    expected = {"mean": 0.4, "tensor": 0.25, "nothing": None, "ratio": 0.1}
+    assert gather_metrics(parts) == expected | {"deviation": 1.0, "one": None}
+
+
+def test_a_mean_over_a_mask_by_hand():
+    mean = Mean.over(torch.tensor([True, True, False]), torch.tensor([1.0, 2.0, math.nan]))
+    assert mean.value == 1.5
 
 
 def test_a_metric_is_missing_until_it_has_a_value_and_then_null(write_config, user_reward):

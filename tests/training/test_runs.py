@@ -140,7 +140,7 @@ def test_rows_that_are_left_out_are_counted(write_config, tmp_path):
     changes = {"data__max_prompt_length": 26, "data__filter_overlong_prompts": True}
     config = write_config(data__drop_contaminated=[str(tmp_path / "mine.jsonl")], **changes)
     shown, source = [], tmp_path / "prompts.jsonl"
-    prompts, _, _ = assemble.load_prompts(load_config(config), None, shown.append)
+    prompts, _, _ = assemble.open_data(load_config(config), None, shown.append)
     assert [p.prompt for p in prompts] == ["say one"]
     assert shown == [
         f"left out 1 rows of {source}, which hold benchmark problems",

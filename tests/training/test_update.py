@@ -33,7 +33,7 @@ from torch.nn.utils import parameters_to_vector
 from transformers import AutoModelForCausalLM
 
 from stapo_lite.method.masks import random_scores
-from stapo_lite.method.tokens import to_remember
+from stapo_lite.method.tokens import pack
 from stapo_lite.training.loop import leave_out
 from stapo_lite.training.update import gradient_scale, update
 
@@ -282,10 +282,14 @@ def test_gradient_is_clipped_once_by_its_global_norm(make_policy):
 def test_later_updates_need_old_statistics_of_all_that_the_masks_read():
     """Rows without advantage count for thresholds over all tokens, which zeros would lower."""
     pair = fake_completions(0, [1.0, 0.0])
+
+    def remembered(kind):
+        return pack(pair, "cpu", kind).remembered
+
     for kind in (objective(s2t={"preset": "paper-v1"}), objective("20-entropy")):
-        assert to_remember(pair, kind) == [0, 1]
-    assert to_remember(pair, objective()) == [0]
-    assert to_remember(pair, objective("justrl", old_logprobs="rollout")) == []
+        assert remembered(kind) == [0, 1]
+    assert remembered(objective()) == [0]
+    assert remembered(objective("justrl", old_logprobs="rollout")) == []
 
 
 def test_a_completion_that_is_left_out_is_not_in_the_mini_batch(make_policy):

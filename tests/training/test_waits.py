@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from stapo_lite.training.update import update
 
 PACKAGE = str(ROOT / "stapo_lite")
-PLACES = {"weigh", "gather_values", "linear_quantile", "silence", "find_masks"}
+PLACES = {"find_factors", "gather_values", "linear_quantile", "silence", "find_masks"}
 PLACES |= {"clip_gradient"}
 """Functions that may wait: for counts, for thresholds, and for the gradient's norm."""
 NAMES = ["item", "tolist", "cpu", "numpy", "nonzero", "masked_select"]
@@ -71,4 +71,4 @@ def test_an_update_waits_in_few_places_and_never_for_a_micro_batch(make_policy, 
         counts.append(waits.places)
     assert counts[0] == counts[1], "one micro-batch against six"
     assert counts[0].keys() <= PLACES
-    assert counts[0]["weigh"] == counts[0]["clip_gradient"] == 1
+    assert counts[0]["find_factors"] == counts[0]["clip_gradient"] == 1

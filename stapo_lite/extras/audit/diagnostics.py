@@ -8,10 +8,11 @@ from torch import Tensor
 
 from stapo_lite.method.loss import logit_gradient_norm, masked_sum
 from stapo_lite.method.masks import candidate_mask, linear_quantile, spurious_mask
+from stapo_lite.method.metrics import Mean, Metric, Metrics, Ratio
 from stapo_lite.method.tokens import Tokens
-from stapo_lite.training.callbacks import Callback
+from stapo_lite.training.callbacks import Callback, Phase
 from stapo_lite.training.learner import Learner
-from stapo_lite.training.metrics import Means, gather_means, sum_and_number
+from stapo_lite.training.metrics import gather_metrics
 from stapo_lite.training.run import Run
 from stapo_lite.types import LossOutputs, Masks, Rollouts, Update
 
@@ -19,32 +20,35 @@ KINDS = ("candidate", "spurious", "negative_rare", "negative_sure")
 
 
 class Diagnostics(Callback):
-    """Adds these metrics to those of each step. It goes before `RunLog`, which writes them."""
+    """Adds these metrics to those of each step."""
+
+    phase = Phase.MEASURE
 
     def __init__(self) -> None:
-        self._parts: list[Means] = []
+        self._parts: list[Metrics] = []
         self._entropies: list[Tensor] = []
 
     def on_update(self, run: Run, tokens: Tokens, update: Update) -> None:
         if update.masks is None or update.outputs is None:
             if not update.skipped:  # no token has an advantage, which every kind requires
-                none = (0, tokens.written.sum())
+                none = Mean(0, tokens.written.sum())
                 self._parts.append({f"{kind}_share": none for kind in KINDS})
             return
         active = tokens.written & (tokens.advantages != 0)
         statistics = update.outputs.statistics
         details = describe_tokens(run.learner, tokens, update.masks, update.outputs)
         norm = details.gradient_norm
-        means: dict[str, tuple[Any, Any]] = {
-            "logit_grad_norm": sum_and_number(norm, active & update.masks.keep),
-            "collision": sum_and_number(statistics.collision, active),
+        whole = masked_sum(norm, active)
+        metrics: dict[str, Metric] = {
+            "logit_grad_norm": Mean.over(active & update.masks.keep, norm),
+            "collision": Mean.over(active, statistics.collision),
         }
         if details.tau_h is not None:
-            means["tau_h"] = (details.tau_h, 1)
+            metrics["tau_h"] = Mean(details.tau_h, 1)
         for kind, mask in details.kinds.items():
-            means[f"{kind}_share"] = (mask.sum(), tokens.written.sum())
-            means[f"{kind}_gradient_share"] = (masked_sum(norm, mask), masked_sum(norm, active))
-        self._parts.append(means)
+            metrics[f"{kind}_share"] = Mean(mask.sum(), tokens.written.sum())
+            metrics[f"{kind}_gradient_share"] = Ratio(masked_sum(norm, mask), whole)
+        self._parts.append(metrics)
         self._entropies.append(statistics.entropy[active])
 
     def on_step_end(self, run: Run, metrics: dict[str, Any], rollouts: Rollouts) -> None:
@@ -53,7 +57,7 @@ class Diagnostics(Callback):
         entropies = run.learner.gather(entropies)
         for percent in (10, 50, 90):
             metrics[f"entropy_p{percent}"] = linear_quantile(entropies, percent / 100)
-        metrics |= gather_means(self._parts)
+        metrics |= gather_metrics(self._parts)
         self._parts = []
         self._entropies = []
 
@@ -81,9 +85,9 @@ def describe_tokens(
 
     Collective: every rank must call it.
     """
-    s2t = learner.config.objective.s2t
+    s2t = learner.settings.objective.s2t
     policy = outputs.statistics
-    norm = logit_gradient_norm(outputs.weight, policy.logprobs, policy.collision)
+    norm = logit_gradient_norm(outputs.slope, policy.logprobs, policy.collision)
     # Tokens that S2T judged keep the values that it saw. All others have the policy's.
     judged = (tokens.advantages > 0) & s2t.enabled
     logprobs = torch.where(judged, masks.statistics.logprobs, policy.logprobs)

@@ -7,7 +7,7 @@ import pandas as pd
 from stapo_lite.errors import InputError
 from stapo_lite.extras.audit.charts import curves
 from stapo_lite.files import read_lines
-from stapo_lite.training.callbacks import Callback
+from stapo_lite.training.callbacks import Callback, Phase
 from stapo_lite.training.folder import COMPLETIONS_FILE, METRICS_FILE
 from stapo_lite.training.log import shorten
 from stapo_lite.training.run import Run
@@ -73,6 +73,8 @@ def show_completions(folder: Path, worst: int, step: int | None) -> str:
 
 class Report(Callback):
     """Prints the table at the end of a run."""
+
+    phase = Phase.PUBLISH
 
     def on_train_end(self, run: Run) -> None:
         if run.accelerator.is_main_process:

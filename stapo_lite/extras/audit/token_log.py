@@ -21,7 +21,7 @@ from stapo_lite.extras.audit.diagnostics import describe_tokens
 from stapo_lite.files import append_lines
 from stapo_lite.method.masks import random_column
 from stapo_lite.method.tokens import Tokens, pack
-from stapo_lite.training.callbacks import Callback
+from stapo_lite.training.callbacks import Callback, Phase
 from stapo_lite.training.folder import TOKENS_FILE
 from stapo_lite.training.run import Run
 from stapo_lite.types import Completion, Prompt, Rollouts, Update
@@ -40,6 +40,8 @@ class TokenLog(Callback):
         tokens_per_step: limit of the candidates written per step, and of the other tokens. If
             there are more candidates, a random subset is written.
     """
+
+    phase = Phase.RECORD
 
     def __init__(self, tokens_per_step: int):
         self._limit = tokens_per_step
@@ -125,7 +127,7 @@ def add_alternatives(run: Run, candidates: Sequence[Candidate]) -> None:
     for candidate in candidates:
         prompt = Prompt("", candidate.pop("beginning"), None)
         completions.append(Completion(prompt, candidate["token"], [0.0], False, 0))
-    tokens = pack(completions, policy.device, run.learner.config.objective)
+    tokens = pack(completions, policy.device, run.learner.settings.objective)
     before = {name: value.to(policy.device) for name, value in run.snapshot.adapter.items()}
 
     def find(micro_batches: Iterable[list[int]]) -> None:

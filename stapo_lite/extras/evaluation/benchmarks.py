@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from stapo_lite.config import Data
-from stapo_lite.data.prompts import load_rows
+from stapo_lite.data.rows import load_rows
 from stapo_lite.errors import explained
 
 SOURCES = {

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from stapo_lite.config import BENCHMARK_NAMES, Data
-from stapo_lite.data.prompts import prompt_text
+from stapo_lite.data.messages import prompt_text
 from stapo_lite.errors import InputError, explained
 from stapo_lite.extras.evaluation.benchmarks import load_benchmark
 

@@ -21,7 +21,7 @@ import torch
 from accelerate import PartialState
 
 from stapo_lite.config import EvalConfig, to_yaml
-from stapo_lite.data.prompts import stop_token_ids
+from stapo_lite.data.messages import stop_token_ids
 from stapo_lite.errors import InputError
 from stapo_lite.extras.evaluation.results import results_page
 from stapo_lite.extras.evaluation.samples import Task, benchmark_tasks, draw, grade, sample_line

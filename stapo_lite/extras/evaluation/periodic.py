@@ -24,7 +24,7 @@ from stapo_lite.extras.evaluation.samples import (
 from stapo_lite.extras.evaluation.scores import summarise
 from stapo_lite.files import append_lines, read_lines, read_object, write_text
 from stapo_lite.rollout.engine import Decoding
-from stapo_lite.training.callbacks import Callback
+from stapo_lite.training.callbacks import Callback, Phase
 from stapo_lite.training.folder import EVALUATIONS_FILE
 from stapo_lite.training.loop import decode_and_score
 from stapo_lite.training.run import Run
@@ -39,6 +39,8 @@ class PeriodicEvaluation(Callback):
     Raises:
         InputError: rows or a benchmark cannot be read, or `evaluation.best` names no metric.
     """
+
+    phase = Phase.RECORD
 
     def __init__(self, config: Config, tokenizer: Any):
         settings = config.evaluation
@@ -81,7 +83,7 @@ class PeriodicEvaluation(Callback):
         # Every process samples; the main process judges and writes.
         lines = gather_object(self._sample(run))
         if not run.accelerator.is_main_process:
-            run.call("on_evaluate", step, None)
+            run.call(Callback.on_evaluate, step, None)
             return
         results = self._settings.model_dump(include={"temperature", "top_p"})
         means = DataFrame(lines).filter(like="reward").astype(float).mean()
@@ -95,7 +97,7 @@ class PeriodicEvaluation(Callback):
             # Before the line is written: a run killed in between evaluates again.
             keep_best(run, self._settings.best, results)
         append_lines(path, [{"step": step} | results])
-        run.call("on_evaluate", step, results)
+        run.call(Callback.on_evaluate, step, results)
 
     def _sample(self, run: Run) -> list[dict[str, Any]]:
         """Lines of this process's share of the samples; those of held-out rows have rewards."""

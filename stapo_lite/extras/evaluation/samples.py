@@ -10,7 +10,9 @@ from itertools import islice, product
 from typing import Any, NamedTuple
 
 from stapo_lite.config import Config, Data, EvalConfig, Prompting
-from stapo_lite.data.prompts import load_rows, make_prompts, set_text
+from stapo_lite.data.prompts import make_prompts
+from stapo_lite.data.rows import load_rows
+from stapo_lite.data.texts import set_text
 from stapo_lite.errors import InputError
 from stapo_lite.extras.evaluation.benchmarks import load_benchmark
 from stapo_lite.extras.math.grading import MathGrader, Question

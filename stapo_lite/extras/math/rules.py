@@ -164,7 +164,7 @@ SPELLINGS = [
     ),
     Rule(r"-3./2 -> -\frac{3}{2}", r"(?<![\w.^])(\d+)\.?\s*/\s*(\d+)(?![\d.])", r"\\frac{\1}{\2}"),
     # Subscripts, superscripts, and the base of a number, which is not written if it is ten.
-    Rule("(1001)_2 -> 1001_{2}", r"^\(?([0-9A-Z]+)\)?_\{?\(?(\d+)\)?\}?$", r"\1_{\2}"),
+    Rule("(1001)_2 -> 1001_2", r"^\((\w+)\)(?=_)|(?<=\d_\{)\((\d+)\)(?=\}$)", r"\1\2"),
     Rule(r"M_\odot^6 -> M_{\odot}^6", r"_\s*(\\text\{[^{}]*\}|\\(?!text)[a-zA-Z]+)", r"_{\1}"),
     Rule("x^{2} -> x^2", r"([_^])\{(\w)\}", r"\1\2"),
     Rule("7_{10} -> 7", r"(?<=\d)_\{?\(?(?:10|\\text\{\s*(?:ten|base (?:ten|10))\s*\})\)?\}?$"),

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from huggingface_hub import ModelCard, ModelCardData
 
 from stapo_lite.config import IN_PYTHON, Config, load_config, to_yaml
-from stapo_lite.data.prompts import names_file
+from stapo_lite.data.rows import names_file
 from stapo_lite.errors import InputError
 from stapo_lite.extras.evaluation.results import results_table
 from stapo_lite.files import read_lines, read_object

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig
 
-from stapo_lite.data.prompts import stop_token_ids
+from stapo_lite.data.messages import stop_token_ids
 from stapo_lite.errors import InputError, explained
 from stapo_lite.extras.publish.card import FinishedRun, model_card, read_run
 from stapo_lite.extras.publish.hub import prepare_repository, push_folder

@@ -7,7 +7,7 @@ from pathlib import Path
 from huggingface_hub import HfApi
 
 from stapo_lite.errors import InputError, explained
-from stapo_lite.training.callbacks import Callback
+from stapo_lite.training.callbacks import Callback, Phase
 from stapo_lite.training.run import Run
 
 
@@ -55,6 +55,8 @@ class HubMirror(Callback):
     Raises:
         InputError: the repository cannot be created or written.
     """
+
+    phase = Phase.PUBLISH
 
     def __init__(self, name: str, private: bool):
         self._repository = prepare_repository(name, private, "log.hub_model_id")

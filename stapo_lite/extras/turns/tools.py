@@ -15,7 +15,7 @@ from typing import Any
 from transformers.utils import get_json_schema
 
 from stapo_lite.config import Prompting
-from stapo_lite.data.prompts import apply_template, conversation
+from stapo_lite.data.messages import apply_template, conversation
 from stapo_lite.errors import InputError, Terminated, explained, one_line
 from stapo_lite.types import Prompt
 
