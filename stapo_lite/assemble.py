@@ -37,7 +37,7 @@ from stapo_lite.extras.turns.episodes import RolloutFunction, find_function, run
 from stapo_lite.extras.turns.frequencies import ToolFrequencies
 from stapo_lite.extras.turns.tools import Chat
 from stapo_lite.files import check_new, lock, write_text
-from stapo_lite.model.adapter import find_adapter
+from stapo_lite.model.adapter import find_adapter, find_start
 from stapo_lite.model.loading import load_weights
 from stapo_lite.model.one_base import base_on
 from stapo_lite.model.policy import make_optimizer, make_policy
@@ -169,8 +169,8 @@ def build(
         closing.callback(close, callback)
     # A resumed run reads the adapter that it started from as a reference only.
     start = None
-    if config.lora.adapter and (config.objective.beta or newest is None):
-        start = find_adapter(config.lora, config.lora.adapter, "lora.adapter")
+    if config.objective.beta or newest is None:
+        start = find_start(config.lora)
     sampling = rollout_settings(config, data.stop_tokens)
     engine = open_engine(config, engine_name, sampling, accelerator, models)
     base = shared_base(engine, config, accelerator)
