@@ -49,7 +49,6 @@ SHORT = [
     "data.prompt_suffix=''",
     "data.subset=null",
     "data.answer_column=answer",
-    "data.drop_contaminated=false",
     "reward.functions=[gpu_suite:parity]",
     "train.max_steps=3",
     "train.batch_size=8",

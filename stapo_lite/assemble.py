@@ -22,7 +22,6 @@ from stapo_lite.errors import InputError, RunError, explained, one_line
 from stapo_lite.extras.audit.diagnostics import Diagnostics
 from stapo_lite.extras.audit.report import Report
 from stapo_lite.extras.audit.token_log import TokenLog
-from stapo_lite.extras.evaluation.contamination import find_contaminated
 from stapo_lite.extras.evaluation.periodic import PeriodicEvaluation
 from stapo_lite.extras.math.grading import MathGrader
 from stapo_lite.extras.math.reward import math_reward
@@ -270,13 +269,10 @@ def open_data(
         rows = load_rows(settings)
     else:
         check_rows(rows, f"data.source={settings.source}")
-    contaminated = set[int]()
-    if settings.drop_contaminated:
-        contaminated = find_contaminated(rows, settings, show)
     tokenizer, model_eos = load_tokenizer(config.model, config.lora.target_modules)
     graded = "math" in config.reward.functions
-    prompts = make_prompts(rows, tokenizer, settings, graded, contaminated)
-    dropped = len(rows) - len(contaminated) - len(prompts)
+    prompts = make_prompts(rows, tokenizer, settings, graded)
+    dropped = len(rows) - len(prompts)
     note = f"; {dropped} longer than {settings.max_prompt_length} tokens left out"
     show(f"{len(prompts)} prompts from {settings.source}{note if dropped else ''}")
     stop_tokens = stop_token_ids(tokenizer, model_eos, settings.apply_chat_template)
@@ -410,8 +406,8 @@ def update_settings(config: Config) -> UpdateSettings:
     return UpdateSettings(
         config.objective,
         config.train.max_grad_norm,
-        config.data.max_prompt_length,
         config.rollout.max_completion_length,
+        config.max_sequence_length,
     )
 
 

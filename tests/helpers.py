@@ -255,7 +255,7 @@ def run_update(policy, completions, objective, *, old=None, max_tokens=10_000, *
 
 
 def make_learner(policy, objective, max_tokens, max_grad_norm=1e9, longest=LONGEST):
-    settings = UpdateSettings(objective, max_grad_norm, 1, longest)
+    settings = UpdateSettings(objective, max_grad_norm, longest, 1 + longest)
     optimizer = torch.optim.SGD(policy.parameters.values(), lr=1.0)
     budget = make_budget(max_tokens)
     return Learner(settings, policy, optimizer, budget, Accelerator(cpu=True), Progress())

@@ -10,7 +10,6 @@ SIZES = [
     "data.subset=null",
     "data.prompt_column=problem",
     "data.answer_column=answer",
-    "data.drop_contaminated=false",
     "data.max_prompt_length=256",
     "rollout.num_generations=4",
     "rollout.max_completion_length=48",

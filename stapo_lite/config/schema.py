@@ -138,9 +138,6 @@ class Data(Prompting):
     """Column of texts or lists of messages."""
     answer_column: str = "answer"
     """Column of `math`'s references; `a.b` is key `b` of column `a`."""
-    drop_contaminated: list[str] | Literal[False] = False
-    """Leave out rows with at least 60 % of the word 8-grams of a problem of these benchmarks
-    (`[all]`: the six)."""
     filter_overlong_prompts: bool = False
     """Drop prompts longer than `max_prompt_length`, which otherwise are an error."""
 

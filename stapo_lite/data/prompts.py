@@ -4,7 +4,7 @@ import logging
 import math
 import reprlib
 from array import array
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -55,7 +55,6 @@ def make_prompts(
     tokenizer: Any,
     data: Data,
     graded: bool,
-    left_out: Collection[int] = (),
     key: str = "data.source",
 ) -> Prompts:
     """Check that every prompt of a data set can be rendered and tokenized.
@@ -63,7 +62,6 @@ def make_prompts(
     Args:
         tokenizer: a transformers tokenizer.
         graded: whether each row must have an answer.
-        left_out: indices of rows to leave out.
         key: the config key of the source, for messages.
 
     Raises:
@@ -85,8 +83,6 @@ def make_prompts(
         return _make_prompt(row, tokenizer, data, graded, f"{where}, row {number + 1}")
 
     for number, row in enumerate(rows):
-        if number in left_out:
-            continue
         prompt = make(number, row)
         count = len(prompt.token_ids)
         longest = data.max_prompt_length

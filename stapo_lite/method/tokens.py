@@ -10,7 +10,7 @@ loss need not know which of the two it gets. `pack` decides which completions tr
 measured beforehand. A teacher changes advantages only later, and with one all completions train.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -124,6 +124,7 @@ def pack(
     written: list[bool] = []
     rollout_logprobs: list[float] = []
     in_gradient: list[bool] = []
+    trained: list[int] = []
     # Python lists first, and one copy to the device for each column.
     for number, completion in enumerate(completions):
         length = len(completion.token_ids)
@@ -131,11 +132,10 @@ def pack(
         advantages += [completion.advantage] * length
         written += completion.loss_mask or [True] * length
         rollout_logprobs += completion.rollout_logprobs
-        in_gradient += [is_trained(completion, objective)] * length
-
-    def numbers_with(role: Callable[[Completion, Objective], bool]) -> list[int]:
-        return [i for i, completion in enumerate(completions) if role(completion, objective)]
-
+        trains = is_trained(completion, objective)
+        in_gradient += [trains] * length
+        if trains:
+            trained.append(number)
     return Tokens(
         list(completions),
         offsets(completions),
@@ -144,9 +144,9 @@ def pack(
         written=send(torch.tensor(written, dtype=torch.bool), device),
         rollout_logprobs=send(torch.tensor(rollout_logprobs, dtype=torch.float32), device),
         in_gradient=send(torch.tensor(in_gradient, dtype=torch.bool), device),
-        trained=numbers_with(is_trained),
-        decisive=numbers_with(decides_masks),
-        remembered=numbers_with(is_remembered),
+        trained=trained,
+        decisive=[i for i, c in enumerate(completions) if decides_masks(c, objective)],
+        remembered=[i for i, c in enumerate(completions) if is_remembered(c, objective)],
     )
 
 

@@ -31,13 +31,9 @@ class UpdateSettings:
 
     objective: Objective
     max_grad_norm: float
-    max_prompt_length: int
     max_completion_length: int
-
-    @property
-    def max_sequence_length(self) -> int:
-        """Tokens of the longest prompt plus the longest completion."""
-        return self.max_prompt_length + self.max_completion_length
+    max_sequence_length: int
+    """Tokens of the longest prompt plus the longest completion."""
 
 
 @dataclass

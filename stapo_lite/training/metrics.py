@@ -26,10 +26,7 @@ def step_metrics(
         seconds: of the step's phases.
     """
     seconds_step = sum(seconds.values())
-    sampled = rollout_metrics(rollouts, step)
-    tokens = sum(completion.written for group in rollouts.sampled for completion in group)
-    # The processes' tokens add up, but each of them takes the same step's seconds.
-    sampled["tokens_per_second"] = Ratio(tokens, seconds_step / PartialState().num_processes)
+    sampled = rollout_metrics(rollouts, step, seconds_step)
     return {
         "sampling_rounds": rollouts.rounds,
         "batch_groups": len(rollouts.batch),
@@ -41,8 +38,8 @@ def step_metrics(
     }
 
 
-def rollout_metrics(rollouts: Rollouts, step: int) -> dict[str, Metric]:
-    """What this process sampled for a step."""
+def rollout_metrics(rollouts: Rollouts, step: int, seconds: float) -> dict[str, Metric]:
+    """What this process sampled for a step of so many seconds."""
     completions = list(chain(*rollouts.sampled))
     batch = list(chain(*rollouts.batch))
     # Also without a value, so that each line of the metrics has the reward.
@@ -67,6 +64,8 @@ def rollout_metrics(rollouts: Rollouts, step: int) -> dict[str, Metric]:
         "truncated_share": Mean.of([completion.truncated for completion in completions]),
         "lag_mean": Mean.of([step - completion.adapter_version for completion in completions]),
         "sampled_nll": Mean(nll, written),
+        # The processes' tokens add up, but each of them takes the same step's seconds.
+        "tokens_per_second": Ratio(written, seconds / PartialState().num_processes),
     }
 
 

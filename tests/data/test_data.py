@@ -175,8 +175,9 @@ def test_rows_are_read_when_they_are_used(tokenizer):
             return super().__getitem__(number)
 
     rows = Rows({"prompt": f"q{n}", "answer": "a", "tests": "x" * n} for n in range(4))
-    data = Data(source="a.jsonl", max_prompt_length=200)
-    prompts = make_prompts(rows, tokenizer, data, graded=True, left_out={1})
+    rows[1]["prompt"] *= 200
+    data = Data(source="a.jsonl", max_prompt_length=200, filter_overlong_prompts=True)
+    prompts = make_prompts(rows, tokenizer, data, graded=True)
     before = rows.read
     assert len(prompts) == 3
     assert (prompts[1].prompt, prompts[1].columns["tests"]) == ("q2", "xx")

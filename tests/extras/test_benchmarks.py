@@ -1,13 +1,12 @@
 """Benchmarks as data sets, and training rows that hold their problems."""
 
+import datasets
 import pytest
-from helpers import shared_data
+from helpers import ROOT, shared_data
 
-from stapo_lite.config import BENCHMARK_NAMES, Data
-from stapo_lite.errors import InputError
+from stapo_lite.config import BENCHMARK_NAMES
 from stapo_lite.extras.evaluation.benchmarks import NUM_SAMPLES, SOURCES, load_benchmark
-from stapo_lite.extras.evaluation.contamination import find_contaminated, find_overlaps
-from stapo_lite.files import read_lines, write_lines
+from stapo_lite.files import write_lines
 
 # problems, samples of each
 PROTOCOL = [(30, 32), (30, 32), (40, 32), (500, 4), (272, 4), (674, 4)]
@@ -65,46 +64,17 @@ def test_rows_of_the_hub(tmp_path, monkeypatch):
     assert on_the_hub("olympiadbench", row, row | {"id": 1607, "error": "1e-1"}) == expected
 
 
-TEN = "One two three, four five six $seven$ eight nine TEN?"
-
-
-@pytest.mark.parametrize(
-    ("text", "problem", "overlaps"),
-    [
-        ("zero one two three four five six seven eight nine ten eleven", TEN, True),
-        ("one two three four five six seven eight nine 10", TEN, True),  # two of its three
-        ("two three four five six seven eight nine", TEN, False),  # one
-        ("ten nine eight seven six five four three two one", TEN, False),
-        ("tell me: what is 7 + 8, please", "What is 7 + 8?", True),  # shorter, so one n-gram
-        ("what is 7 + 9", "What is 7 + 8?", False),
-        ("7", "7?", True),
-        ("7", "$$", False),  # no word
-    ],
-)
-def test_a_text_overlaps_a_problem_if_it_holds_most_of_its_8_grams(text, problem, overlaps):
-    assert find_overlaps(["", text], ["1 2", problem]) == ({1} if overlaps else set())
-
-
-def test_contaminated_rows_are_found(tmp_path):
-    words = "the quick brown fox jumps over the lazy dog and runs away from it"
-    write_lines(tmp_path / "mine.jsonl", [{"problem": words, "answer": 1}])
-    data = Data(source="a.jsonl", drop_contaminated=[str(tmp_path / "mine.jsonl")])
-    messages, shown = [{"role": "user", "content": f"Solve: {words}"}], []
-    rows = [{"prompt": "something else"}, {"prompt": messages}, {"prompt": {"from": "human"}}]
-    assert find_contaminated(rows, data, shown.append) == {1}
-    assert shown == ["left out 1 rows of a.jsonl, which hold benchmark problems"]
-    data = Data(source="a.jsonl", drop_contaminated=["nowhere.jsonl"])
-    with pytest.raises(InputError, match="data.drop_contaminated .*nowhere.jsonl: no such file"):
-        find_contaminated(rows, data, shown.append)
-
-
-@pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.slow)])
-def test_the_cleaned_training_set_holds_no_benchmark(every):
-    problems = []
-    for name in ("aime24", "aime25", "amc23", "math500", "minerva", "olympiadbench_674"):
-        _, _, rows = load_benchmark(str(shared_data(name)))
-        problems += [row["problem"] for row in rows]
-    rows = read_lines(shared_data("train_math_clean"))[::every]
-    assert find_overlaps([row["problem"] for row in rows], problems) == set()
-    again = find_overlaps([f"Solve this. {text} Think." for text in problems[:100]], problems)
-    assert again == set(range(100))
+def test_the_pages_function_leaves_out_rows_with_a_problem(monkeypatch):
+    """Eight words in a row are enough; seven are not."""
+    problem = "One two three, four five six $seven$ eight nine TEN?"
+    near = "Say: two three four five six seven eight"
+    texts = [f"Solve: {problem}", "THREE four five six seven eight nine ten.", near, "1 + 1?"]
+    columns = {"math-ai/amc23": {"question": [problem, "$x$?"]}}
+    columns["open-r1/DAPO-Math-17k-Processed"] = {"prompt": texts}
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda name, *_, **__: datasets.Dataset.from_dict(columns[name])
+    )
+    page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    names: dict = {}
+    exec(page.partition("`clean.py`")[2].split("```")[1].removeprefix("python"), names)
+    assert list(names["rows"]()["prompt"]) == [near, "1 + 1?"]

@@ -171,8 +171,8 @@ def test_the_rehearsals_rows_are_completions_as_far_as_they_may_be(make_policy):
     """Since the LM head reads only those: 4 of 20 tokens, and 19 of 20."""
     learner, lengths = make_learner(make_policy(), objective(), max_tokens=40), []
     for prompt, completion in ((20, 4), (4, 20)):
-        lengths_of_rows = {"max_prompt_length": prompt, "max_completion_length": completion}
-        learner.settings = replace(learner.settings, **lengths_of_rows)
+        longest = {"max_completion_length": completion, "max_sequence_length": prompt + completion}
+        learner.settings = replace(learner.settings, **longest)
         rows = largest_batch(learner).completions
         assert [len(c.prompt.token_ids) + len(c.token_ids) for c in rows] == [20, 20]
         lengths.append(len(rows[0].token_ids))

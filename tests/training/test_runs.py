@@ -12,7 +12,7 @@ from helpers import ROOT, adapter_bytes, command, run
 from stapo_lite import Trainer, assemble
 from stapo_lite.config import Log, load_config
 from stapo_lite.extras.publish.export import export
-from stapo_lite.files import read_lines, read_object, write_lines
+from stapo_lite.files import read_lines, read_object
 from stapo_lite.training.folder import read_metrics
 from stapo_lite.training.lifecycle import make_accelerator
 
@@ -135,16 +135,13 @@ def test_the_reward_rises(write_config):
 
 
 def test_rows_that_are_left_out_are_counted(write_config, tmp_path):
-    problems = [{"problem": text, "answer": 1} for text in ("Say two!", "say seven")]
-    write_lines(tmp_path / "mine.jsonl", problems)
     changes = {"data__max_prompt_length": 26, "data__filter_overlong_prompts": True}
-    config = write_config(data__drop_contaminated=[str(tmp_path / "mine.jsonl")], **changes)
+    config = write_config(**changes)
     shown, source = [], tmp_path / "prompts.jsonl"
     prompts, _, _ = assemble.open_data(load_config(config), None, shown.append)
-    assert [p.prompt for p in prompts] == ["say one"]
+    assert [p.prompt for p in prompts] == ["say one", "say two"]
     assert shown == [
-        f"left out 1 rows of {source}, which hold benchmark problems",
-        f"1 prompts from {source}; 2 longer than 26 tokens left out",
+        f"2 prompts from {source}; 2 longer than 26 tokens left out",
     ]
 
 
