@@ -53,7 +53,9 @@ def build(
         device: draws the weights.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
+
+    from stapo_lite.model.loading import model_class
 
     alphabet = SPECIAL + sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate(alphabet)}
@@ -68,7 +70,7 @@ def build(
     fast.save_pretrained(folder)
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = model_class(config).from_config(config, dtype=dtype)
     model.to_empty(device="cpu")
     model.tie_weights()
     generator = torch.Generator(device).manual_seed(0)
@@ -79,6 +81,6 @@ def build(
                 parameter.fill_(1.0)
             else:
                 drawn = torch.randn(shape, generator=generator, device=device, dtype=dtype)
-                parameter.copy_(drawn.mul_(config.initializer_range))
+                parameter.copy_(drawn.mul_(config.get_text_config().initializer_range))
     model.save_pretrained(folder)
     return folder

@@ -36,7 +36,7 @@ from stapo_lite.extras.turns.episodes import RolloutFunction, find_function, run
 from stapo_lite.extras.turns.frequencies import ToolFrequencies
 from stapo_lite.extras.turns.tools import Chat
 from stapo_lite.files import check_new, lock, write_text
-from stapo_lite.model.adapter import find_adapter, find_start
+from stapo_lite.model.adapter import find_adapter, find_start, name_layers
 from stapo_lite.model.loading import load_weights
 from stapo_lite.model.one_base import base_on
 from stapo_lite.model.policy import make_optimizer, make_policy
@@ -119,7 +119,8 @@ def open_run(
         check_folder(folder, resume)
         engine_name = resolve_engine(config.rollout.engine)
         dtype = resolve_dtype(config.dtype, config.rollout.quantization)
-        config = config.model_copy(update={"dtype": dtype})
+        lora = name_layers(config.lora, config.model)
+        config = config.model_copy(update={"dtype": dtype, "lora": lora})
         check_options(engine_name, config.rollout, dtype)
         data = open_data(config, python.rows, accelerator.print)
         accelerator.print(batch_arithmetic(config, accelerator.num_processes))
@@ -269,7 +270,7 @@ def open_data(
         rows = load_rows(settings)
     else:
         check_rows(rows, f"data.source={settings.source}")
-    tokenizer, model_eos = load_tokenizer(config.model, config.lora.target_modules)
+    tokenizer, model_eos = load_tokenizer(config.model)
     graded = "math" in config.reward.functions
     prompts = make_prompts(rows, tokenizer, settings, graded)
     dropped = len(rows) - len(prompts)

@@ -11,7 +11,15 @@ import sys
 os.environ["HF_HUB_OFFLINE"] = "1"  # before the Hub's client is imported: no test asks the network
 
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
+
+if (
+    find_spec("torchvision") is None
+):  # before transformers looks for it, here and in vLLM's children
+    stubs = str(Path(__file__).parent / "stubs")
+    sys.path.append(stubs)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), stubs]))
 
 import pytest
 from helpers import ROOT, adapted_policy, benchmark, changed, tiny_qwen3, write_yaml

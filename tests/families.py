@@ -12,6 +12,8 @@ from transformers import (
     Olmo3Config,
     Phi3Config,
     Qwen2Config,
+    Qwen3_5Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     SmolLM3Config,
 )
@@ -32,6 +34,18 @@ SIZES = {
     "pad_token_id": 0,
 }
 LAYERS = ["sliding_attention", "full_attention"]
+HYBRID = SIZES | {
+    "num_hidden_layers": 4,  # the last one attends
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,  # vLLM's kernels for a CPU take heads of 64 and 128
+    "linear_value_head_dim": 64,
+    "tie_word_embeddings": True,
+}
+TOWER = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "out_hidden_size": 128}
+IN_HALF = ("Qwen3.5, text", "Qwen3.5")
+"""Families that vLLM's CPU build computes in bfloat16 only."""
 FAMILIES = {
     "Qwen3": Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=False),
     "Qwen3, tied": Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True),
@@ -46,6 +60,10 @@ FAMILIES = {
     ),
     "Phi-4": Phi3Config(**SIZES, tie_word_embeddings=False),  # fused in transformers, too
     "Granite": GraniteConfig(**SIZES, tie_word_embeddings=True),
+    "Qwen3.5, text": Qwen3_5TextConfig(**HYBRID),
+    "Qwen3.5": Qwen3_5Config(  # as on the Hub: the language model is part of a larger one
+        text_config=HYBRID, vision_config=TOWER, tie_word_embeddings=True
+    ),
     # vLLM serves these with transformers' own modules.
     "SmolLM3": SmolLM3Config(**SIZES, tie_word_embeddings=True),
     "OLMo 2": Olmo2Config(**SIZES, tie_word_embeddings=False),

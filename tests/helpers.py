@@ -24,7 +24,7 @@ from stapo_lite.config import Config, Engine, Lora, Train, load_config
 from stapo_lite.extras.audit.diagnostics import Diagnostics
 from stapo_lite.files import write_lines
 from stapo_lite.method.tokens import pack
-from stapo_lite.model.adapter import find_start
+from stapo_lite.model.adapter import find_start, name_layers
 from stapo_lite.model.loading import load_weights
 from stapo_lite.model.policy import Policy, make_optimizer, make_policy
 from stapo_lite.rollout.engine import RolloutSettings
@@ -48,6 +48,7 @@ TIMES = {"tokens_per_second", "seconds_rollout", "seconds_reward", "seconds_upda
 ADVANTAGES = [1.2, -0.4, 0.0, 0.7, -1.1, 0.0, 0.3, 2.0]
 VLLM = {"engine": "vllm", "vllm": {"kv_cache_memory_bytes": 1 << 27}}
 MINIMAL = {"model": "m", "output_dir": "o", "data": {"source": "p.jsonl"}}
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TAU_P = 0.02  # the tiny model is flat: enough candidates to test with
 LONGEST = 9
 RARELY_RIGHT = """def even(completion_ids, **_):
@@ -348,7 +349,8 @@ def make_vllm(model, dtype, quantization=None, cache_bytes=1 << 27, share_base=F
     cache = {"kv_cache_memory_bytes": cache_bytes} if cache_bytes else {}
     sizes = {"max_num_seqs": 16, "gpu_memory_utilization": 0.3}
     options = Engine(**sizes, quantization=quantization, vllm=cache)
-    return VLLMEngine(str(model), dtype, SAMPLING, options, Lora(r=8, **lora), share_base)
+    layers = name_layers(Lora(r=8, **lora), str(model))
+    return VLLMEngine(str(model), dtype, SAMPLING, options, layers, share_base)
 
 
 def generate(engine, prompts, seed=0):

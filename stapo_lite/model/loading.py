@@ -29,16 +29,49 @@ def load_model_config(model: str) -> Any:
         return AutoConfig.from_pretrained(model, trust_remote_code=False)
 
 
+def model_class(config: Any) -> Any:
+    """transformers' class of a model.
+
+    The language model of Qwen3.5 is part of a larger model, which also reads images. transformers
+    can load it alone, but then its layers have other names than in the checkpoint and in vLLM. vLLM
+    silently ignores an adapter with these names (vllm#48019). So this is the larger model's class.
+
+    Args:
+        config: the model's transformers config.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    if config.get_text_config() is config:
+        return AutoModelForCausalLM
+    return AutoModelForImageTextToText
+
+
+def decoder_path(model: Any) -> str:
+    """The name of a model's decoder: `model`, or `model.language_model` in a larger model."""
+    decoder = model.get_decoder()
+    return next(path for path, module in model.named_modules() if module is decoder)
+
+
+def drop_towers(model: Any) -> Any:
+    """Drop all that stands beside the decoder in a larger model, such as what reads images; return
+    the model."""
+    parent, _, decoder = decoder_path(model).rpartition(".")
+    if parent:
+        larger = model.get_submodule(parent)
+        for name, _ in list(larger.named_children()):
+            if name != decoder:
+                setattr(larger, name, None)
+    return model
+
+
 def without_weights(config: Any) -> Any:
     """A causal language model on the meta device: shapes only.
 
     Args:
         config: the model's transformers config.
     """
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"), beside_vllm(config):
-        return AutoModelForCausalLM.from_config(config)
+        return drop_towers(model_class(config).from_config(config))
 
 
 def load_weights(
@@ -46,14 +79,18 @@ def load_weights(
     dtype: str,
     device: torch.device | str = "cpu",
     quantization: Literal["nf4"] | None = None,
+    whole: bool = False,
 ) -> Any:
     """Load a causal language model in `dtype`, or in 4 bits (QLoRA, by bitsandbytes with double
     quantisation).
 
+    Args:
+        whole: with all that `drop_towers` would drop.
+
     Raises:
         InputError: the model cannot be loaded, does not fit on the device, or lacks weights.
     """
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import BitsAndBytesConfig
 
     device = torch.device(device)
     options: dict[str, Any] = {"dtype": dtype}
@@ -69,7 +106,7 @@ def load_weights(
     too_large = explained(f"model={model} does not fit on {device}", torch.OutOfMemoryError)
     config = load_model_config(model)
     with explained(NO_MODEL.format(model)), too_large, default_stream(device), beside_vllm(config):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = model_class(config).from_pretrained(
             model,
             attn_implementation=attention_for(device),
             device_map={"": device},
@@ -84,7 +121,7 @@ def load_weights(
         for parameter in base.parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(getattr(torch, dtype))
-    return ready(base)
+    return ready(base if whole else drop_towers(base))
 
 
 def ready(base: Any) -> Any:

@@ -11,7 +11,13 @@ from torch import Tensor, nn
 
 from stapo_lite.errors import InputError
 from stapo_lite.model.attention import attention_for
-from stapo_lite.model.loading import beside_vllm, load_model_config, ready
+from stapo_lite.model.loading import (
+    beside_vllm,
+    drop_towers,
+    load_model_config,
+    model_class,
+    ready,
+)
 from stapo_lite.types import BaseWeights, NF4Weight
 
 
@@ -26,15 +32,15 @@ def base_on(weights: BaseWeights, model: str, dtype: str, device: torch.device) 
         InputError: one of the model's parameters has no counterpart of its shape and dtype.
     """
     from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
 
     config = load_model_config(model)
     # 1. A model without weights. Its buffers, such as rotary frequencies, are in no checkpoint, so
     #    they are computed.
     with beside_vllm(config), init_empty_weights(include_buffers=False):
-        base: Any = AutoModelForCausalLM.from_config(
+        base: Any = model_class(config).from_config(
             config, dtype=getattr(torch, dtype), attn_implementation=attention_for(device)
         )
+    drop_towers(base)
     # 2. Layers in 4 bits become bitsandbytes' layers, with their weights.
     for path, module in list(base.named_modules()):
         weight = weights.get(f"{path}.weight")
@@ -42,7 +48,7 @@ def base_on(weights: BaseWeights, model: str, dtype: str, device: torch.device) 
             base.set_submodule(path, linear_4bit(module, weight))
             base.is_loaded_in_4bit = True  # transformers' flag, which PEFT reads
     # 3. All other parameters become views. A tied head has none of its own.
-    tied = base.get_output_embeddings() if config.get_text_config().tie_word_embeddings else None
+    tied = base.get_output_embeddings() if base.config.tie_word_embeddings else None
     for path, module in base.named_modules():
         if module is not tied:
             take_weights(path, module, weights)
@@ -65,7 +71,8 @@ def take_weights(path: str, module: Any, weights: BaseWeights) -> None:
         weight = weights.get(name)
         counterpart = "no such weight"
         if isinstance(weight, Tensor):
-            if (weight.shape, weight.dtype) == (empty.shape, empty.dtype):
+            # vLLM has some of Qwen3.5's in float32, in which transformers computes with them.
+            if weight.shape == empty.shape and weight.dtype in (empty.dtype, torch.float32):
                 module.register_parameter(kind, nn.Parameter(weight, requires_grad=False))
                 continue
             counterpart = f"one of {list(weight.shape)} in {weight.dtype}"

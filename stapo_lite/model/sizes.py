@@ -10,6 +10,9 @@ from stapo_lite.model.loading import load_model_config, without_weights
 GIB = 2**30
 NF4_BYTES = 0.5 + 4 / 64
 """Bytes of a weight in vLLM's 4-bit layers: half a byte, and an fp32 scale for 64 weights."""
+RULE_BYTES = 96
+"""Bytes that transformers' own gated delta rule saves for the backward pass, for each token and
+feature of its values. (flash-linear-attention saves less.)"""
 
 
 class Sizes(NamedTuple):
@@ -21,6 +24,8 @@ class Sizes(NamedTuple):
     """Parameters that are trained."""
     cached_token: int
     """Bytes of a token in the KV cache, without vLLM's `kv_cache_dtype`."""
+    cached_sequence: int
+    """Bytes of the states of a sequence in layers of linear attention, in fp32."""
 
 
 def count_sizes(config: Config) -> Sizes:
@@ -40,9 +45,15 @@ def count_sizes(config: Config) -> Sizes:
     # A is [r, in] and B [out, r].
     adapted = chain(*target_layers(model, config.lora.target_modules).values())
     adapter = sum(config.lora.r * (layer.in_features + layer.out_features) for layer in adapted)
-    # Keys and values of every layer.
-    cached_token = 2 * text.num_hidden_layers * head_size(text) * key_heads(text) * width
-    return Sizes(int(base), adapter, cached_token)
+    # Keys and values of every layer with attention, and a state [head size of keys, features of all
+    # values] of every other one.
+    linear = linear_attention_layers(text)
+    attending = text.num_hidden_layers - linear
+    cached_token = 2 * attending * head_size(text) * key_heads(text) * width
+    cached_sequence = 0
+    if linear:
+        cached_sequence = 4 * linear * text.linear_key_head_dim * value_features(text)
+    return Sizes(int(base), adapter, cached_token, cached_sequence)
 
 
 def count_activations(config: Config, tokens: int, checkpointing: bool) -> int:
@@ -62,12 +73,15 @@ def count_activations(config: Config, tokens: int, checkpointing: bool) -> int:
     # Bytes of one token in one layer. A norm saves its input in fp32 and its output; the MLP gate,
     # SiLU, up and their product; attention queries, keys, values and its output. Qwen3 norms
     # queries and keys in fp32.
-    layer = 8 * hidden + width * (2 * hidden + 4 * inner + 2 * projected) + 4 * projected
+    every = 8 * hidden + width * (2 * hidden + 4 * inner)
+    attention = (2 * width + 4) * projected
+    linear = linear_attention_layers(text)
+    rule = RULE_BYTES * value_features(text) if linear else 0
     if checkpointing:  # only the input of each layer is saved; one layer at a time is recomputed
         saved = hidden * width * layers
-        recomputed = layer
+        recomputed = every + max(attention, rule)
     else:
-        saved = layer * layers
+        saved = every * layers + attention * (layers - linear) + rule * linear
         recomputed = 0
     gradients = 2 * width * (inner + hidden)  # of gate and up, and of a layer's ends
     final = 11 * width * hidden  # the last norm, and what the LM head reads
@@ -75,6 +89,16 @@ def count_activations(config: Config, tokens: int, checkpointing: bool) -> int:
     decoder = tokens * (saved + max(recomputed + gradients, final))
     head = tokens * (saved + 3 * width * hidden) + int(config.train.lm_head_memory_gb * GIB)
     return max(decoder, head)
+
+
+def linear_attention_layers(text: Any) -> int:
+    """Layers that have a state in place of keys and values (Qwen3.5)."""
+    return (getattr(text, "layer_types", None) or []).count("linear_attention")
+
+
+def value_features(text: Any) -> int:
+    """Features of all values of a layer of linear attention."""
+    return text.linear_num_value_heads * text.linear_value_head_dim
 
 
 def value_bytes(config: Config) -> int:

@@ -82,19 +82,27 @@ def engine_arguments(
         # log_softmax(logits / temperature), as the trainer has it
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
+        "language_model_only": True,  # without what reads images
         "disable_log_stats": True,  # they would keep the name of every adapter
     }
     if lora is not None:
         fixed |= lora_arguments(lora, max_loras)
+    from transformers import AutoConfig
+
+    model_config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     if on_cpu:
         fixed |= CPU_ARGUMENTS
+        if "linear_attention" in (
+            getattr(model_config.get_text_config(), "layer_types", None) or ()
+        ):
+            fixed["enable_prefix_caching"] = False  # vLLM caches their states in chunks only
         # A prompt must fit into one batch, since prefill is not chunked.
         defaults = {"max_num_batched_tokens": max(4096, max_model_len)}
         defaults["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
     else:
         if options.gpu_memory_utilization is not None:
             fixed["gpu_memory_utilization"] = options.gpu_memory_utilization
-        defaults = card_defaults(model, dtype, max_model_len, options)
+        defaults = card_defaults(model_config, dtype, max_model_len, options)
     for name in fixed.keys() & options.vllm.keys():
         raise InputError(f"rollout.vllm.{name}: the run sets it itself: leave it out")
     arguments = {"watermark": WATERMARK} | fixed | defaults | options.vllm
@@ -106,22 +114,22 @@ def engine_arguments(
 
 def lora_arguments(lora: Lora, max_loras: int) -> dict[str, Any]:
     """Arguments of an engine that serves adapters."""
-    arguments = {
+    return {
         "enable_lora": True,
         "max_loras": max_loras,
         "max_lora_rank": served_rank(lora.r),
+        "lora_target_modules": lora.target_modules,
     }
-    if lora.target_modules == ["all-linear"]:  # vLLM's default: every layer that it can adapt
-        return arguments
-    return arguments | {"lora_target_modules": lora.target_modules}
 
 
-def card_defaults(model: str, dtype: str, max_model_len: int, options: Engine) -> dict[str, Any]:
+def card_defaults(
+    model_config: Any, dtype: str, max_model_len: int, options: Engine
+) -> dict[str, Any]:
     """Arguments on a card that `rollout.vllm` may replace."""
     defaults: dict[str, Any] = {
         # At most what all sequences can hold: vLLM's warm-up spreads such a batch over them.
         "max_num_batched_tokens": min(BATCHED_TOKENS, options.max_num_seqs * max_model_len),
-        "hf_overrides": fp32_head(model, options),
+        "hf_overrides": fp32_head(model_config, options),
         # Every request has an adapter, so graphs without one are not needed. (Only vLLM's first
         # model runner heeds this; the second captures both sets.)
         "compilation_config": {"cudagraph_specialize_lora": False},
@@ -132,19 +140,16 @@ def card_defaults(model: str, dtype: str, max_model_len: int, options: Engine) -
     return defaults
 
 
-def fp32_head(model: str, options: Engine) -> dict[str, str]:
+def fp32_head(model_config: Any, options: Engine) -> dict[str, str]:
     """Overrides of the model's config on a card: logits in fp32, like the trainer's.
 
     Rounding logits to bf16 adds a fifth to the gap between engine and trainer
     (benchmarks/README.md). vLLM refuses fp32 for a quantised head. A CPU would cast the head at
     every step, which takes 40 % more time per token.
     """
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     # These quantisations leave the head as it is.
     plain_head = options.quantization in (None, "bitsandbytes", "fp8")
-    if plain_head and not hasattr(config, "quantization_config"):
+    if plain_head and not hasattr(model_config, "quantization_config"):
         return {"head_dtype": "float32"}
     return {}
 

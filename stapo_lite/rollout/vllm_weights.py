@@ -36,8 +36,16 @@ def named_weights(model: Any) -> BaseWeights | None:
             if len(views) != len(parts):
                 continue  # unknown layout: `take_weights` reports the missing name
             for part, view in zip(parts, views, strict=True):
-                weights[f"{parent}.{part}.{kind}".removeprefix(".")] = view
+                weights[transformers_name(f"{parent}.{part}.{kind}".removeprefix("."))] = view
     return weights
+
+
+def transformers_name(name: str) -> str:
+    """The name of a weight in transformers. Of a larger model, vLLM keeps the language model
+    together: `language_model.model.norm.weight` for `model.language_model.norm.weight`, and
+    `language_model.lm_head.weight` for `lm_head.weight`."""
+    name = name.replace("language_model.model.", "model.language_model.")
+    return name.removeprefix("language_model.")
 
 
 def split(layer: Any, parameter: Any, parts: int) -> Sequence[Tensor | NF4Weight]:
@@ -49,9 +57,13 @@ def split(layer: Any, parameter: Any, parts: int) -> Sequence[Tensor | NF4Weight
             NF4Weight(parameter.data[start:end], parameter.bnb_quant_state[part])
             for part, (start, end) in enumerate(ranges)
         ]
+    if hasattr(layer, "_cpu_unpacked_conv_weight"):  # a CPU's kernel has another layout
+        return [layer._cpu_unpacked_conv_weight.unsqueeze(1)]
     if hasattr(layer, "org_vocab_size"):  # an embedding or a head, padded with further rows
         return [parameter.data[: layer.org_vocab_size]]
-    sizes = getattr(layer, "output_sizes", [])
+    sizes = list(getattr(layer, "output_sizes", []))
     if parts == 1 or sum(sizes) != len(parameter):
         return [parameter.data]
-    return parameter.data.split(list(sizes))
+    # Of Qwen3.5's queries, keys, values and gates, transformers fuses all but the last.
+    fused = len(sizes) - parts + 1
+    return parameter.data.split([sum(sizes[:fused]), *sizes[fused:]])

@@ -27,7 +27,7 @@ def test_bytes_of_base_adapter_and_cache(tiny_model, dtype, quantization, base, 
     keys = {"model": str(tiny_model), "dtype": dtype, "quantization": quantization, "r": 8}
     config = load_config(MINIMAL, keys)
     sizes = count_sizes(config)
-    assert sizes == (LINEARS * base + OTHERS * width, ADAPTER, KEYS * width)
+    assert sizes == (LINEARS * base + OTHERS * width, ADAPTER, KEYS * width, 0)
     always = sizes.base + 12 * ADAPTER + RESERVED + int(MARGIN * 4 * 2**30)
     assert f" {(4 * 2**30 - always) // (KEYS * width):,} tokens" in plan(config, gib=4.0)
     assert " 0 tokens" in plan(config, gib=1.0)

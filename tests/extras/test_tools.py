@@ -48,7 +48,7 @@ async def search(word):
     return {"found": word.upper()}
 
 
-CALLING = ["qwen2_5", "qwen3", "qwen3_instruct_2507", "llama3_1", "lfm2_v2"]
+CALLING = ["qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_5_nothink", "llama3_1", "lfm2_v2"]
 EMPTY = "<think>\n\n</think>\n\n"
 SCHEMAS = schemas_of([multiply, search])
 ROW = Prompt("What is 3 * 4?", [1], None, {"answer": 12})

@@ -1,22 +1,30 @@
+import re
 from functools import partial
 
 import bitsandbytes
 import oracle
 import pytest
 import torch
-from families import FAMILIES
-from helpers import SAMPLING, adapted_policy, fake_completions, learn, with_gradient
+from families import FAMILIES, random_checkpoint
+from helpers import (
+    PROJECTIONS,
+    SAMPLING,
+    adapted_policy,
+    fake_completions,
+    learn,
+    with_gradient,
+)
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma3Config, OPTConfig, PhiConfig, PhimoeConfig
 
-from stapo_lite.config import PROJECTIONS, Lora
+from stapo_lite.config import Lora
 from stapo_lite.errors import InputError
 from stapo_lite.extras.transformers_engine import TransformersEngine
 from stapo_lite.method.microbatches import sequence_length
-from stapo_lite.model.adapter import add_adapter, load_adapter
+from stapo_lite.model.adapter import add_adapter, load_adapter, name_layers
 from stapo_lite.model.attention import use_repeated_keys
-from stapo_lite.model.tokenizer import load_tokenizer
+from stapo_lite.model.loading import load_weights
 from stapo_lite.types import Prompt
 
 TINY = {
@@ -226,9 +234,20 @@ def test_a_model_that_reads_images_gets_no_adapter_in_its_vision_tower():
     adapted = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert len(adapted) == 2 * 7 * 2
     assert all(".language_model." in name for name in adapted)
-    plain = Lora(r=4, target_modules=["gate_proj"])  # which the vision tower does not have
-    only = add_adapter(AutoModelForCausalLM.from_config(config), plain)
-    assert only.peft_config["default"].exclude_modules is None
+    pattern = model.peft_config["default"].exclude_modules  # for those who load it with the tower
+    assert re.fullmatch(pattern, "model.vision_tower.encoder.layers.0.self_attn.q_proj")
+    assert not re.fullmatch(pattern, "model.language_model.layers.0.self_attn.q_proj")
+
+
+def test_a_language_model_in_a_larger_one_has_the_checkpoints_names(tmp_path):
+    """Those of vLLM, which would ignore an adapter with others. What reads images is dropped."""
+    random_checkpoint(tmp_path, FAMILIES["Qwen3.5"])
+    stored = load_file(tmp_path / "model.safetensors").keys()
+    base = load_weights(str(tmp_path), "float32")
+    names = {name for name, _ in base.named_parameters()}
+    assert names == {name for name in stored if ".visual." not in name} < stored
+    whole = load_weights(str(tmp_path), "float32", whole=True)
+    assert {name for name, _ in whole.named_parameters()} == stored
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -295,8 +314,7 @@ def test_offloaded_activations_change_nothing(make_policy, monkeypatch):
 
 
 def test_target_modules_are_checked_before_weights_are_loaded(tiny_model):
-    tokenizer, model_eos = load_tokenizer(str(tiny_model), PROJECTIONS)
-    assert (len(tokenizer), model_eos) == (260, 1)
+    assert name_layers(Lora(), str(tiny_model)).target_modules == PROJECTIONS
     missing = r"target_modules: the model has no linear layer lm_head, qkv_proj: .* q_proj, "
     with pytest.raises(InputError, match=missing):
-        load_tokenizer(str(tiny_model), ["q_proj", "qkv_proj", "lm_head"])
+        name_layers(Lora(target_modules=["q_proj", "qkv_proj", "lm_head"]), str(tiny_model))

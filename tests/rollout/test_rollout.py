@@ -8,12 +8,21 @@ import psutil
 import pytest
 from engine_cases import *  # noqa: F403  # the tests of every engine, for the two of the process
 from engine_cases import VERSIONS
-from helpers import MINIMAL, PROMPTS, SAMPLING, gap, generate, make_vllm, randomise_adapter
+from helpers import (
+    MINIMAL,
+    PROJECTIONS,
+    PROMPTS,
+    SAMPLING,
+    gap,
+    generate,
+    make_vllm,
+    randomise_adapter,
+)
 from peft import LoraConfig, PeftModel
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from stapo_lite.config import PROJECTIONS, Prompting, load_config
+from stapo_lite.config import Prompting, load_config
 from stapo_lite.errors import InputError, RunError
 from stapo_lite.extras.transformers_engine import TransformersEngine
 from stapo_lite.extras.turns.episodes import run_episodes

@@ -66,7 +66,7 @@ def evaluate(config: EvalConfig) -> dict[str, Any] | None:
         base = lora.base_model_name_or_path
         if public_name(base) != public_name(config.model):
             logger.warning("adapter=%s was trained on %s", config.adapter, base)
-    tokenizer, model_eos = load_tokenizer(config.model, [])
+    tokenizer, model_eos = load_tokenizer(config.model)
     tasks = benchmark_tasks(
         config, tokenizer, config.benchmarks, config.rollout.num_samples, config.limit
     )

@@ -11,6 +11,7 @@ from stapo_lite.errors import InputError
 from stapo_lite.extras.evaluation.results import results_table
 from stapo_lite.files import read_lines, read_object
 from stapo_lite.model.adapter import public_name
+from stapo_lite.model.loading import load_model_config, model_class
 from stapo_lite.rollout.vllm_options import served_rank
 from stapo_lite.training.folder import ENVIRONMENT_FILE, EVALUATIONS_FILE, read_metrics
 
@@ -89,6 +90,7 @@ def model_card(name: str, run: FinishedRun, base: str, merged: bool, stops: tupl
         template_path=str(Path(__file__).with_name("model_card.md")),
         name=name,
         base=public_name(base),
+        auto=model_class(load_model_config(base)).__name__,
         start=start and public_name(start),
         data=source,
         merged=merged,

@@ -33,10 +33,10 @@ HELD_OUT = (
     "Solve for x: \\frac{x}{3} + 7 = 12. Subtracting 7 from both sides gives",
 )
 """Texts whose log-probabilities the export must reproduce; from no training set."""
-LARGEST_IN_FLOAT32 = 1e-4
-"""Limit of the largest deviation of an export in float32, in nats."""
-MEAN_IN_HALF = 0.1
-"""Limit of the mean deviation in half precision, which rounds weights and activations."""
+LARGEST_MEAN = {"float32": 3e-5, "bfloat16": 0.1, "float16": 0.1}
+"""Limits of the mean deviation of an export, in nats. Half precision rounds weights and
+activations. (A single token may deviate more: in float32 by 2e-4 in a random Qwen3.5, whose states
+carry rounding on.)"""
 LARGEST_SHARE = 0.5
 LARGEST_COSINE = 0.7
 """Limits of a deviation in the direction of the adapter's effect: the share of the effect, and the
@@ -81,7 +81,7 @@ def export(
         fix = "name the base in full precision with --base-model"
         raise InputError(f"model={base} is quantised: {fix}")
     read_fitting_adapter(run.adapter, base)
-    tokenizer, model_eos = load_tokenizer(base, [])
+    tokenizer, model_eos = load_tokenizer(base)
     stops = stop_token_ids(tokenizer, model_eos, run.config.data.apply_chat_template)
     if final.exists():
         raise InputError(f"--out={final} exists: delete it, or choose another folder")
@@ -119,7 +119,7 @@ def write(
         InputError: the written files give log-probabilities that differ from base + adapter's.
     """
     # 1. Measure the model that was trained, with and without its adapter.
-    model = load_adapted(base, run.adapter, dtype)
+    model = load_adapted(base, run.adapter, dtype, whole=merge)
     expected = log_probabilities(model, tokenizer)
     with model.disable_adapter():
         effect = expected - log_probabilities(model, tokenizer)
@@ -147,10 +147,7 @@ def write(
         f"log-probabilities in {dtype}: {mean:.1e} from base + adapter on average, at most "
         f"{largest:.1e}; the adapter moves them by {effect.abs().mean().item():.1e}"
     )
-    passed = mean <= MEAN_IN_HALF
-    if dtype == "float32":
-        passed = largest <= LARGEST_IN_FLOAT32
-    if lost or not passed:  # also if the difference is not a number
+    if lost or not mean <= LARGEST_MEAN[dtype]:  # also if the difference is not a number
         what = f"{folder} is not the model that was trained and was not exported"
         raise InputError(f"{what}. {report}")
     print(report)
@@ -158,10 +155,11 @@ def write(
 
 def save_merged(merged: Any, folder: Path, stops: tuple[int, ...], temperature: float) -> None:
     """Write a merged model, with training's sampling settings as its default."""
+    text = merged.config.get_text_config()
     merged.generation_config = GenerationConfig(  # the base's own may limit the length
         eos_token_id=list(stops),
-        pad_token_id=merged.config.pad_token_id,
-        bos_token_id=merged.config.bos_token_id,
+        pad_token_id=text.pad_token_id,
+        bos_token_id=text.bos_token_id,
         do_sample=True,
         temperature=temperature,
         top_k=0,
@@ -170,12 +168,14 @@ def save_merged(merged: Any, folder: Path, stops: tuple[int, ...], temperature: 
     merged.save_pretrained(folder, max_shard_size=SHARD_SIZE)
 
 
-def load_adapted(base: str, adapter: Path, dtype: str) -> Any:
+def load_adapted(base: str, adapter: Path, dtype: str, whole: bool = False) -> Any:
     """Load base + adapter on the CPU. The base is in float32 unless it is stored in `dtype`, so
-    that their sum is rounded only once."""
-    if load_model_config(base).dtype != getattr(torch, dtype):
+    that their sum is rounded only once. `whole` as in `load_weights`."""
+    config = load_model_config(base)
+    stored = config.dtype or config.get_text_config().dtype
+    if stored != getattr(torch, dtype):
         dtype = "float32"
-    return PeftModel.from_pretrained(load_weights(base, dtype), str(adapter))
+    return PeftModel.from_pretrained(load_weights(base, dtype, whole=whole), str(adapter))
 
 
 @torch.no_grad()
