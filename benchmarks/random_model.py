@@ -22,6 +22,14 @@ QWEN3 = {
     "32B": (5120, 25600, 64, 64, False),
 }
 
+# hidden, intermediate, layers, heads, key heads, heads of linear attention's values, tied embedding
+QWEN3_5 = {
+    "0.8B": (1024, 3584, 24, 8, 2, 16, True),
+    "2B": (2048, 6144, 24, 8, 2, 16, True),
+    "4B": (2560, 9216, 32, 16, 4, 32, True),
+    "9B": (4096, 12288, 32, 16, 4, 32, False),
+}
+
 
 def qwen3(size: str, **changes: Any) -> Any:
     """The transformers config of a Qwen3 model of this size."""
@@ -41,6 +49,28 @@ def qwen3(size: str, **changes: Any) -> Any:
         "eos_token_id": SPECIAL.index("<|endoftext|>"),
     }
     return Qwen3Config(**values | changes)
+
+
+def qwen3_5(size: str, **changes: Any) -> Any:
+    """The transformers config of a Qwen3.5 model of this size, with what reads images.
+
+    Args:
+        changes: of the language model.
+    """
+    from transformers import Qwen3_5Config
+
+    hidden, intermediate, layers, heads, key_heads, value_heads, tied = QWEN3_5[size]
+    values = {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_heads,
+        "linear_num_value_heads": value_heads,
+        "tie_word_embeddings": tied,
+        "eos_token_id": SPECIAL.index("<|endoftext|>"),
+    }
+    return Qwen3_5Config(text_config=values | changes, tie_word_embeddings=tied)
 
 
 def build(

@@ -16,6 +16,7 @@ EFFECT = "effect of the adapter"
 SMOKE = {
     "compare_commits": "--cases audit",
     "gpu_suite": "--only lm_head run:qwen8b_lora",
+    "hybrids": "--sizes 0.8B --rows 1 --length 16 --pairs 1",
     "lm_head": "--tokens 48 --hidden 32 --vocabulary 300 --pairs 1",
     "mismatch": f"--model MODEL --only '{WAY}'",
     "step": (

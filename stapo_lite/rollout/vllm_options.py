@@ -19,11 +19,6 @@ WATERMARK = 0.05
 """Part of the KV cache that vLLM keeps free for running sequences when it admits a new one. This
 saves more than half of the tokens that preemption would otherwise recompute
 (benchmarks/README.md)."""
-CPU_ARGUMENTS = {
-    "enforce_eager": True,
-    "enable_chunked_prefill": False,  # with it, requests with a seed crash vLLM 0.32
-    "worker_extension_cls": "stapo_lite.rollout.vllm_cpu_lora.WorkerExtension",
-}
 ALLOWED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vllm.config.lora.MaxLoRARanks
 
 
@@ -73,6 +68,9 @@ def engine_arguments(
     Raises:
         InputError: `options.vllm` has an argument that the run fixes.
     """
+    from transformers import AutoConfig
+
+    model_config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     fixed: dict[str, Any] = {
         "model": model,
         "dtype": dtype,
@@ -87,15 +85,8 @@ def engine_arguments(
     }
     if lora is not None:
         fixed |= lora_arguments(lora, max_loras)
-    from transformers import AutoConfig
-
-    model_config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     if on_cpu:
-        fixed |= CPU_ARGUMENTS
-        if "linear_attention" in (
-            getattr(model_config.get_text_config(), "layer_types", None) or ()
-        ):
-            fixed["enable_prefix_caching"] = False  # vLLM caches their states in chunks only
+        fixed |= cpu_arguments(model_config)
         # A prompt must fit into one batch, since prefill is not chunked.
         defaults = {"max_num_batched_tokens": max(4096, max_model_len)}
         defaults["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
@@ -120,6 +111,19 @@ def lora_arguments(lora: Lora, max_loras: int) -> dict[str, Any]:
         "max_lora_rank": served_rank(lora.r),
         "lora_target_modules": lora.target_modules,
     }
+
+
+def cpu_arguments(model_config: Any) -> dict[str, Any]:
+    """Arguments of an engine on a CPU."""
+    arguments = {
+        "enforce_eager": True,
+        "enable_chunked_prefill": False,  # with it, requests with a seed crash vLLM 0.32
+        "worker_extension_cls": "stapo_lite.rollout.vllm_cpu_lora.WorkerExtension",
+    }
+    layers = getattr(model_config.get_text_config(), "layer_types", None) or []
+    if "linear_attention" in layers:  # whose states vLLM caches only where prefill is chunked
+        arguments["enable_prefix_caching"] = False
+    return arguments
 
 
 def card_defaults(

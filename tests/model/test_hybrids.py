@@ -1,6 +1,7 @@
 """Qwen3.5, a hybrid of linear and full attention, as its checkpoints are on the Hub: the language
 model is part of a larger model. Real vLLM on the CPU, which computes it in bfloat16 only."""
 
+import inspect
 import itertools
 from contextlib import closing
 
@@ -21,9 +22,11 @@ from helpers import (
     randomise_adapter,
     with_gradient,
 )
+from transformers.integrations import hub_kernels
 
 from stapo_lite.errors import RunError
 from stapo_lite.extras.self_check import check_engine
+from stapo_lite.extras.transformers_engine import TransformersEngine
 
 LINEAR = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 FULL = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -48,6 +51,15 @@ def test_every_kind_of_layer_has_an_adapter_by_default(hybrid):
     assert names == set(KINDS)
     # A and B of three layers of linear attention, one of full attention, and four MLPs.
     assert len(policy.parameters) == 2 * (3 * len(LINEAR) + len(FULL) + 4 * 3)
+
+
+def test_no_kernel_of_the_hub_takes_the_place_of_one_with_a_gradient(hybrid):
+    """For a model in eval mode, as ours is, the Hub's kernels would be those for inference."""
+    modes = inspect.getsource(hub_kernels)
+    assert "Mode.INFERENCE if not model.training else Mode.TRAINING" in modes
+    model = adapted_policy(hybrid).model.get_base_model()
+    assert not model.training
+    assert not getattr(model, "_use_kernels", False)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -84,6 +96,13 @@ def test_the_self_check_finds_an_adapter_that_vllm_ignores(hybrid, engine, monke
     fault = "it computes another model" if part else "it ignores the adapter"
     with pytest.raises(RunError, match=rf"{fault}.*0\.32 is tested; vllm#34186 and #49354"):
         check()
+
+
+def test_transformers_samples_as_the_trainer_computes(hybrid):
+    policy = adapted_policy(hybrid)
+    engine = TransformersEngine(SAMPLING, 16)
+    engine.publish(policy, 1)
+    assert gap(policy, generate(engine, PROMPTS)).max() < 1e-4  # prompts of three lengths
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

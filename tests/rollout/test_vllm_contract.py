@@ -27,6 +27,9 @@ WORKER, CORE = "v1/worker/gpu_worker.py", "v1/engine/core.py"
 HEAD = "model_executor/layers/logits_processor.py"
 COMPILE = "compilation/decorators.py"
 UTILITIES = "model_executor/models/transformers/utils.py"
+GDN = "model_executor/layers/mamba/gdn/qwen_gdn_linear_attn.py"
+QWEN3_5 = "model_executor/models/qwen3_5.py"
+QWEN3_VL = "model_executor/models/qwen3_vl.py"
 
 
 @pytest.mark.parametrize(
@@ -51,6 +54,10 @@ UTILITIES = "model_executor/models/transformers/utils.py"
         # Layouts that the trainer reads.
         ("model_executor/layers/linear.py", None, "self.output_sizes = output_sizes"),
         ("model_executor/layers/vocab_parallel_embedding.py", None, "self.org_vocab_size"),
+        # Qwen3.5: four parts, of which transformers fuses three; the names that an adapter needs.
+        (GDN, "create_qkvz_proj", "[key_dim, key_dim, value_dim, value_dim]"),
+        (QWEN3_5, None, "'in_proj_qkvz': ['in_proj_qkv', 'in_proj_z']"),
+        (QWEN3_VL, None, "'model.language_model.': 'language_model.model.'"),
         # transformers' modules that vLLM serves ask for its config; `beside_vllm` gives them one.
         (COMPILE, None, "vllm_config = get_current_vllm_config()"),
         (COMPILE, None, "self.compilation_config.mode"),
