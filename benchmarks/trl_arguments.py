@@ -8,6 +8,7 @@ from peft import LoraConfig
 from trl import GRPOConfig
 
 from stapo_lite.config import Config, Objective
+from stapo_lite.model.adapter import name_layers
 from stapo_lite.model.processes import resolve_dtype
 
 
@@ -62,7 +63,6 @@ def trl_arguments(config: Config, **others: Any) -> dict[str, Any]:
         disable_tqdm=True,
         **others,
     )
-    peft = LoraConfig(
-        r=lora.r, lora_alpha=lora.lora_alpha, target_modules=list(lora.target_modules)
-    )
+    layers = name_layers(lora, config.model).target_modules
+    peft = LoraConfig(r=lora.r, lora_alpha=lora.lora_alpha, target_modules=layers)
     return {"model": config.model, "args": arguments, "peft_config": peft}

@@ -105,12 +105,14 @@ def engine_arguments(
 
 def lora_arguments(lora: Lora, max_loras: int) -> dict[str, Any]:
     """Arguments of an engine that serves adapters."""
-    return {
+    arguments = {
         "enable_lora": True,
         "max_loras": max_loras,
         "max_lora_rank": served_rank(lora.r),
-        "lora_target_modules": lora.target_modules,
     }
+    if lora.target_modules == ["all-linear"]:  # no layer's name: vLLM would serve the base alone
+        return arguments
+    return arguments | {"lora_target_modules": lora.target_modules}
 
 
 def cpu_arguments(model_config: Any) -> dict[str, Any]:

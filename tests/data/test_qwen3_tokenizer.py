@@ -85,4 +85,6 @@ def test_the_prompts_of_the_configs(tokenizer, config):
     prompting = load_config(config).data.model_dump(include=set(Prompting.model_fields))
     (rendered,) = render(tokenizer, "What is $1+1$?", **prompting)
     suffix = "\nPlease reason step by step, and put your final answer within \\boxed{}."
-    assert tokenizer.decode(rendered.token_ids) == turn("user", f"What is $1+1$?{suffix}") + ANSWER
+    thoughts = NO_THOUGHTS if prompting["chat_template_kwargs"] else ""
+    text = turn("user", f"What is $1+1$?{suffix}") + ANSWER + thoughts
+    assert tokenizer.decode(rendered.token_ids) == text

@@ -204,7 +204,7 @@ def card(monkeypatch):
 
     def put(free, others=10**9):
         monkeypatch.setattr(memory, "count_activations", cost)
-        monkeypatch.setattr(memory, "count_sizes", lambda config: Sizes(20_000, 1000, 0))
+        monkeypatch.setattr(memory, "count_sizes", lambda config: Sizes(20_000, 1000, 0, 0))
         monkeypatch.setattr(memory, "free_memory", lambda: free and (free, 100_000))
         monkeypatch.setattr(memory, "gather_object", partial(gathered, others))
 
