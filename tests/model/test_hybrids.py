@@ -73,7 +73,9 @@ def test_vllm_serves_the_adapter_of_each_kind_of_layer(hybrid, engine, kind):
     assert rounding < gap(policy, groups).mean() / 4
 
 
-@pytest.mark.parametrize("part", ["", ".linear_attn.", ".self_attn.", ".mlp."])
+@pytest.mark.parametrize(
+    "part", ["", ".linear_attn.", ".self_attn.", ".mlp.", ".o_proj.", ".up_proj."]
+)
 def test_the_self_check_finds_an_adapter_that_vllm_ignores(hybrid, engine, monkeypatch, part):
     """With the names of the language model alone, of which vLLM says nothing: all, or some."""
     policy = adapted_policy(hybrid, "bfloat16")
