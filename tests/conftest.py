@@ -14,9 +14,8 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-if (
-    find_spec("torchvision") is None
-):  # before transformers looks for it, here and in vLLM's children
+# Before transformers looks for it, here and in vLLM's children.
+if find_spec("torchvision") is None:
     stubs = str(Path(__file__).parent / "stubs")
     sys.path.append(stubs)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), stubs]))

@@ -70,8 +70,19 @@ def without_weights(config: Any) -> Any:
     Args:
         config: the model's transformers config.
     """
-    with torch.device("meta"), beside_vllm(config):
-        return drop_towers(model_class(config).from_config(config))
+    with torch.device("meta"):
+        return build_model(config)
+
+
+def build_model(config: Any, **options: Any) -> Any:
+    """A causal language model that reads no checkpoint.
+
+    Args:
+        config: the model's transformers config.
+        options: of transformers' `from_config`.
+    """
+    with beside_vllm(config):
+        return drop_towers(model_class(config).from_config(config, **options))
 
 
 def load_weights(

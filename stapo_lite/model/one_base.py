@@ -11,13 +11,7 @@ from torch import Tensor, nn
 
 from stapo_lite.errors import InputError
 from stapo_lite.model.attention import attention_for
-from stapo_lite.model.loading import (
-    beside_vllm,
-    drop_towers,
-    load_model_config,
-    model_class,
-    ready,
-)
+from stapo_lite.model.loading import build_model, load_model_config, ready
 from stapo_lite.types import BaseWeights, NF4Weight
 
 
@@ -36,11 +30,10 @@ def base_on(weights: BaseWeights, model: str, dtype: str, device: torch.device) 
     config = load_model_config(model)
     # 1. A model without weights. Its buffers, such as rotary frequencies, are in no checkpoint, so
     #    they are computed.
-    with beside_vllm(config), init_empty_weights(include_buffers=False):
-        base: Any = model_class(config).from_config(
+    with init_empty_weights(include_buffers=False):
+        base = build_model(
             config, dtype=getattr(torch, dtype), attn_implementation=attention_for(device)
         )
-    drop_towers(base)
     # 2. Layers in 4 bits become bitsandbytes' layers, with their weights.
     for path, module in list(base.named_modules()):
         weight = weights.get(f"{path}.weight")
