@@ -55,6 +55,7 @@ ON_A_GPU: dict[str, dict[str, Any]] = {
 """Ways that are left out on a CPU, where they take seconds per token."""
 CASES: dict[str, dict[str, Any]] = {
     "adapter on bf16, bf16 trainer": {},
+    "adapter on float16, float16 trainer": {"dtype": "float16"},
     "adapter on bf16, logits in fp32, bf16 trainer": {"head_dtype": "float32"},
     "merged bf16, bf16 trainer": {"merged": True},
     "adapter on bitsandbytes nf4, nf4 trainer": {
@@ -72,6 +73,7 @@ def make_config(
     quantization: str | None = None,
     rollout_quantization: str | None = None,
     vllm: dict[str, Any] | None = None,
+    dtype: str = "auto",
 ) -> Config:
     """The config of a run with the quickstart's prompts, four completions of up to 48 tokens, and
     rank 16 on all projections."""
@@ -83,7 +85,7 @@ def make_config(
     tree = {
         "model": str(model),
         "output_dir": "unused",
-        "dtype": resolve_dtype("auto", rollout_quantization),
+        "dtype": resolve_dtype(dtype, rollout_quantization),
         "quantization": quantization,
         "data": {"source": f"{TASK}:prompts", "max_prompt_length": 128},
         "reward": {"functions": [f"{TASK}:reward"]},

@@ -16,6 +16,8 @@ import torch
 import yaml
 from accelerate import Accelerator
 from random_model import VOCABULARY, qwen3
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoTokenizer
 
 from stapo_lite.assemble import open_run
@@ -287,6 +289,29 @@ def packed(policy, completions, old=None, kind=None):
         values = zip(*(old[c] for c in completions), strict=True)
         batch.old = TokenStatistics(*map(torch.cat, values))
     return batch
+
+
+def rms_norm_of_a_card(monkeypatch):
+    """On a card `rms_norm` is one kernel, and another one backward, and saves its input only."""
+    rms_norm = nn.functional.rms_norm
+
+    class Norm(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, *options):
+            ctx.save_for_backward(x)
+            ctx.options = options
+            with _disable_current_modes():
+                y = rms_norm(x, *options)
+            return torch.empty_like(x).copy_(y)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            with _disable_current_modes(), torch.enable_grad():
+                rms_norm(x, *ctx.options).backward(gradient)
+            return torch.empty_like(x).copy_(x.grad), None, None, None
+
+    monkeypatch.setattr(nn.functional, "rms_norm", Norm.apply)
 
 
 def relative(actual, expected):

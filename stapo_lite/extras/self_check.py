@@ -69,14 +69,17 @@ def check_engine(
     ]
     decoding = Decoding(NEW_TOKENS, temperature, top_p=1.0, logprobs=True)
     gaps: list[float] = []
-    with policy.holding(random_adapter(learner, beginnings)):
-        for moment in ("with a new adapter", "after sleep and wake"):
-            with lent_device(engine):
-                if not gaps:
-                    engine.publish(policy, version=0)
-                draws = engine.stream(beginnings, range(PROMPTS), [decoding] * PROMPTS)
-                completions = [completion for _, completion in draws]
-            gaps.append(measure_gap(learner, completions, moment, same_weights))
+    # There is no room for two adapters on the card while the engine is awake.
+    own = {name: values.cpu() for name, values in policy.copy_values().items()}
+    policy.set_values(random_adapter(learner, beginnings))
+    for moment in ("with a new adapter", "after sleep and wake"):
+        with lent_device(engine, policy, learner.optimizer):
+            if not gaps:
+                engine.publish(policy, version=0)
+            draws = engine.stream(beginnings, range(PROMPTS), [decoding] * PROMPTS)
+            completions = [completion for _, completion in draws]
+        gaps.append(measure_gap(learner, completions, moment, same_weights))
+    policy.set_values(own)
     return max(gaps)
 
 

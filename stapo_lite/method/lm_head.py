@@ -202,8 +202,9 @@ def _sweep(hidden, head, targets, v, count: int):
         if count == 2:
             sums[1].addcmul_(moved[:, None], sums[0])
             _add_product(weighted.to(tile.dtype), tile, sums[1], scale)
-        torch.mul(exponentials, exponentials, out=logits)
-        squares = scale.square() * squares + logits.sum(1)
+        # The norm reads the tile once. Products would be written first, and read again.
+        norm = torch.linalg.vector_norm(exponentials, dim=1)
+        squares = scale.square() * squares + norm.square()
         s = scale * s + exponentials.sum(1)
         m = higher
         if count:

@@ -14,6 +14,7 @@ from stapo_lite.files import open_to_others
 from stapo_lite.method.lm_head import token_statistics, top_tokens
 from stapo_lite.method.tokens import send
 from stapo_lite.model.adapter import add_adapter, load_adapter
+from stapo_lite.model.fused import fuse
 from stapo_lite.types import Completion, TokenStatistics
 
 
@@ -29,8 +30,10 @@ def make_policy(base: Any, config: Config, start: Path | None = None) -> "Policy
         InputError: the adapter cannot be loaded, or lacks weights.
     """
     torch.manual_seed(config.seed)
+    model = add_adapter(base, config.lora)
+    fuse(model)
     policy = Policy(
-        add_adapter(base, config.lora),
+        model,
         getattr(torch, config.dtype),
         config.rollout.temperature,
         int(config.train.lm_head_memory_gb * 2**30),
@@ -189,6 +192,16 @@ class Policy:
     def copy_values(self) -> dict[str, Tensor]:
         """Copies of the adapter's values, by the names in `parameters`."""
         return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+
+    @torch.no_grad()
+    def set_values(self, values: dict[str, Tensor]) -> None:
+        """Overwrite the adapter's values.
+
+        Args:
+            values: by the names in `parameters`, on any device.
+        """
+        for name, parameter in self.parameters.items():
+            parameter.copy_(values[name])
 
     def adapter_tensors(self, dtype: str) -> dict[str, Tensor]:
         """Copies of the adapter's values in host memory, by PEFT's names in a saved adapter."""

@@ -59,10 +59,10 @@ def count_sizes(config: Config) -> Sizes:
 def count_activations(config: Config, tokens: int, checkpointing: bool) -> int:
     """Bytes that autograd and the LM head take for a micro-batch of some tokens.
 
-    Assumes layers like those of Llama and Qwen: two norms in fp32, a gated MLP, attention scores
-    that are never in memory. The result is within 2 % of the allocations of this package's own
-    update (Qwen3 1.7B to 14B). It is up to 7 % too low in fp16 on a T4, where attention repeats
-    keys and values.
+    Assumes layers like those of Llama and Qwen on a card: fused norms (`fused.py`), a gated MLP,
+    attention scores that are never in memory. The result is within 1 % of the tensors of this
+    package's own update (Qwen3 1.7B to 14B). It is some percent too low in fp16 on a T4, where
+    attention repeats keys and values.
     """
     text: Any = load_model_config(config.model).get_text_config()
     layers = text.num_hidden_layers
@@ -70,12 +70,13 @@ def count_activations(config: Config, tokens: int, checkpointing: bool) -> int:
     inner = getattr(text, "intermediate_size", 4 * hidden)
     projected = head_size(text) * (text.num_attention_heads + key_heads(text))
     width = value_bytes(config)
-    # Bytes of one token in one layer. A norm saves its input in fp32 and its output; the MLP gate,
-    # SiLU, up and their product; attention queries, keys, values and its output. Qwen3 norms
-    # queries and keys in fp32.
-    every = 8 * hidden + width * (2 * hidden + 4 * inner)
-    attention = (2 * width + 4) * projected
     linear = linear_attention_layers(text)
+    # Bytes of one token in one layer. A norm saves its input, which those of Qwen3.5 make an fp32
+    # copy of, and its output; the MLP gate, SiLU, up and their product; attention queries, keys,
+    # values and its output. Qwen3 norms queries and keys.
+    normed = 4 if linear else width
+    every = 2 * normed * hidden + width * (2 * hidden + 4 * inner)
+    attention = (2 * width + normed) * projected
     rule = RULE_BYTES * value_features(text) if linear else 0
     if checkpointing:  # only the input of each layer is saved; one layer at a time is recomputed
         saved = hidden * width * layers
@@ -83,7 +84,7 @@ def count_activations(config: Config, tokens: int, checkpointing: bool) -> int:
     else:
         saved = every * layers + attention * (layers - linear) + rule * linear
         recomputed = 0
-    gradients = 2 * width * (inner + hidden)  # of gate and up, and of a layer's ends
+    gradients = 2 * width * inner  # of gate and up
     final = 11 * width * hidden  # the last norm, and what the LM head reads
     # The peak is in the decoder's backward pass or in the LM head.
     decoder = tokens * (saved + max(recomputed + gradients, final))

@@ -81,6 +81,9 @@ class Publisher(Protocol):
 class RolloutEngine(Protocol):
     """Samples completions, each from the adapter version that is the latest when it begins."""
 
+    sleeps: bool = False
+    """Whether it gives memory of the card to the trainer while it sleeps, and takes it back."""
+
     def publish(self, policy: Publisher, version: int) -> None:
         """Sample from this adapter from now on."""
 

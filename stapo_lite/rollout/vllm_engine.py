@@ -86,13 +86,14 @@ class VLLMEngine(RolloutEngine):
 
         on_cpu = current_platform.is_cpu()
         self._uncompiled = force_eager if on_cpu else nullcontext
-        self._sleeps = share_base and not on_cpu
+        self.sleeps = share_base and not on_cpu
         self._asleep = False
         self._threads = torch.get_num_threads()  # vLLM leaves one, on a GPU
         self._parameters = functools.partial(
             SamplingParams,
             output_kind=RequestOutputKind.FINAL_ONLY,
             stop_token_ids=list(sampling.stop_token_ids),
+            flat_logprobs=True,  # lists of numbers, not an object and a dictionary for each token
         )
         with explained(f"rollout: vLLM cannot serve {model}"), self._uncompiled():
             arguments = engine_arguments(
@@ -101,7 +102,7 @@ class VLLMEngine(RolloutEngine):
             if not on_cpu:
                 # vLLM works on a stream of its own, which may not wait for torch's.
                 torch.cuda.synchronize()
-            self._llm: Any = llm_class(**process_arguments(on_cpu, self._sleeps) | arguments)
+            self._llm: Any = llm_class(**process_arguments(on_cpu, self.sleeps) | arguments)
         self._folder = tempfile.TemporaryDirectory(prefix="stapo_lite-adapters-")
         self._request: Any = None
         self._prompts: dict[int, Prompt] = {}
@@ -196,7 +197,7 @@ class VLLMEngine(RolloutEngine):
     def sleep(self) -> None:
         """Give the KV cache's memory to a trainer that computes on the engine's weights. Weights
         and adapter stay in place."""
-        if not self._sleeps:
+        if not self.sleeps:
             return
         # The scheduler does not release the cache before it has dropped finished requests, which
         # it does in its next step.
@@ -313,11 +314,11 @@ def completions(prompt: Prompt, output: Any) -> list[Completion]:
         version = output.lora_request.lora_int_id - 1
     samples = []
     for sample in output.outputs:
-        token_ids = list(sample.token_ids)
         logprobs = []
-        if sample.logprobs:
-            for token, candidates in zip(token_ids, sample.logprobs, strict=True):
-                logprobs.append(candidates[token].logprob)
+        if sample.logprobs is not None:
+            # Of each position's candidates the sampled one comes first.
+            flat = sample.logprobs
+            logprobs = [flat.logprobs[start] for start in flat.start_indices]
         truncated = sample.finish_reason == "length"
-        samples.append(Completion(prompt, token_ids, logprobs, truncated, version))
+        samples.append(Completion(prompt, list(sample.token_ids), logprobs, truncated, version))
     return samples

@@ -15,11 +15,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from accelerate.utils import gather_object
 from accelerate.utils.memory import clear_device_cache
+from torch import Tensor
 
 from stapo_lite.config import Config
 from stapo_lite.errors import RunError, out_of_memory
 from stapo_lite.method.microbatches import sequence_length, split_by_tokens
 from stapo_lite.method.tokens import Tokens
+from stapo_lite.model.policy import Policy
 from stapo_lite.model.sizes import GIB, count_activations, count_sizes
 from stapo_lite.progress import progress_bar
 from stapo_lite.rollout.engine import RolloutEngine
@@ -29,11 +31,12 @@ T = TypeVar("T")
 
 MARGIN = 0.04
 """Share of the card that is left free, for fragmentation in the allocators."""
-ENOUGH_TOKENS = 4096
+ENOUGH_TOKENS = 2048
 """Tokens of a micro-batch that keep a card busy: rather than use fewer, checkpoint the layers."""
-ADAPTER_BYTES = 12
-"""Of a trained parameter, three fp32 numbers: between updates its value and AdamW's two states; in
-an update, in addition to the value, the gradient and these states."""
+VALUE_BYTES = 4
+"""Of a trained parameter, in fp32."""
+UPDATE_BYTES = 12
+"""Of its gradient and AdamW's two states, which updates need besides."""
 
 
 class MemorySetting(NamedTuple):
@@ -73,12 +76,13 @@ class MemorySetting(NamedTuple):
         return f"micro-batches of at most {self.tokens:,} tokens, {layers}{waiting}"
 
 
+TOKENS = (16_384, 8192, 4096, ENOUGH_TOKENS)
 PLAIN = MemorySetting(offload=False, checkpointing=False, tokens=ENOUGH_TOKENS)
 CHECKPOINTED = PLAIN._replace(checkpointing=True)
 PROPOSALS = [
-    *(PLAIN._replace(tokens=tokens) for tokens in (16_384, 8192, ENOUGH_TOKENS)),
-    *(CHECKPOINTED._replace(tokens=tokens) for tokens in (16_384, 8192, 4096, 2048)),
-    MemorySetting(offload=True, checkpointing=True, tokens=2048),
+    *(PLAIN._replace(tokens=tokens) for tokens in TOKENS),
+    *(CHECKPOINTED._replace(tokens=tokens) for tokens in TOKENS),
+    CHECKPOINTED._replace(offload=True),
 ]
 """The fastest first."""
 
@@ -146,11 +150,36 @@ def watched(tokens: Tokens, micro_batches: Sequence[list[int]], total: int) -> I
 
 
 @contextmanager
-def lent_device(engine: RolloutEngine) -> Iterator[None]:
-    """Wake the engine within the context; put it to sleep afterwards."""
+def lent_device(
+    engine: RolloutEngine, policy: Policy, optimizer: torch.optim.Optimizer
+) -> Iterator[None]:
+    """Wake the engine within the context; put it to sleep afterwards. If they share a card, the
+    adapter and the optimiser's states wait in host memory meanwhile: the engine has an adapter of
+    its own, and more room for its cache."""
+    device = policy.device
+    if engine.sleeps:
+        move_trained(policy, optimizer, torch.device("cpu"))
     engine.wake()
     yield
     engine.sleep()
+    if engine.sleeps:
+        move_trained(policy, optimizer, device)
+
+
+def move_trained(policy: Policy, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Move the adapter's values and the optimiser's states to a device."""
+    for parameter in policy.parameters.values():
+        parameter.data = moved(parameter.data, device)
+    for state in optimizer.state.values():
+        for name, values in state.items():
+            state[name] = moved(values, device)
+
+
+def moved(values: Tensor, device: torch.device) -> Tensor:
+    """A copy on a device; in host memory it is pinned, which a card copies several times as
+    fast."""
+    copy = torch.empty_like(values, device=device, pin_memory=device.type == "cpu")
+    return copy.copy_(values)
 
 
 def free_memory() -> tuple[int, int] | None:
@@ -174,12 +203,10 @@ def card_memory() -> float | None:
 
 
 def vllm_share(config: Config) -> float | None:
-    """The share of the card for an engine in this process: the config's, or all that the trainer
-    leaves. None without a card.
+    """The share of the card for an engine in this process: the config's, or all but a margin and
+    what the trainer keeps on the card meanwhile (`kept_adapters`). None without a card.
 
-    The trainer needs the adapter, its optimiser, a second adapter (the self-check's, a reference's
-    or a teacher's) and a margin. If it loads a base of its own, it also needs that base and its
-    activations.
+    If the trainer loads a base of its own, it also needs that base and all that updates take.
     """
     share = config.rollout.gpu_memory_utilization
     memory = free_memory()
@@ -187,11 +214,19 @@ def vllm_share(config: Config) -> float | None:
         return share
     free, total = memory
     sizes = count_sizes(config)
-    trainer = (ADAPTER_BYTES + 4) * sizes.adapter  # 4: the second adapter
+    trainer = VALUE_BYTES * sizes.adapter * kept_adapters(config)
     if not config.may_share_base:
         tokens = max(ENOUGH_TOKENS, config.max_sequence_length)
-        trainer += sizes.base + count_activations(config, tokens, checkpointing=True)
+        trainer += (VALUE_BYTES + UPDATE_BYTES) * sizes.adapter + sizes.base
+        trainer += count_activations(config, tokens, checkpointing=True)
     return (free - trainer) / total - MARGIN
+
+
+def kept_adapters(config: Config) -> int:
+    """How many adapters besides the trained one the trainer keeps: a reference's, a teacher's."""
+    objective = config.objective
+    adapters = (config.lora.adapter if objective.beta else None, objective.teacher_adapter)
+    return sum(adapter is not None for adapter in adapters)
 
 
 def propose(config: Config, parameters: int) -> MemorySetting:
@@ -216,7 +251,7 @@ def propose(config: Config, parameters: int) -> MemorySetting:
         return PROPOSALS[0]._replace(**{"checkpointing": True} | fixed)
     free, total = memory
     # All processes cut their work alike, so that the fullest card decides.
-    room = free - ADAPTER_BYTES * parameters - int(MARGIN * total)
+    room = free - UPDATE_BYTES * parameters - int(MARGIN * total)
     room = min(gather_object([room]))
     for proposal in PROPOSALS:
         setting = proposal._replace(**fixed)

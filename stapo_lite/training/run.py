@@ -104,7 +104,7 @@ class Run:
     def sampling(self, version: int) -> Iterator[None]:
         """Lend the device to the engine, with the current adapter published as `version`.
         Afterwards the engine sleeps, and the trainer has the device again."""
-        with lent_device(self.engine):
+        with lent_device(self.engine, self.policy, self.learner.optimizer):
             self.engine.publish(self.policy, version)
             yield
             self.memory = [card_memory()]

@@ -1,7 +1,15 @@
 """`stapo plan`: bytes by hand, and activations as an update allocates them."""
 
 import pytest
-from helpers import MINIMAL, Prompt, adapted_policy, make_learner, objective, packed
+from helpers import (
+    MINIMAL,
+    Prompt,
+    adapted_policy,
+    make_learner,
+    objective,
+    packed,
+    rms_norm_of_a_card,
+)
 from memory import peak_bytes
 from random_model import VOCABULARY, build, qwen3, qwen3_5
 from transformers import FalconConfig, GPTNeoXConfig, OPTConfig
@@ -28,7 +36,7 @@ def test_bytes_of_base_adapter_and_cache(tiny_model, dtype, quantization, base, 
     config = load_config(MINIMAL, keys)
     sizes = count_sizes(config)
     assert sizes == (LINEARS * base + OTHERS * width, ADAPTER, KEYS * width, 0)
-    always = sizes.base + 12 * ADAPTER + RESERVED + int(MARGIN * 4 * 2**30)
+    always = sizes.base + RESERVED + int(MARGIN * 4 * 2**30)
     assert f" {(4 * 2**30 - always) // (KEYS * width):,} tokens" in plan(config, gib=4.0)
     assert " 0 tokens" in plan(config, gib=1.0)
 
@@ -45,7 +53,7 @@ def test_bytes_of_a_hybrid(tmp_path):
     config = load_config(MINIMAL, {"model": str(tmp_path), "dtype": "bfloat16"})
     sizes = count_sizes(config)
     assert (sizes.cached_token, sizes.cached_sequence) == (2 * 2 * 64 * 2, 3 * 64 * 4 * 32 * 4)
-    left = 4 * 2**30 - sizes.base - 12 * sizes.adapter - RESERVED - int(MARGIN * 4 * 2**30)
+    left = 4 * 2**30 - sizes.base - RESERVED - int(MARGIN * 4 * 2**30)
     longest = config.max_sequence_length
     sequences = left / (sizes.cached_sequence + longest * sizes.cached_token)
     assert f" {int(sequences * longest):,} tokens: {sequences:.1f} of" in plan(config, gib=4.0)
@@ -54,7 +62,8 @@ def test_bytes_of_a_hybrid(tmp_path):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("hybrid", [False, True])
-def test_activations_are_those_of_an_update(tmp_path, dtype, checkpointing, hybrid):
+def test_activations_are_those_of_an_update(tmp_path, monkeypatch, dtype, checkpointing, hybrid):
+    rms_norm_of_a_card(monkeypatch)
     config = qwen3("1.7B", **SHAPE)
     if hybrid:
         heads_alike = STATES | {"linear_value_head_dim": 64}
@@ -69,6 +78,7 @@ def test_activations_are_those_of_an_update(tmp_path, dtype, checkpointing, hybr
     keys = {"model": str(model), "dtype": dtype, "lm_head_memory_gb": 2**-10}
     estimate = count_activations(load_config(MINIMAL, keys), 4 * 512, checkpointing)
     error = 0.15 if hybrid else 0.1
+    print("RATIO", estimate / peak_bytes(lambda: update(learner, batch)))
     assert estimate == pytest.approx(peak_bytes(lambda: update(learner, batch)), rel=error)
 
 

@@ -14,7 +14,12 @@ from stapo_lite.config import Engine
 from stapo_lite.errors import InputError, RunError
 from stapo_lite.rollout.make import resolve_engine
 from stapo_lite.rollout.vllm_engine import VLLMEngine
-from stapo_lite.rollout.vllm_options import BATCHED_TOKENS, check_vllm, engine_arguments
+from stapo_lite.rollout.vllm_options import (
+    BATCHED_TOKENS,
+    check_vllm,
+    engine_arguments,
+    graph_sizes,
+)
 
 
 def test_no_adapter_slot_outlives_its_engine_nor_its_number_of_threads():
@@ -166,7 +171,8 @@ def card_arguments(model, dtype="bfloat16", **options):
 def test_arguments_on_a_card(tiny_model):
     arguments = card_arguments(tiny_model)
     assert arguments["max_num_batched_tokens"] == 4 * 400  # there cannot be more
-    assert arguments["compilation_config"] == {"cudagraph_specialize_lora": False}
+    graphs = {"cudagraph_specialize_lora": False, "cudagraph_capture_sizes": [1, 2, 4]}
+    assert arguments["compilation_config"] == graphs
     assert card_arguments(tiny_model, max_num_seqs=16)["max_num_batched_tokens"] == BATCHED_TOKENS
     with pytest.raises(InputError, match="rollout.vllm.max_model_len: the run sets it itself"):
         card_arguments(tiny_model, vllm={"kv_cache_dtype": "fp8", "max_model_len": 9})
@@ -179,7 +185,14 @@ def test_4_bit_layers_are_not_compiled_before_ampere(tiny_model):
     assert "enforce_eager" not in card_arguments(tiny_model, "float16")
     given = card_arguments(tiny_model, "bfloat16", **in_4_bits)
     assert "enforce_eager" not in given
+    assert given["compilation_config"].pop("cudagraph_capture_sizes") == [1, 2, 4]
     assert given["compilation_config"] == {"cudagraph_specialize_lora": False, "mode": 0}
+
+
+def test_graphs_are_few_and_reach_the_largest_batch():
+    assert graph_sizes(128) == [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128]
+    assert graph_sizes(56) == [1, 2, 4, 8, 16, 24, 32, 48, 56]
+    assert graph_sizes(2000)[-3:] == [256, 384, 512]
 
 
 def test_on_a_card_logits_are_in_fp32_unless_the_head_is_quantised(tiny_model, tmp_path):

@@ -19,10 +19,12 @@ from helpers import (
     run_update,
     steps,
 )
+from safetensors.torch import load_file
 
 from stapo_lite.assemble import open_run
 from stapo_lite.config import load_config
 from stapo_lite.errors import RunError
+from stapo_lite.extras.transformers_engine import TransformersEngine
 from stapo_lite.files import read_object
 from stapo_lite.method.tokens import pack
 from stapo_lite.model.sizes import Sizes
@@ -74,11 +76,11 @@ def memory_for(policy, tokens, error=None, phase="forward", spare=0):
 
 def test_settings_go_down_the_list_to_its_end():
     one, found = setting(16_384), []
-    for alone in (False, False, False, False, True, True):
+    for alone in (False, False, False, False, False, True, True):
         one = one.next(alone)
         found.append(one)
-    whole = [setting(8192), setting(4096), setting(4096, True), setting(2048, True)]
-    assert found == [*whole, setting(2048, True, True), None]
+    whole = [setting(8192), setting(4096), setting(2048), setting(2048, True), setting(1024, True)]
+    assert found == [*whole, setting(1024, True, True), None]
     assert setting(4096).next(alone=True) == setting(4096, True)
 
 
@@ -217,9 +219,10 @@ def card(monkeypatch):
         (163_840, [], setting(16_384)),
         (163_839, [], setting(8192)),
         (40_960, [], setting(4096)),
-        (40_959, [], setting(16_384, True)),
+        (40_959, [], setting(2048)),  # a sequence may have 3,072 tokens
+        (30_719, [], setting(16_384, True)),
         (16_383, [], setting(8192, True)),
-        (3072, [], setting(2048, True)),  # a sequence may have 3,072 tokens
+        (3072, [], setting(2048, True)),
         (3071, [], setting(2048, True, True)),
         (30_720, ["max_tokens_per_microbatch=512"], setting(512)),
         (163_840, ["gradient_checkpointing=true"], setting(16_384, True)),
@@ -242,17 +245,48 @@ def test_the_first_setting_that_fits_every_card_is_proposed(card, room, given, e
 @pytest.mark.parametrize(
     ("free", "given", "share"),
     [
-        (60_000, "share_base=auto", (60_000 - 16 * 1000) / 100_000 - 0.04),
-        # beside the base, and activations of 4,096 tokens
-        (60_000, "share_base=off", (60_000 - 16 * 1000 - 20_000 - 4096) / 100_000 - 0.04),
-        (60_000, "gpu_memory_utilization=0.5", 0.5),
-        (None, "share_base=auto", None),
+        # Adapter and optimiser wait in host memory.
+        (60_000, "rollout.share_base=auto", 60_000 / 100_000 - 0.04),
+        # value, gradient and states; the base; activations of one sequence
+        (60_000, "rollout.share_base=off", (60_000 - 16 * 1000 - 20_000 - 3072) / 100_000 - 0.04),
+        (60_000, "objective.teacher_adapter=one", (60_000 - 4 * 1000) / 100_000 - 0.04),
+        (60_000, "objective.beta=0.1", 60_000 / 100_000 - 0.04),  # from the base
+        (60_000, "lora.adapter=one", 60_000 / 100_000 - 0.04),
+        (60_000, "lora.adapter=one objective.beta=0.1", (60_000 - 4 * 1000) / 100_000 - 0.04),
+        (60_000, "rollout.gpu_memory_utilization=0.5", 0.5),
+        (None, "rollout.share_base=auto", None),
     ],
 )
 def test_vllm_gets_what_the_trainer_leaves(card, free, given, share):
     card(free)
-    found = memory.vllm_share(load_config(MINIMAL, [f"rollout.{given}"]))
+    found = memory.vllm_share(load_config(MINIMAL, given.split()))
     assert found == (share and pytest.approx(share))
+
+
+def test_what_trains_waits_in_host_memory_while_an_engine_has_the_card(
+    write_config, tmp_path, monkeypatch
+):
+    """It comes back bit for bit: the run is that of an engine that shares no card."""
+    moves = []
+
+    def moved(values, device):
+        moves.append(values.shape)
+        return values.clone()  # at another address, as from a card and back
+
+    def trained(name):
+        config = write_config(output_dir=str(tmp_path / name), train__max_steps=3)
+        norms = [line["grad_norm"] for line in steps(config)]
+        return norms, (tmp_path / name / "adapter" / "adapter_model.safetensors").read_bytes()
+
+    monkeypatch.setattr(memory, "moved", moved)
+    alone = trained("alone")
+    assert not moves
+    monkeypatch.setattr(TransformersEngine, "sleeps", True)
+    assert trained("shared") == alone
+    values = len(load_file(tmp_path / "shared" / "adapter" / "adapter_model.safetensors"))
+    states = 3 * values  # with AdamW's count of steps
+    # There and back: self-check, twice, and three steps, of which the first has no states.
+    assert len(moves) == 2 * (5 * values + 2 * states)
 
 
 def test_a_resumed_run_keeps_its_setting_unless_keys_change(write_config, tmp_path):
