@@ -1,6 +1,7 @@
 """Arguments of TRL's GRPOTrainer for the settings of a config, shared by all comparisons with
 TRL."""
 
+import os
 from typing import Any
 
 import torch
@@ -36,7 +37,8 @@ def trl_arguments(config: Config, **others: Any) -> dict[str, Any]:
     """
     dtype = resolve_dtype(config.dtype, config.rollout.quantization)
     lora, objective, train, rollout = config.lora, config.objective, config.train, config.rollout
-    completions = train.mini_batch_size * rollout.num_generations
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    completions = train.mini_batch_size * rollout.num_generations // processes
     most = train.max_tokens_per_microbatch
     rows = max(1, (16_384 if most == "auto" else most) // config.max_sequence_length)
     while completions % rows:
@@ -48,7 +50,7 @@ def trl_arguments(config: Config, **others: Any) -> dict[str, Any]:
         bf16=dtype == "bfloat16",
         per_device_train_batch_size=rows,
         gradient_accumulation_steps=completions // rows,
-        steps_per_generation=train.batch_size * rollout.num_generations // rows,
+        steps_per_generation=train.batch_size // train.mini_batch_size * completions // rows,
         gradient_checkpointing=bool(train.gradient_checkpointing),
         num_generations=rollout.num_generations,
         max_completion_length=rollout.max_completion_length,

@@ -8,6 +8,8 @@ On a GPU:
 
     python benchmarks/update.py --prompts 16 --prompt-length 256 --longest 4096 --max-tokens 32768
 
+Under `accelerate launch` each process has its share of the rollouts; the peak is the first one's.
+
 Both sides have the same rollouts, model and adapter, and make one update over all rollouts, with
 truncated sampler correction, fused AdamW and gradient checkpointing. By default it is of `dapo`
 (token mean, clip 0.2 and 0.28, no KL, no mask). `--algorithm` takes each method that TRL has, but
@@ -40,7 +42,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from common import now, save
 from datasets import Dataset
 from memory import peak_bytes
@@ -53,7 +55,12 @@ from stapo_lite.assemble import update_settings
 from stapo_lite.config import Config
 from stapo_lite.extras.quickstart.model import fetch_model
 from stapo_lite.method.advantages import group_advantages
-from stapo_lite.method.microbatches import sequence_length, split_by_tokens
+from stapo_lite.method.microbatches import (
+    count_work,
+    deal,
+    sequence_length,
+    split_by_tokens,
+)
 from stapo_lite.method.tokens import is_trained, pack
 from stapo_lite.model.loading import load_weights
 from stapo_lite.model.policy import Policy, make_optimizer, make_policy
@@ -92,7 +99,12 @@ class Ours:
         start = now()
         self.learner.set_learning_rate(0.0)
         learner = self.learner
-        batch = pack(self.rollouts, learner.policy.device, learner.settings.objective)
+        objective = learner.settings.objective
+        accelerator = learner.accelerator
+        work = count_work(self.rollouts, objective, first=True)
+        numbers = deal(work, accelerator.num_processes)[accelerator.process_index]
+        share = [self.rollouts[number] for number in numbers]
+        batch = pack(share, learner.policy.device, objective)
         done = update(learner, batch)
         metrics: Any = gather_metrics([done.metrics])
         return {"loss": metrics["loss"], "seconds": now() - start}
@@ -103,8 +115,11 @@ class Trl(GRPOTrainer, TrainerCallback):
     gradient of the last one."""
 
     def __init__(self, rollouts: list[Completion], **arguments: Any):
-        self.rollouts, self.gradient, self.times = rollouts, [], {}
+        self.gradient, self.times = [], {}
         super().__init__(reward_funcs=self.rewards, callbacks=[self], **arguments)
+        size = len(rollouts) // self.accelerator.num_processes
+        start = size * self.accelerator.process_index
+        self.rollouts = rollouts[start : start + size]
         self.remove_callback(PrinterCallback)
         self.use_vllm = True  # only now, since the constructor would start vLLM
         # train() would empty the allocator's cache each time.
@@ -327,6 +342,7 @@ def count_tokens(rollouts: list[Completion], config: Config) -> dict[str, Any]:
     longest = config.data.max_prompt_length + config.rollout.max_completion_length
     return {
         "tokens": sum(map(sequence_length, rollouts)),
+        "completion tokens": sum(len(rollout.token_ids) for rollout in rollouts),
         "tokens with a gradient": sum(lengths),
         "tokens that run, padding included": {
             "ours": sum(len(rows) * lengths[rows[0]] for rows in microbatches),
@@ -367,7 +383,8 @@ def main() -> None:
     settings = vars(given) | {"model": Path(given.model).name}
     path = settings.pop("out")
     setup = {"threads": torch.get_num_threads(), "TRL": version("trl")}
-    save(settings | setup | result, path)
+    if PartialState().is_main_process:
+        save(settings | setup | result, path)
 
 
 if __name__ == "__main__":

@@ -163,7 +163,10 @@ def build(
     rollout_func = python.rollout_func
     if rollout_func is None and config.rollout.function:
         rollout_func = find_function(config.rollout.function)
-    callbacks = make_callbacks(config, data.tokenizer, rollout_func is not None, accelerator)
+    asks = config.reward.probe == "on" or (
+        config.reward.probe == "auto" and not python.reward_funcs
+    )
+    callbacks = make_callbacks(config, data.tokenizer, rollout_func is not None, asks, accelerator)
     callbacks += python.callbacks
     for callback in callbacks:
         closing.callback(close, callback)
@@ -304,16 +307,18 @@ def open_rewards(
 
 
 def make_callbacks(
-    config: Config, tokenizer: Any, several_turns: bool, accelerator: Accelerator
+    config: Config, tokenizer: Any, several_turns: bool, asks: bool, accelerator: Accelerator
 ) -> list[Callback]:
     """The callbacks of a run; each extra takes a line or two here.
 
     Args:
         several_turns: whether a rollout function makes the completions.
+        asks: whether `Symptoms` may call the reward functions.
     """
     log = config.log
     objective = config.objective
-    callbacks: list[Callback] = [Diagnostics(), RunLog(), Symptoms(config.stop_on), Report()]
+    symptoms = Symptoms(config.stop_on, asks)
+    callbacks: list[Callback] = [Diagnostics(), RunLog(), symptoms, Report()]
     if objective.teacher_adapter:
         key = "objective.teacher_adapter"
         teacher = find_adapter(config.lora, objective.teacher_adapter, key)

@@ -8,6 +8,7 @@ import shlex
 import compare_commits
 import gpu_suite
 import pytest
+import scaling
 from helpers import ROOT, benchmark
 
 WAY = "adapter on bf16, logits in fp32, bf16 trainer"
@@ -19,6 +20,7 @@ SMOKE = {
     "hybrids": "--sizes 0.8B --rows 1 --length 16 --pairs 1",
     "lm_head": "--tokens 48 --hidden 32 --vocabulary 300 --pairs 1",
     "mismatch": f"--model MODEL --only '{WAY}'",
+    "scaling": "--model MODEL --lengths 16 --completions 8 --pairs 1",
     "step": (
         "--pairs 1 --set model=MODEL data.max_prompt_length=300 rollout.max_completion_length=8 "
         "dtype=float32 rollout.engine=transformers"
@@ -36,6 +38,7 @@ CHECKS = {
     "gpu_suite": lambda r: r["lm_head"] == r["run:qwen8b_lora"] == {"failed with status": 1},
     "lm_head": lambda r: r["hidden 32"]["largest error"]["ours"]["logprob"] < 1e-5,
     "mismatch": lambda r: 0 < r[WAY]["gap"]["mean |d|"] < 0.1 < r[WAY][EFFECT]["mean |d|"],
+    "scaling": lambda r: min(r["processes"]["2"]["ms"].values()) > 0,
     "step": lambda r: all(0 < s["tokens"] <= 8 * 64 for pair in r["steps"] for s in pair.values()),
     "update": lambda r: r["zero 0.0"]["relative difference of the gradients"]["ours, TRL"] < 0.1,
 }
@@ -52,6 +55,13 @@ def test_benchmark(tiny_model, tmp_path, name):
     assert re.fullmatch("[0-9a-f]{40}|unknown", result["commit"])
     assert result["versions"].keys() >= {"torch", "transformers", "peft"}
     assert CHECKS.get(name, bool)(result)
+
+
+def test_the_figure_of_scaling(tmp_path):
+    sides = {"ours": 1.0, "TRL": 3.0}
+    points = {"8": {"ms": sides, "peak KiB": sides}, "16": {"ms": sides, "peak KiB": sides}}
+    scaling.draw({"lengths": points, "completions": points}, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow

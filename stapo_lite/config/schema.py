@@ -160,6 +160,10 @@ class Reward(Section):
     """Part of `max_completion_length`, at its end, over which the penalty grows from 0."""
     function_timeout: float = Field(300.0, gt=0, le=1e9)
     """Seconds that one call of your reward function may take."""
+    probe: Annotated[Literal["auto", "on", "off"], _ON_OFF] = "auto"
+    """After the second step, call the functions once more, to find why a run cannot learn
+    (docs/faults.md#symptoms). `auto`: unless one was passed to `Trainer`, which may cost money or
+    keep a state."""
 
     def conflicts(self) -> Conflicts:
         names = self.functions

@@ -1,7 +1,7 @@
-"""Symptoms: signs in a run's metrics that something is wrong, with likely cause and keys to change.
+"""Symptoms: signs that something is wrong with a run, with likely cause and keys to change.
 
-Symptoms depend only on the metrics. These are the same on every process, and `--resume` reads them
-from the metrics file.
+Most depend only on the metrics. Those of a run that cannot learn are found once, from its first
+completions (`causes.py`).
 """
 
 import logging
@@ -10,15 +10,22 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from stapo_lite.errors import InputError
+from stapo_lite.extras.causes import CAUSES, NOTES, ask, example, look
+from stapo_lite.files import append_lines, read_lines
 from stapo_lite.training.callbacks import Callback, Phase
+from stapo_lite.training.folder import SYMPTOMS_FILE
 from stapo_lite.training.run import Run
-from stapo_lite.types import Rollouts
+from stapo_lite.types import Completion, Rollouts
 
 logger = logging.getLogger(__name__)
 
 Metrics = Sequence[dict[str, Any]]
 SHORT = 10
 """The first and the last so many steps of a run are compared."""
+GROUPS = 16
+"""Groups that show why a run cannot learn. They are looked at after step FIRST_LOOK, or once there
+are as many."""
+FIRST_LOOK = 2
 
 
 class Rule(NamedTuple):
@@ -101,10 +108,11 @@ def new_symptoms(history: Metrics) -> list[str]:
 
 
 class Symptoms(Callback):
-    """Warns of new symptoms, and ends the run at some of them.
+    """Warns of new symptoms, writes them to `symptoms.jsonl`, and ends the run at some of them.
 
     Args:
         stop_on: names of the symptoms that end it.
+        asks: whether the reward functions may be called once more (`reward.probe`).
 
     Raises:
         InputError: there is no symptom of a name.
@@ -112,21 +120,56 @@ class Symptoms(Callback):
 
     phase = Phase.RECORD
 
-    def __init__(self, stop_on: Sequence[str]):
-        if unknown := set(stop_on) - RULES.keys():
-            raise InputError(f"stop_on={min(unknown)}: choose from {', '.join(RULES)}")
+    def __init__(self, stop_on: Sequence[str], asks: bool):
+        names = RULES.keys() | CAUSES.keys()
+        if unknown := set(stop_on) - names:
+            raise InputError(f"stop_on={min(unknown)}: choose from {', '.join(sorted(names))}")
         self._stop_on = stop_on
+        self._asks = asks
+        self._first_groups: list[list[Completion]] | None = []  # None: they have been looked at
 
     def on_train_begin(self, run: Run) -> None:
-        self._note(run)  # a resumed run that had ended this way ends again
+        for line in read_lines(run.folder / SYMPTOMS_FILE):
+            if line["step"] == run.progress.step:  # a run that had ended this way ends again
+                self._stop(run, line["name"])
+        if run.progress.step >= FIRST_LOOK:
+            self._first_groups = None
 
     def on_step_end(self, run: Run, metrics: dict[str, Any], rollouts: Rollouts) -> None:
-        self._note(run)
+        for name in new_symptoms(run.history):
+            self._report(run, name, RULES[name].cause)
+            self._stop(run, name)
+        groups = self._first_groups
+        if groups is None or not run.accelerator.is_main_process:
+            return
+        groups += rollouts.sampled
+        if run.progress.step >= FIRST_LOOK and len(groups) >= GROUPS:
+            self._look(run, groups)
+            self._first_groups = None
 
-    def _note(self, run: Run) -> None:
-        for symptom in new_symptoms(run.history):
-            if run.accelerator.is_main_process:
-                step = run.progress.step
-                logger.warning("step %d, %s: %s", step, symptom, RULES[symptom].cause)
-            if symptom in self._stop_on:
-                run.stop_reason = run.stop_reason or f"stop_on={symptom}"
+    def _look(self, run: Run, groups: list[list[Completion]]) -> None:
+        """Report why the run cannot learn, if the first groups show it, and notes."""
+        facts = look(groups)
+        if self._asks:
+            facts = ask(facts, run, groups)
+        figures = facts._asdict()
+        for name, rule in CAUSES.items():
+            if rule.holds(facts):
+                row = example(groups[-1], run.config)
+                self._report(run, name, f"{rule.text.format(**figures)} | {row}")
+                self._stop(run, name)
+                break
+        for name, rule in NOTES.items():
+            if rule.holds(facts):
+                self._report(run, f"note {name}", rule.text.format(**figures))
+
+    def _report(self, run: Run, name: str, text: str) -> None:
+        if run.accelerator.is_main_process:
+            step = run.progress.step
+            logger.warning("step %d, %s: %s", step, name, text)
+            line = {"step": step, "name": name, "text": text}
+            append_lines(run.folder / SYMPTOMS_FILE, [line])
+
+    def _stop(self, run: Run, name: str) -> None:
+        if name in self._stop_on:
+            run.stop_reason = run.stop_reason or f"stop_on={name}"

@@ -39,6 +39,7 @@ FREE = (
     "output_dir",
     "train.max_steps",
     "reward.function_timeout",
+    "reward.probe",
     "rollout.servers",
     "rollout.self_check",
     "stop_on",

@@ -13,7 +13,8 @@ METRICS_FILE = "metrics.jsonl"
 COMPLETIONS_FILE = "completions.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 TOKENS_FILE = "tokens.jsonl"
-LOGS = (METRICS_FILE, COMPLETIONS_FILE, EVALUATIONS_FILE, TOKENS_FILE)
+SYMPTOMS_FILE = "symptoms.jsonl"
+LOGS = (METRICS_FILE, COMPLETIONS_FILE, EVALUATIONS_FILE, TOKENS_FILE, SYMPTOMS_FILE)
 """Other files in the folder are the user's, and stay as they are."""
 ENVIRONMENT_FILE = "environment.json"
 

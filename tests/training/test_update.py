@@ -2,6 +2,7 @@
 
 import copy
 import math
+from types import SimpleNamespace
 
 import oracle
 import pytest
@@ -32,6 +33,7 @@ from objectives import CASES, INVARIANT, tolerance
 from torch.nn.utils import parameters_to_vector
 from transformers import AutoModelForCausalLM
 
+from stapo_lite.extras.audit.diagnostics import Diagnostics
 from stapo_lite.method.masks import random_scores
 from stapo_lite.method.tokens import pack
 from stapo_lite.training.loop import leave_out
@@ -268,6 +270,30 @@ def test_a_silenced_tokens_ratio_may_be_infinite(make_policy, token_loss):
         parts = (200.0 * result.masks.silenced).split(list(map(len, parts)))
     assert found[0].isfinite().all()
     assert torch.equal(*found)
+
+
+def test_how_far_the_first_update_has_moved_the_policy(make_policy):
+    policy = make_policy()
+    completions = fake_completions(0, [1.0, 0.0, -1.0])
+    old = measured(make_policy(adapter_seed=2), completions)
+    batch = packed(policy, completions, old)
+    learner = make_learner(policy, objective(), 10_000)
+    result = update(learner, batch)
+    run = SimpleNamespace(learner=learner, policy=policy)
+    diagnostics = Diagnostics()
+    for metrics in ({}, {}):  # the count begins anew with each step
+        diagnostics.on_update(run, batch, result)
+        diagnostics.on_update(run, batch, result)
+        diagnostics.on_update(run, batch, result)
+        diagnostics.on_step_end(run, metrics, None)
+        now = result.outputs.statistics.logprobs.tolist()
+        k3 = []
+        for before, after, advantage in zip(
+            batch.old.logprobs.tolist(), now, batch.advantages.tolist(), strict=True
+        ):
+            if advantage:
+                k3.append(math.exp(after - before) - 1 - (after - before))
+        assert metrics["update_kl"] == pytest.approx(sum(k3) / len(k3), rel=1e-4)
 
 
 def test_gradient_is_clipped_once_by_its_global_norm(make_policy):

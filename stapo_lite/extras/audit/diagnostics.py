@@ -27,6 +27,8 @@ class Diagnostics(Callback):
     def __init__(self) -> None:
         self._parts: list[Metrics] = []
         self._entropies: list[Tensor] = []
+        self._mini_batch = 0
+        """Of the step, from 1 on; those without a gradient do not count."""
 
     def on_update(self, run: Run, tokens: Tokens, update: Update) -> None:
         if update.masks is None or update.outputs is None:
@@ -48,6 +50,12 @@ class Diagnostics(Callback):
         for kind, mask in details.kinds.items():
             metrics[f"{kind}_share"] = Mean(mask.sum(), tokens.written.sum())
             metrics[f"{kind}_gradient_share"] = Ratio(masked_sum(norm, mask), whole)
+        self._mini_batch += 1
+        by_trainer = run.learner.settings.objective.old_logprobs == "trainer"
+        if self._mini_batch == 2 and tokens.old is not None and by_trainer:
+            # How far the step's first update has moved the policy, by samples of the old one.
+            moved = statistics.logprobs - tokens.old.logprobs
+            metrics["update_kl"] = Mean.over(active, moved.expm1() - moved)
         self._parts.append(metrics)
         self._entropies.append(statistics.entropy[active])
 
@@ -60,6 +68,7 @@ class Diagnostics(Callback):
         metrics |= gather_metrics(self._parts)
         self._parts = []
         self._entropies = []
+        self._mini_batch = 0
 
 
 class TokenDetails(NamedTuple):

@@ -8,7 +8,7 @@ from stapo_lite.errors import InputError
 from stapo_lite.extras.audit.charts import curves
 from stapo_lite.files import read_lines
 from stapo_lite.training.callbacks import Callback, Phase
-from stapo_lite.training.folder import COMPLETIONS_FILE, METRICS_FILE
+from stapo_lite.training.folder import COMPLETIONS_FILE, METRICS_FILE, SYMPTOMS_FILE
 from stapo_lite.training.log import shorten
 from stapo_lite.training.run import Run
 
@@ -35,7 +35,8 @@ def read_log(path: Path) -> pd.DataFrame:
 
 
 def write_report(run_folder: Path) -> str:
-    """Draw `reward.png` into the run folder; return a table of the first and the last steps.
+    """Draw `reward.png` into the run folder; return a table of the first and the last steps, and
+    the run's symptoms.
 
     Raises:
         InputError: the folder holds no metrics.
@@ -47,9 +48,11 @@ def write_report(run_folder: Path) -> str:
     means = {"first 5": rows.head(5).mean(), "last 5": rows.tail(5).mean()}
     table = pd.DataFrame(means)
     seconds = metrics.seconds_step.sum()
-    return (
-        f"{table.to_string(float_format='{:.4g}'.format)}\n{len(metrics)} steps in {seconds:.0f} s"
-    )
+    lines = [table.to_string(float_format="{:.4g}".format)]
+    lines.append(f"{len(metrics)} steps in {seconds:.0f} s")
+    for symptom in read_lines(run_folder / SYMPTOMS_FILE):
+        lines.append("step {step}, {name}: {text}".format(**symptom))
+    return "\n".join(lines)
 
 
 def show_completions(folder: Path, worst: int, step: int | None) -> str:
