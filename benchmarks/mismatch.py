@@ -1,7 +1,7 @@
 """Measure the gap between vLLM's log-probabilities and the trainer's, for several ways to serve the
 policy.
 
-    python benchmarks/mismatch.py [--model FOLDER] [--only WAY ...] [--out FILE]
+    python benchmarks/mismatch.py [--model FOLDER] [--only WAY ...] [--prompts 32] [--out FILE]
 
 The engine samples four completions for each of 32 requests for a sentence, with an adapter whose B
 is random, and the trainer scores them again. Each way runs in a process of its own. The yardstick
@@ -170,10 +170,9 @@ def perturb(policy: Policy, std: float, seed: int, only: str = "") -> None:
                 parameter.add_(noise, alpha=std)
 
 
-def sample(engine: Any, prompts: Sequence[Prompt], count: int = 32) -> list[Completion]:
-    """Sample the completions of `count` prompts, spread evenly over all prompts."""
-    drawn = prompts[:: max(1, len(prompts) // count)][:count]
-    groups = engine.generate(drawn, [1000 * i for i in range(len(drawn))])
+def sample(engine: Any, prompts: Sequence[Prompt]) -> list[Completion]:
+    """Sample the completions of prompts."""
+    groups = engine.generate(prompts, [1000 * i for i in range(len(prompts))])
     return [completion for group in groups for completion in group]
 
 
@@ -208,11 +207,16 @@ def sampler_gap(policy: Policy, completions: Sequence[Completion]) -> dict[str, 
 
 
 def measure(
-    model: Path | str, merged: bool = False, head_dtype: str = "model", **keys: Any
+    model: Path | str,
+    count: int = 32,
+    merged: bool = False,
+    head_dtype: str = "model",
+    **keys: Any,
 ) -> dict[str, Any]:
     """Measure one way in this process.
 
     Args:
+        count: prompts, spread evenly over all.
         merged: serve TRL's merged weights.
         head_dtype: of the logits, for vLLM.
         keys: arguments of `make_config`.
@@ -224,7 +228,8 @@ def measure(
     overrides = {"hf_overrides": {"head_dtype": head_dtype}}
     vllm.LLM = lambda *arguments, **options: make_llm(*arguments, **options | overrides)
     config = make_config(model, **keys)
-    prompts, _, stop_tokens = open_data(config, None, lambda note: None)
+    every, _, stop_tokens = open_data(config, None, lambda note: None)
+    prompts = every[:: max(1, len(every) // count)][:count]
     policy = make_policy(
         load_weights(config.model, config.dtype, device, config.quantization), config
     )
@@ -242,7 +247,7 @@ def measure(
     return result | {"seconds of a rollout": statistics.median(times)}
 
 
-def compare(model: Path | str, names: Sequence[str]) -> dict[str, Any]:
+def compare(model: Path | str, names: Sequence[str], count: int) -> dict[str, Any]:
     """Measure the named ways; a way that this machine's vLLM does not allow is left out."""
     result: dict[str, Any] = {}
     for name in names:
@@ -253,7 +258,7 @@ def compare(model: Path | str, names: Sequence[str]) -> dict[str, Any]:
         try:
             quantization = keys.get("rollout_quantization")
             check_vllm(Engine(quantization=quantization), resolve_dtype("auto", quantization))
-            result[name] = in_own_process(measure, model, **keys)
+            result[name] = in_own_process(measure, model, count, **keys)
         except InputError as error:
             result[name] = f"left out: {error}"
     return result
@@ -281,12 +286,14 @@ def main() -> None:
         metavar="WAY",
         help=", ".join(map(repr, CASES)),
     )
+    parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     model = arguments.model or fetch_model()
-    setting = {"model": model.name, "standard deviation of B": SCALE}
+    setting: dict[str, Any] = {"model": model.name, "standard deviation of B": SCALE}
+    setting["prompts"] = arguments.prompts
     setting["dtype"] = resolve_dtype("auto", None)
-    save(setting | compare(model, arguments.only), arguments.out)
+    save(setting | compare(model, arguments.only, arguments.prompts), arguments.out)
 
 
 if __name__ == "__main__":

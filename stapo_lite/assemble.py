@@ -163,10 +163,7 @@ def build(
     rollout_func = python.rollout_func
     if rollout_func is None and config.rollout.function:
         rollout_func = find_function(config.rollout.function)
-    asks = config.reward.probe == "on" or (
-        config.reward.probe == "auto" and not python.reward_funcs
-    )
-    callbacks = make_callbacks(config, data.tokenizer, rollout_func is not None, asks, accelerator)
+    callbacks = make_callbacks(config, data.tokenizer, rollout_func is not None, accelerator)
     callbacks += python.callbacks
     for callback in callbacks:
         closing.callback(close, callback)
@@ -180,14 +177,7 @@ def build(
     engine.sleep()  # leaves its memory to the trainer
     learner = open_learner(config, base, start, newest, accelerator, models)
     environment = lifecycle.environment(engine_name, accelerator.num_processes)
-    if config.rollout.self_check:
-        gap = check_engine(
-            engine, learner, data.prompts, sampling.temperature, config.same_quantization
-        )
-        environment["self_check"] = f"{gap:.1e} nats between engine and trainer"
-    if accelerator.device.type == "cuda":
-        rehearse(learner)
-        accelerator.print(f"{card_memory():.1f} GiB in use with {learner.budget.setting}")
+    environment |= try_out(config, engine, learner, data.prompts)
     # Nothing can fail any more but a full disk: the folder becomes this run's.
     open_folder(config, accelerator, environment, learner.progress.step)
     generate: Callable[..., Any] = engine.generate
@@ -207,6 +197,26 @@ def build(
         snapshot=checkpoint.take_snapshot(learner.progress, learner.policy, learner.optimizer),
         history=read_metrics(Path(config.output_dir)),
     )
+
+
+def try_out(
+    config: Config, engine: RolloutEngine, learner: Learner, prompts: Sequence[Prompt]
+) -> dict[str, str]:
+    """Check that the engine applies the adapter, and that the largest micro-batch fits the card.
+
+    Returns:
+        What the check has found, for the run's environment.
+    """
+    results = {}
+    if config.rollout.self_check:
+        temperature = config.rollout.temperature
+        gap = check_engine(engine, learner, prompts, temperature, config.same_quantization)
+        results["self_check"] = f"{gap:.1e} nats between engine and trainer"
+    if learner.accelerator.device.type == "cuda":
+        rehearse(learner)
+        setting = learner.budget.setting
+        learner.accelerator.print(f"{card_memory():.1f} GiB in use with {setting}")
+    return results
 
 
 def save_interrupted(run: Run, interruption: BaseException) -> None:
@@ -307,17 +317,16 @@ def open_rewards(
 
 
 def make_callbacks(
-    config: Config, tokenizer: Any, several_turns: bool, asks: bool, accelerator: Accelerator
+    config: Config, tokenizer: Any, several_turns: bool, accelerator: Accelerator
 ) -> list[Callback]:
     """The callbacks of a run; each extra takes a line or two here.
 
     Args:
         several_turns: whether a rollout function makes the completions.
-        asks: whether `Symptoms` may call the reward functions.
     """
     log = config.log
     objective = config.objective
-    symptoms = Symptoms(config.stop_on, asks)
+    symptoms = Symptoms(config.stop_on, config.reward.probe)
     callbacks: list[Callback] = [Diagnostics(), RunLog(), symptoms, Report()]
     if objective.teacher_adapter:
         key = "objective.teacher_adapter"

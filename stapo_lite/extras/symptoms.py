@@ -112,7 +112,7 @@ class Symptoms(Callback):
 
     Args:
         stop_on: names of the symptoms that end it.
-        asks: whether the reward functions may be called once more (`reward.probe`).
+        probe: `reward.probe`, whether the reward functions are called once more.
 
     Raises:
         InputError: there is no symptom of a name.
@@ -120,20 +120,20 @@ class Symptoms(Callback):
 
     phase = Phase.RECORD
 
-    def __init__(self, stop_on: Sequence[str], asks: bool):
+    def __init__(self, stop_on: Sequence[str], probe: str):
         names = RULES.keys() | CAUSES.keys()
         if unknown := set(stop_on) - names:
             raise InputError(f"stop_on={min(unknown)}: choose from {', '.join(sorted(names))}")
         self._stop_on = stop_on
-        self._asks = asks
+        self._probe = probe
         self._first_groups: list[list[Completion]] | None = []  # None: they have been looked at
 
     def on_train_begin(self, run: Run) -> None:
         for line in read_lines(run.folder / SYMPTOMS_FILE):
             if line["step"] == run.progress.step:  # a run that had ended this way ends again
                 self._stop(run, line["name"])
-        if run.progress.step >= FIRST_LOOK:
-            self._first_groups = None
+        if run.progress.step >= FIRST_LOOK or run.config.objective.distills:
+            self._first_groups = None  # with a teacher a run learns without rewards
 
     def on_step_end(self, run: Run, metrics: dict[str, Any], rollouts: Rollouts) -> None:
         for name in new_symptoms(run.history):
@@ -150,7 +150,7 @@ class Symptoms(Callback):
     def _look(self, run: Run, groups: list[list[Completion]]) -> None:
         """Report why the run cannot learn, if the first groups show it, and notes."""
         facts = look(groups)
-        if self._asks:
+        if self._probe == "on" or (self._probe == "auto" and run.rewards.runs_apart):
             facts = ask(facts, run, groups)
         figures = facts._asdict()
         for name, rule in CAUSES.items():

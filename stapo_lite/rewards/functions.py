@@ -92,6 +92,11 @@ class RewardModel:
             # Rounded to 12 digits so that equal rewards (0.1 + 0.2 and 0.3) give no advantage.
             completion.reward = float(f"{sum(weighted):.12g}") if weighted else None
 
+    @property
+    def runs_apart(self) -> bool:
+        """Whether none of the functions is the caller's own, in this process."""
+        return not any(isinstance(f, LocalFunction) for f in self._functions.values())
+
     def close(self) -> None:
         """End all calls, including those in progress."""
         for function in self._functions.values():

@@ -9,6 +9,7 @@ from helpers import ROOT, accelerate_launch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from stapo_lite.files import read_lines
 from stapo_lite.training.folder import read_metrics
 
 
@@ -34,6 +35,8 @@ def test_the_quickstart_learns_with_a_real_model_and_vllm(smollm2, tmp_path):
     assert 0.02 < rewards[0] < 0.4  # the untrained model writes some such sentences
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
     assert sum(m["silenced_share"] for m in metrics) > 0
+    causes = [line["name"] for line in read_lines(folder / "symptoms.jsonl")]
+    assert set(causes) <= {"note cut_off", "silenced_share"}  # it learns all the same
     assert list(folder.rglob("events.out.tfevents*"))
     environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
     assert environment["engine"].startswith("vllm 0.")
