@@ -47,6 +47,7 @@ _ALGORITHMS: dict[str, dict[str, Any]] = {
         "objective.old_logprobs": "rollout",
     },
     "sapo": _NO_S2T | {"objective.token_loss": "sapo", "objective.aggregation": "sequence-mean"},
+    "gdpo": _NO_S2T | {"objective.scale_rewards": "each"},
     "maxrl": _NO_S2T | {"objective.scale_rewards": "mean", "reward.incorrect": 0.0},
     "stare": _NO_S2T | {"objective.stare.weight": 1.1},
     "distill": _NO_S2T | {"reward.functions": []},

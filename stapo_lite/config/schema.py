@@ -294,9 +294,10 @@ class Stare(Section):
 class Objective(Section):
     """Advantages, the loss of a token, and the tokens that it is summed over."""
 
-    scale_rewards: Literal["group", "batch", "mean", "none"] = "group"
+    scale_rewards: Literal["group", "batch", "mean", "none", "each"] = "group"
     """Divide advantages by the standard deviation of the group or of the step, by the group's mean
-    (MaxRL, for rewards from 0 to 1), or not (Dr. GRPO)."""
+    (MaxRL, for rewards from 0 to 1), or not (Dr. GRPO). `each`: those of each reward function by
+    the group's, and their weighted sum by the step's (GDPO)."""
     mask_truncated_completions: bool = False
     """Leave completions that were cut off out of the loss. Their rewards still count in their
     groups."""

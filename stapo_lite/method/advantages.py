@@ -46,6 +46,27 @@ def group_advantages(rewards: Tensor, scale: str = "group", eps: float = 1e-6) -
     return deviation.nan_to_num(0.0)  # NaN: no reward, or the group's only one
 
 
+def separate_advantages(scores: Tensor, weights: Sequence[float], eps: float = 1e-6) -> Tensor:
+    """Advantages of several rewards, none of which drowns another (GDPO, arXiv 2601.05242): each
+    reward's group advantages, times its weight, added up and divided by the batch's deviation.
+
+    A group in which the sums of the rewards are equal, but not the rewards, has advantages. The
+    paper also takes off the mean of the batch, which is 0 already.
+
+    Args:
+        scores: [K, groups, G] of K rewards; NaN if a function gave none.
+        weights: of the K rewards.
+        eps: as in `group_advantages`.
+
+    Returns:
+        [groups, G]
+    """
+    parts = torch.stack([group_advantages(reward, "group", eps) for reward in scores])
+    total = torch.tensordot(parts.new_tensor(weights), parts, 1)
+    total = total.masked_fill(scores.isnan().all(0), torch.nan)
+    return (total / (_std(total.flatten(), 0) + eps)).nan_to_num(0.0)
+
+
 def _std(deviation: Tensor, dim: int) -> Tensor:
     """Sample standard deviation of mean-centred values, ignoring NaN; keeps the dimension."""
     count = (~deviation.isnan()).sum(dim, keepdim=True)

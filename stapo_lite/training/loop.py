@@ -18,7 +18,12 @@ from accelerate.utils import gather_object
 from stapo_lite.config import Reward
 from stapo_lite.data.texts import set_text
 from stapo_lite.errors import RunError
-from stapo_lite.method.advantages import group_advantages, has_variance, overlong_share
+from stapo_lite.method.advantages import (
+    group_advantages,
+    has_variance,
+    overlong_share,
+    separate_advantages,
+)
 from stapo_lite.method.microbatches import count_work, cut_evenly, deal
 from stapo_lite.method.tokens import Tokens, pack
 from stapo_lite.training.callbacks import Callback
@@ -161,17 +166,23 @@ def assign_advantages(
         scale: `objective.scale_rewards`.
         longest: `rollout.max_completion_length`.
     """
-    scores = []
-    for completion in chain(*groups):
+    completions = list(chain(*groups))
+    for completion in completions:
         share = overlong_share(len(completion.token_ids), longest, reward.overlong_buffer)
         completion.overlong_penalty = reward.overlong_penalty * share
-        score = math.nan if completion.reward is None else completion.reward
-        scores.append(score - completion.overlong_penalty)
     if not groups:
         return
-    rewards = torch.tensor(scores, dtype=torch.float64).view(len(groups), -1)
-    advantages = group_advantages(rewards, scale).flatten().tolist()
-    for completion, advantage in zip(chain(*groups), advantages, strict=True):
+    penalties = [math.nan if c.reward is None else -c.overlong_penalty for c in completions]
+    if scale == "each":
+        scores = [[c.scores.get(name, math.nan) for c in completions] for name in reward.functions]
+        weights = [*(reward.weights or [1.0] * len(scores)), 1.0]  # the penalty is one more reward
+        parts = torch.tensor([*scores, penalties], dtype=torch.float64)
+        advantages = separate_advantages(parts.view(len(parts), len(groups), -1), weights)
+    else:
+        rewards = [math.nan if c.reward is None else c.reward for c in completions]
+        both = torch.tensor([rewards, penalties], dtype=torch.float64).sum(0)
+        advantages = group_advantages(both.view(len(groups), -1), scale)
+    for completion, advantage in zip(completions, advantages.flatten().tolist(), strict=True):
         completion.advantage = advantage
 
 

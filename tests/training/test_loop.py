@@ -12,7 +12,7 @@ import torch
 from helpers import RARELY_RIGHT, fake_completions, in_groups, objective, run, without_times
 
 from stapo_lite import assemble
-from stapo_lite.config import Config, Train, load_config
+from stapo_lite.config import Config, Reward, Train, load_config
 from stapo_lite.extras.transformers_engine import TransformersEngine
 from stapo_lite.method.microbatches import cut_evenly
 from stapo_lite.training.schedule import learning_rate, prompt_order, share_of_prompts
@@ -170,6 +170,23 @@ def test_learning_rates_by_hand(schedule, rates):
     train = Train(max_steps=8, warmup_steps=4, learning_rate=2.0, lr_scheduler_type=schedule)
     expected = [0.25, 0.5, 0.75, 1.0, 1.0, *rates]
     assert [learning_rate(train, step) / 2 for step in range(8)] == pytest.approx(expected)
+
+
+def test_each_reward_has_advantages_of_its_own():
+    """A reward that does not differ in a group adds nothing; the penalty is one more reward."""
+    group = fake_completions(0, [0.0] * 4, longest=4)
+    for completion, first, second in zip(group, (1, 0, 0, 0), (5, 5, 5, 5), strict=True):
+        completion.token_ids = [7] * 4
+        completion.scores = {"first": float(first), "second": float(second)}
+        completion.reward = 1.0
+    group[3].scores = {}
+    group[3].reward = None
+    reward = Reward(functions=["first", "second"], weights=[2.0, 1.0], overlong_penalty=1.0)
+    loop.assign_advantages([group], reward, "each", longest=4)
+    # 2 (1, 0, 0) in standard units of the three, over its own deviation of 2
+    unit = 1 / 3**0.5
+    expected = [2 * unit, -unit, -unit, 0.0]
+    assert [c.advantage for c in group] == pytest.approx(expected, rel=1e-5)
 
 
 def test_soft_overlong_punishment_enters_the_advantage(write_config, user_reward, trained):
