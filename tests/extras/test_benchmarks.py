@@ -74,7 +74,23 @@ def test_the_pages_function_leaves_out_rows_with_a_problem(monkeypatch):
     monkeypatch.setattr(
         datasets, "load_dataset", lambda name, *_, **__: datasets.Dataset.from_dict(columns[name])
     )
+    names = module_of_the_page("clean.py")
+    assert list(names["rows"]()["prompt"]) == [near, "1 + 1?"]
+
+
+def test_the_pages_task_of_reasoning_gym():
+    pytest.importorskip("reasoning_gym", reason="pip install reasoning-gym")
+    names = module_of_the_page("gym.py")
+    first, second, *_ = names["rows"]()
+    answers = [names["TASK"][row["number"]]["answer"] for row in (first, second)]
+    texts = [f"It is <answer>{answers[0]}</answer>", f"It is {answers[1]}"]
+    assert "Give the final answer as" in first["prompt"]
+    assert names["reward"](texts, [first["number"], second["number"]], prompts=[]) == [1.0, 0.0]
+
+
+def module_of_the_page(name):
+    """The names in a module that docs/data.md tells to save."""
     page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
     names: dict = {}
-    exec(page.partition("`clean.py`")[2].split("```")[1].removeprefix("python"), names)
-    assert list(names["rows"]()["prompt"]) == [near, "1 + 1?"]
+    exec(page.partition(f"`{name}`")[2].split("```")[1].removeprefix("python"), names)
+    return names
