@@ -137,8 +137,8 @@ def main() -> None:
         }
         if given.processes > 1:
             many = max(given.completions)
-            both = {"1": result["completions"][many], "2": run(LENGTH, many, given.processes)}
-            result["processes"] = both
+            shared = run(LENGTH, many, given.processes)
+            result["processes"] = {1: result["completions"][many], given.processes: shared}
     save({"pairs": given.pairs} | result, given.out)
 
 

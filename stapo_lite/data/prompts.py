@@ -147,12 +147,22 @@ def is_answer(value: Any) -> bool:
     return isinstance(value, int | float | Decimal) and value == value and abs(value) != math.inf
 
 
-def _read_answer(row: Any, column: str, where: str) -> Any:
+def find_answer(row: Any, column: str) -> Any:
+    """The answer in a row, whatever it is; None if there is none.
+
+    Args:
+        column: `a.b` is key `b` of column `a`.
+    """
     answer = row
     for name in [column] if column in row else column.split("."):
         answer = answer.get(name) if isinstance(answer, dict) else None
     if hasattr(answer, "item"):  # a number of numpy or torch
         answer = answer.item()
+    return answer
+
+
+def _read_answer(row: Any, column: str, where: str) -> Any:
+    answer = find_answer(row, column)
     if not is_answer(answer):
         raise InputError(
             f"{where}: data.answer_column={column} is neither text nor a number, which the reward "

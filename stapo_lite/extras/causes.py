@@ -5,6 +5,7 @@ A trial update, the noise of the gradient or a probe of the rate say nothing in 
 random reward they look as they do for a healthy run. So none of them is here.
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -15,14 +16,19 @@ import pandas as pd
 
 from stapo_lite.config import Config
 from stapo_lite.data.messages import prompt_text
+from stapo_lite.data.prompts import find_answer, is_answer
 from stapo_lite.data.texts import set_text
+from stapo_lite.errors import one_line
 from stapo_lite.training.log import shorten
 from stapo_lite.training.run import Run
 from stapo_lite.types import Completion, Prompt
 
+logger = logging.getLogger(__name__)
+
 
 class Facts(NamedTuple):
-    """What some groups of completions show. NaN if there is no value; then no rule holds."""
+    """What some groups of completions show. NaN if there is no value: no comparison with it holds.
+    Means are rounded, so that equal rewards are equal."""
 
     abstained: float
     """Share of completions without a reward."""
@@ -41,7 +47,10 @@ class Facts(NamedTuple):
     empty: float = math.nan
     """Mean reward of an empty answer."""
     reference: float = math.nan
-    """Mean reward of the reference answer."""
+    """Mean reward of the reference answer. If it is known, `reward` and `empty` are means over the
+    same prompts."""
+    below: float = math.nan
+    """Share of these prompts whose best answer earns less than the reference."""
     changed: float = math.nan
     """Share of completions that get another reward when they are scored again."""
 
@@ -64,20 +73,25 @@ CAUSES = {
         "raise rollout.temperature",
     ),
     "ignores_answer": Rule(
-        lambda f: f.values == 1 and f.empty == f.reward and not f.reference > f.reward,
+        lambda f: f.values == 1 and f.empty == f.reward and not f.below > 0.5,
         "every answer earns {reward:.3g}, and so does an empty one: reward.functions do not read "
         "the answer, or none is ever right",
     ),
-    "reads_prompt": Rule(
-        lambda f: f.signal < 0.05 and f.values > 1 and not f.reference > f.reward,
-        "rewards differ between prompts, but all answers to one prompt earn the same: "
-        "reward.functions read the prompt alone, or each prompt is too easy or too hard",
-    ),
     "never_right": Rule(
-        lambda f: f.signal < 0.05 and f.reference > f.reward,
+        lambda f: f.signal < 0.05 and f.below > 0.5,
         "the answers earn {reward:.3g}, the reference {reference:.3g}: they are too hard "
         "(data.source, rollout.max_completion_length), in a form that reward.functions do not "
         "read (data.prompt_suffix), or the rows have each other's answers (data.answer_column)",
+    ),
+    "reads_prompt": Rule(
+        lambda f: f.signal < 0.05 and f.values > 1,
+        "rewards differ between prompts, but all answers to one prompt earn the same: "
+        "reward.functions read the prompt alone, or each prompt is too easy or too hard",
+    ),
+    "equal_rewards": Rule(
+        lambda f: f.signal < 0.05,
+        "every answer earns {reward:.3g}: too easy, too hard, or reward.functions do not read the "
+        "answer (reward.probe=on may tell)",
     ),
 }
 """Name -> sign and likely cause of a run that does not learn. The first that holds counts."""
@@ -123,7 +137,7 @@ def look(groups: Sequence[Sequence[Completion]]) -> Facts:
         distinct=(grouped.text.nunique() / grouped.size()).mean(),
         signal=(values[values > 0] > 1).mean(),
         values=table.reward.nunique(),
-        reward=table.reward.mean(),
+        reward=rounded_mean(table.reward),
         by_length=within.reward.corr(within.tokens),
         truncated=table.truncated.mean(),
     )
@@ -131,19 +145,41 @@ def look(groups: Sequence[Sequence[Completion]]) -> Facts:
 
 def ask(facts: Facts, run: Run, groups: Sequence[Sequence[Completion]]) -> Facts:
     """Add what the reward functions say, in one call, to an empty answer and the reference of each
-    prompt, and to all completions once more."""
-    step = run.progress.step
-    prompts = [group[0].prompt for group in groups]
-    empty = [write(prompt, "", run.tokenizer) for prompt in prompts]
-    answers = [(prompt, reference_answer(prompt, run.config)) for prompt in prompts]
-    references = [write(prompt, text, run.tokenizer) for prompt, text in answers if text]
+    prompt, and to all completions once more. If they fail, the facts stay as they are."""
+    made = []
+    for group in groups:
+        prompt = group[0].prompt
+        texts = ["", *reference_answers(prompt, run.config)]
+        made.append([write(prompt, text, run.tokenizer) for text in texts])
     before = list(chain(*groups))
     again = [replace(completion) for completion in before]
-    run.rewards.score([*empty, *references, *again], seed=step, step=step)
+    step = run.progress.step
+    try:
+        run.rewards.score([*chain(*made), *again], seed=step, step=step)
+    except Exception as error:
+        logger.warning("reward.probe: the reward functions fail (%s)", one_line(error))
+        return facts
+    asked = pd.DataFrame(
+        {
+            "reward": [rewards_of(group).mean() for group in groups],
+            "best": [rewards_of(group).max() for group in groups],
+            "empty": [rewards_of(texts[:1]).mean() for texts in made],
+            "reference": [rewards_of(texts[1:]).max() for texts in made],
+        }
+    )
+    known = asked.dropna()
+    same = known if len(known) else asked
+    changed = [
+        old.reward != new.reward
+        for old, new in zip(before, again, strict=True)
+        if old.scores.keys() == new.scores.keys()  # a function failed, or abstained
+    ]
     return facts._replace(
-        empty=rewards_of(empty).mean(),
-        reference=rewards_of(references).mean(),
-        changed=(rewards_of(before).fillna(0) != rewards_of(again).fillna(0)).mean(),
+        reward=rounded_mean(same.reward),
+        empty=rounded_mean(same["empty"]),
+        reference=rounded_mean(same.reference),
+        below=(known.best < known.reference).mean(),
+        changed=pd.Series(changed, dtype=float).mean(),
     )
 
 
@@ -152,12 +188,18 @@ def rewards_of(completions: Iterable[Completion]) -> pd.Series:
     return pd.Series([completion.reward for completion in completions], dtype=float)
 
 
-def reference_answer(prompt: Prompt, config: Config) -> str:
-    """The text that should earn most; empty if the row has no answer. `math` wants it in a box."""
-    if prompt.answer is not None:
-        return f"\\boxed{{{prompt.answer}}}"
-    answer = prompt.columns.get(config.data.answer_column)
-    return "" if answer is None else str(answer)
+def rounded_mean(values: pd.Series) -> float:
+    return float(f"{values.mean():.9g}")
+
+
+def reference_answers(prompt: Prompt, config: Config) -> list[str]:
+    """The row's answer, and for `math`, which reads most references in a box only, also in one;
+    empty if the row has none."""
+    answer = find_answer(prompt.columns, config.data.answer_column)
+    if not is_answer(answer):
+        return []
+    boxed = [f"\\boxed{{{answer}}}"] if "math" in config.reward.functions else []
+    return [str(answer), *boxed]
 
 
 def write(prompt: Prompt, text: str, tokenizer: Any) -> Completion:
@@ -176,6 +218,6 @@ def example(group: Sequence[Completion], config: Config) -> str:
     parts = {
         "prompt": prompt_text(prompt.prompt),
         "answer": group[0].text,
-        "reference": reference_answer(prompt, config),
+        "reference": "".join(reference_answers(prompt, config)[:1]),
     }
     return " | ".join(f"{name}: {shorten(text)}" for name, text in parts.items())

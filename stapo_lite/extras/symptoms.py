@@ -150,8 +150,9 @@ class Symptoms(Callback):
     def _look(self, run: Run, groups: list[list[Completion]]) -> None:
         """Report why the run cannot learn, if the first groups show it, and notes."""
         facts = look(groups)
-        if self._probe == "on" or (self._probe == "auto" and run.rewards.runs_apart):
-            facts = ask(facts, run, groups)
+        asks = self._probe == "on" or (self._probe == "auto" and run.rewards.runs_apart)
+        if asks and not CAUSES["abstains"].holds(facts):
+            facts = ask(facts, run, groups[-GROUPS:])  # not more than a step's, or hardly
         figures = facts._asdict()
         for name, rule in CAUSES.items():
             if rule.holds(facts):

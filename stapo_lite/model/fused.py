@@ -62,9 +62,10 @@ class LoraProduct(torch.autograd.Function):
         rows = x.flatten(0, -2).to(dtype)
         lora_a = lora_a.to(dtype)
         lora_b = lora_b.to(dtype)
-        low = (rows @ lora_a.T).mul_(scale)
-        y = nn.functional.linear(rows, weight, bias)
-        y.addmm_(low, lora_b.T)  # into the base's output: no tensor of its size is made
+        with torch.autocast(x.device.type, enabled=False):  # all have one dtype
+            low = (rows @ lora_a.T).mul_(scale)
+            y = nn.functional.linear(rows, weight, bias)
+            y.addmm_(low, lora_b.T)  # into the base's output: no tensor of its size is made
         ctx.save_for_backward(rows, low, weight, lora_a, lora_b)
         ctx.scale = scale
         ctx.shape = x.shape
@@ -85,7 +86,7 @@ class LoraProduct(torch.autograd.Function):
 def _lora_forward(layer: Any, x: Tensor) -> Tensor:
     """In place of the `forward` of PEFT's `lora.Linear`."""
     base = layer.base_layer
-    if layer.disable_adapters:
+    if layer.disable_adapters or layer.merged:
         return base(x)
     lora_a = layer.lora_A["default"].weight
     lora_b = layer.lora_B["default"].weight

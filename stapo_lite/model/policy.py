@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
@@ -95,6 +96,7 @@ class Policy:
         """Drop the base at the end of a run, since its weights may belong to the engine. Only the
         adapter's values are left."""
         self.model = self._causal_lm = None
+        clear_device_cache(garbage_collection=True)  # fused layers hold themselves
 
     def statistics(
         self, completions: Sequence[Completion], differentiable_entropy: bool = False

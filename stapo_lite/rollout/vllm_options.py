@@ -140,7 +140,10 @@ def card_defaults(
         # model runner heeds this; the second captures both sets.)
         "compilation_config": {"cudagraph_specialize_lora": False},
     }
-    if "speculative_config" not in options.vllm:  # it has more tokens than sequences in a batch
+    # With speculation a batch has more tokens than sequences; your own sizes exclude ours.
+    own = {"speculative_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size"}
+    given = options.vllm | options.vllm.get("compilation_config", {})
+    if own.isdisjoint(given):
         sizes = graph_sizes(options.max_num_seqs)
         defaults["compilation_config"]["cudagraph_capture_sizes"] = sizes
     if options.quantization == "bitsandbytes" and dtype == "float16":
@@ -152,7 +155,7 @@ def card_defaults(
 def graph_sizes(max_num_seqs: int) -> list[int]:
     """Numbers of sequences for which vLLM captures a CUDA graph; it pads a batch between two of
     them. They are 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128 for 128. vLLM's own 35 go on to twice as
-    many, which no batch of a rollout has, and take longer to start and more memory.
+    many, which only a batch with prompts has, and take longer to start and more memory.
     """
     doubled = [2**power for power in range(4, 9)]
     between = [size * 3 // 2 for size in doubled]

@@ -54,7 +54,8 @@ class Callback:
         """Everything is loaded, and the run folder has its config and environment."""
 
     def on_step_begin(self, run: Run, step: int) -> None:
-        """The engine is awake and has the adapter that this step samples from."""
+        """The engine is awake and has the adapter that this step samples from. If they share a
+        card, the policy's adapter waits in host memory until the engine sleeps again."""
 
     def on_mini_batches(self, run: Run, batches: Sequence[Tokens]) -> None:
         """A step's completions are cut into mini-batches; `batches` has this process's share of

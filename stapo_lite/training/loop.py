@@ -175,7 +175,8 @@ def assign_advantages(
     penalties = [math.nan if c.reward is None else -c.overlong_penalty for c in completions]
     if scale == "each":
         scores = [[c.scores.get(name, math.nan) for c in completions] for name in reward.functions]
-        weights = [*(reward.weights or [1.0] * len(scores)), 1.0]  # the penalty is one more reward
+        # The penalty is one more reward, of its own weight.
+        weights = [*(reward.weights or [1.0] * len(scores)), reward.overlong_penalty]
         parts = torch.tensor([*scores, penalties], dtype=torch.float64)
         advantages = separate_advantages(parts.view(len(parts), len(groups), -1), weights)
     else:

@@ -7,12 +7,14 @@ import random
 
 import countdown
 import pytest
-from helpers import ROOT, fake_completions
+from helpers import MINIMAL, ROOT, fake_completions
 
 from stapo_lite import Trainer
+from stapo_lite.config import load_config
 from stapo_lite.extras.audit.report import write_report
-from stapo_lite.extras.causes import CAUSES, NOTES, look
+from stapo_lite.extras.causes import CAUSES, NOTES, look, reference_answers
 from stapo_lite.files import read_lines
+from stapo_lite.types import Prompt
 
 right = countdown.reward
 DRAWS = random.Random(1)
@@ -188,3 +190,36 @@ def test_a_cause_can_end_the_run_and_does_so_again(tmp_path):
         assert names == {"ignores_answer"}
         assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 2
     assert "step 2, ignores_answer: every answer earns 1, " in write_report(tmp_path / "run")
+
+
+def failing(completions, **columns):
+    """Reads what an empty answer lacks."""
+    return [float(len(text.split()[0])) for text in completions]
+
+
+def test_a_function_that_fails_when_asked_changes_nothing(tmp_path, caplog):
+    names, _ = found(tmp_path / "run", failing)
+    assert not names & CAUSES.keys()
+    assert "reward.probe: the reward functions fail (list index" in caplog.text
+
+
+def test_a_constant_that_rounds(tmp_path):
+    """The mean of 128 times 0.7 is not 0.7."""
+
+    def seven_tenths(completions, **columns):
+        return [0.7] * len(completions)
+
+    names, _ = found(tmp_path / "run", seven_tenths)
+    assert names == {"ignores_answer"}
+    names, _ = found(tmp_path / "unasked", seven_tenths, probe="off")
+    assert names == {"equal_rewards"}
+
+
+def test_the_reference_of_a_row():
+    config = load_config(MINIMAL, {"data.answer_column": "gold.text"})  # of `math`
+    prompt = Prompt("", [], None, {"gold": {"text": "so 3 + 4 #### 7"}})
+    assert reference_answers(prompt, config) == ["so 3 + 4 #### 7", "\\boxed{so 3 + 4 #### 7}"]
+    assert reference_answers(Prompt("", [], None, {"gold": {"text": ""}}), config) == []
+    assert reference_answers(Prompt("", [], None, {}), config) == []
+    config = load_config(MINIMAL, {"reward.functions": ["mine:reward"]})
+    assert reference_answers(Prompt("", [], None, {"answer": 7}), config) == ["7"]

@@ -189,6 +189,14 @@ def test_4_bit_layers_are_not_compiled_before_ampere(tiny_model):
     assert given["compilation_config"] == {"cudagraph_specialize_lora": False, "mode": 0}
 
 
+@pytest.mark.parametrize("name", ["cudagraph_capture_sizes", "max_cudagraph_capture_size"])
+def test_graph_sizes_of_the_users_own_exclude_ours(tiny_model, name):
+    """vLLM refuses both."""
+    for given in ({name: 8}, {"compilation_config": {name: 8}}):
+        arguments = card_arguments(tiny_model, vllm=given)
+        assert arguments["compilation_config"].get("cudagraph_capture_sizes", 8) == 8
+
+
 def test_graphs_are_few_and_reach_the_largest_batch():
     assert graph_sizes(128) == [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128]
     assert graph_sizes(56) == [1, 2, 4, 8, 16, 24, 32, 48, 56]
