@@ -32,6 +32,7 @@ from stapo_lite.extras.symptoms import Symptoms
 from stapo_lite.extras.teacher import AdapterTeacher, ServerTeacher
 from stapo_lite.extras.trackers import Trackers
 from stapo_lite.extras.transformers_engine import TransformersEngine
+from stapo_lite.extras.turns.environments import Environments, find_environments
 from stapo_lite.extras.turns.episodes import RolloutFunction, find_function, run_episodes
 from stapo_lite.extras.turns.frequencies import ToolFrequencies
 from stapo_lite.extras.turns.tools import Chat
@@ -122,6 +123,7 @@ def open_run(
         lora = name_layers(config.lora, config.model)
         config = config.model_copy(update={"dtype": dtype, "lora": lora})
         check_options(engine_name, config.rollout, dtype)
+        config, python = with_environments(config, python)
         data = open_data(config, python.rows, accelerator.print)
         accelerator.print(batch_arithmetic(config, accelerator.num_processes))
         accelerator.wait_for_everyone()  # all have looked into the folder, before one locks it
@@ -139,6 +141,24 @@ def open_run(
         except BaseException as interruption:
             save_interrupted(run, interruption)
             raise
+
+
+def with_environments(config: Config, python: PythonInputs) -> tuple[Config, PythonInputs]:
+    """Let environments play, if the run has some, and give rewards of weight 1."""
+    environments = python.rollout_func
+    if config.rollout.environment:
+        environments = find_environments(config.rollout.environment)
+    if not isinstance(environments, Environments):
+        return config, python
+    reward = config.reward
+    given = reward.functions if "functions" in reward.model_fields_set else []
+    functions = [*given, *environments.rewards]
+    weights = reward.weights and [*reward.weights, *(1.0 for _ in environments.rewards)]
+    if functions:  # else the default one
+        reward = reward.model_copy(update={"functions": functions, "weights": weights})
+    own = {**python.reward_funcs, **environments.rewards}
+    python = python._replace(rollout_func=environments, reward_funcs=own)
+    return config.model_copy(update={"reward": reward}), python
 
 
 def build(

@@ -1,7 +1,7 @@
 """A training run in Python, with reward functions and data that exist only there."""
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from stapo_lite.config import IN_PYTHON, Config, Prompting, load_config, load_ev
 from stapo_lite.errors import InputError
 from stapo_lite.extras.evaluation.evaluate import evaluate
 from stapo_lite.extras.publish.export import export
+from stapo_lite.extras.turns.environments import Environments, Factory
 from stapo_lite.extras.turns.episodes import RolloutFunction, chat_with, check_function
 from stapo_lite.extras.turns.tools import Tool, schemas_of
 from stapo_lite.training.callbacks import Callback
@@ -40,6 +41,8 @@ class Trainer:
         train_dataset: a `datasets.Dataset`, dictionaries, or what `data.source` takes; by default
             that of the config.
         tools: functions that the model may call (docs/turns.md).
+        environment_factory: makes an environment for each completion, or several by name, as in
+            TRL (docs/turns.md#environments). If it owns the task, leave out `train_dataset`.
         rollout_func: a coroutine function that makes a completion of several turns (docs/turns.md).
         callbacks: called after the run's own (docs/python.md).
         keys: of the config (docs/config.md). A key needs no section (`learning_rate=1e-5`), except
@@ -60,6 +63,7 @@ class Trainer:
         train_dataset: Sequence[dict[str, Any]] | str | Path | None = None,
         *,
         tools: Sequence[Tool] = (),
+        environment_factory: Factory | Mapping[str, Factory] | None = None,
         rollout_func: RolloutFunction | None = None,
         callbacks: Sequence[Callback] = (),
         **keys: Any,
@@ -72,6 +76,13 @@ class Trainer:
             named = _named(reward_funcs)
             keys["reward.functions"] = [name for name, _ in named]
             own = {name: function for name, function in named if callable(function)}
+        if environment_factory is not None:
+            if rollout_func is not None:
+                raise InputError("environment_factory: a rollout_func plays environments itself")
+            rollout_func = Environments(environment_factory, tools)
+            tools = ()
+            if train_dataset is None and config is None:
+                train_dataset = [{"prompt": [{"role": "user", "content": ""}]}]
         if isinstance(train_dataset, str | Path):
             keys["data.source"] = train_dataset
         elif train_dataset is not None:

@@ -45,6 +45,12 @@ class Prompt:
     """Every column of the row but the prompt, passed to user rewards by name."""
     opens_thinking: bool = False
     """Whether the chat template ends it with `<think>`, so that completions start inside it."""
+    live: dict[str, Any] = field(default_factory=dict)
+    """Objects for the caller's reward functions by name, such as a completion's environment. They
+    stay in this process."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"live": {}}
 
 
 @dataclass(eq=False)  # compared and hashed by identity: two samples may be equal token for token

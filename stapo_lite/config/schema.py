@@ -163,7 +163,7 @@ class Reward(Section):
     probe: Annotated[Literal["auto", "on", "off"], _ON_OFF] = "auto"
     """After the second step, call the functions once more, to find why a run cannot learn
     (docs/faults.md#symptoms). `auto`: unless one was passed to `Trainer`, which may cost money or
-    keep a state."""
+    keep a state, and not for completions of several turns."""
 
     def conflicts(self) -> Conflicts:
         names = self.functions
@@ -207,6 +207,8 @@ class Rollout(Engine):
 
     function: str | None = None
     """`package.module:coroutine` for several turns (docs/turns.md)."""
+    environment: str | None = None
+    """`package.module:Class`: an environment to play in (docs/turns.md#environments)."""
     num_generations: int = Field(8, ge=2)
     """Completions per prompt (G)."""
     temperature: PositiveFloat = 1.0
@@ -244,8 +246,13 @@ class Rollout(Engine):
                 "rollout.max_lag needs rollout.engine=server (docs/scaling.md)",
             ),
             (
-                self.function and self.max_lag,
-                "rollout.function needs rollout.max_lag=0: turns cannot be sampled ahead",
+                (self.function or self.environment) and self.max_lag,
+                "rollout.function and rollout.environment need rollout.max_lag=0: turns cannot be "
+                "sampled ahead",
+            ),
+            (
+                self.function and self.environment,
+                "rollout.function and rollout.environment: set one of them",
             ),
         ]
 
@@ -522,12 +529,15 @@ class Config(Preset):
             ),
             (
                 not objective.distills
-                and (self.algorithm == "distill" or not self.reward.functions),
+                and (self.algorithm == "distill" or not self.reward.functions)
+                and not rollout.environment,
                 "algorithm=distill, and reward.functions=[], need a teacher: set "
                 "objective.teacher_adapter or objective.teacher_server",
             ),
             (
-                rollout.function and evaluation.source and evaluation.top_p < 1,
+                (rollout.function or rollout.environment)
+                and evaluation.source
+                and evaluation.top_p < 1,
                 f"evaluation.top_p={evaluation.top_p}: rollout.function makes the completions of "
                 "evaluation.source, as in training; set it to 1",
             ),

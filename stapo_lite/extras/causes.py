@@ -148,7 +148,7 @@ def ask(facts: Facts, run: Run, groups: Sequence[Sequence[Completion]]) -> Facts
     prompt, and to all completions once more. If they fail, the facts stay as they are."""
     made = []
     for group in groups:
-        prompt = group[0].prompt
+        prompt = replace(group[0].prompt, live={})
         texts = ["", *reference_answers(prompt, run.config)]
         made.append([write(prompt, text, run.tokenizer) for text in texts])
     before = list(chain(*groups))

@@ -150,7 +150,10 @@ class Symptoms(Callback):
     def _look(self, run: Run, groups: list[list[Completion]]) -> None:
         """Report why the run cannot learn, if the first groups show it, and notes."""
         facts = look(groups)
-        asks = self._probe == "on" or (self._probe == "auto" and run.rewards.runs_apart)
+        # Of several turns, an answer that nobody sampled has none.
+        rollout = run.config.rollout
+        suits = run.rewards.runs_apart and not (rollout.function or rollout.environment)
+        asks = self._probe == "on" or (self._probe == "auto" and suits)
         if asks and not CAUSES["abstains"].holds(facts):
             facts = ask(facts, run, groups[-GROUPS:])  # not more than a step's, or hardly
         figures = facts._asdict()

@@ -187,7 +187,10 @@ class LocalFunction:
         Raises:
             RunError: it did not return a list with a value for each completion.
         """
-        values = self._function(**reward_arguments(completions, trainer_state))
+        arguments = reward_arguments(completions, trainer_state)
+        for name in {name for c in completions for name in c.prompt.live}:
+            arguments[name] = [c.prompt.live.get(name) for c in completions]
+        values = self._function(**arguments)
         if inspect.iscoroutine(values):
             values = submit(self._run(values)).result()
         try:

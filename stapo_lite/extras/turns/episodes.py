@@ -14,6 +14,7 @@ import re
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from queue import SimpleQueue
 from typing import Any
@@ -119,6 +120,12 @@ class Episode:
         self._extend(turn.token_ids, turn.rollout_logprobs, by_model=True)
         text = self._chat.tokenizer.decode(turn.token_ids, skip_special_tokens=True)
         return until_stop(text, stop) if stop else text
+
+    async def call(self, function: Callable[..., Any], **arguments: Any) -> Any:
+        """Call a function in the main thread, where plain functions run one at a time; a coroutine
+        runs in the event loop, beside those of other episodes."""
+        result = await self._running.call(partial(function, **arguments))
+        return await result if inspect.isawaitable(result) else result
 
     @property
     def messages(self) -> list[Message]:

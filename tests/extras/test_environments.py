@@ -1,0 +1,164 @@
+"""Environments as TRL has them, in a chat whose model follows a script."""
+
+import pickle
+import shutil
+
+import pytest
+from helpers import run
+from test_tools import ROW, make_chat, talk
+
+from stapo_lite import Trainer
+from stapo_lite.errors import InputError
+from stapo_lite.extras.turns.environments import Environments
+
+CALL = '<tool_call>\n{{"name": "guess", "arguments": {{"number": {}}}}}\n</tool_call><|im_end|>'
+END = "Good.<|im_end|>"
+
+
+class Game:
+    """Its number is the row's."""
+
+    def __init__(self):
+        self.tries = []
+
+    def reset(self, prompt, answer, **columns):
+        self.number = answer
+        return f" Guess between 1 and {answer + 5}."
+
+    def guess(self, number: int) -> str:
+        """Guess it.
+
+        Args:
+            number: the guess
+        """
+        self.tries.append(number)
+        return "right" if number == self.number else "wrong"
+
+    def get_reward(self) -> float:
+        return 1 / len(self.tries) if self.number in self.tries else 0.0
+
+
+class Patient(Game):
+    """A coroutine is as good, and an environment need not say anything first."""
+
+    async def reset(self, **columns):
+        super().reset(**columns)
+
+    async def get_reward(self) -> float:
+        return 5.0
+
+
+def rewards_of(environments, completion):
+    (function,) = environments.rewards.values()
+    return function(environments=[completion.prompt.live["environments"]], other=[1])
+
+
+def test_an_episode_in_an_environment(tiny_model):
+    environments = Environments(Game)
+    script = [CALL.format(3), CALL.format(12), END]
+    completion, read = talk(make_chat(tiny_model), environments, *script)
+    assert "What is 3 * 4? Guess between 1 and 17.<|im_end|>" in read[0]  # the row's prompt
+    assert '"name": "guess"' in read[0]
+    assert '"reset"' not in read[0]
+    assert "get_reward" not in read[0]
+    assert "wrong" in read[1]
+    assert "right" in read[2]
+    assert list(environments.rewards) == ["Game"]
+    assert rewards_of(environments, completion) == [0.5]
+    # The object stays in this process; all else is sent.
+    sent = pickle.loads(pickle.dumps(completion))
+    assert sent.prompt.live == {}
+    assert sent.token_ids == completion.token_ids
+
+
+@pytest.mark.anyio
+async def test_coroutines_of_an_environment(tiny_model):
+    environments = Environments(Patient)
+    completion, read = talk(make_chat(tiny_model), environments, END)
+    assert "What is 3 * 4?<|im_end|>" in read[0]
+    assert await rewards_of(environments, completion) == [5.0]
+
+
+def test_a_column_chooses_the_environment(tiny_model):
+    """The reward of a class is for its own completions alone."""
+    environments = Environments({"game": Game, "patient": Patient})
+    assert list(environments.rewards) == ["Game", "Patient"]
+    ROW.columns["environment"] = "game"
+    try:
+        completion, _ = talk(make_chat(tiny_model), environments, CALL.format(12), END)
+        both = [completion.prompt.live["environments"], Patient()]
+        assert environments.rewards["Game"](environments=both) == [1.0, None]
+        ROW.columns["environment"] = "chess"
+        with pytest.raises(InputError, match="environment='chess' in a row: choose from game, pat"):
+            talk(make_chat(tiny_model), environments, END)
+    finally:
+        del ROW.columns["environment"]
+
+
+def test_what_is_no_environment():
+    with pytest.raises(InputError, match="environment_factory: object has no reset"):
+        Environments(object)
+
+    class Silent(Game):
+        def shout(self, word):
+            """No type."""
+
+    with pytest.raises(InputError, match="docstrings for the arguments"):
+        Environments(Silent)
+
+
+def test_the_trainer_plays_and_needs_no_rows(tiny_model, tmp_path):
+    """A random model calls nothing; its rewards are the environment's and the function's."""
+
+    class Dice:
+        def reset(self, **columns):
+            return "Throw."
+
+        def throw(self) -> int:
+            """Throw it."""
+            return 6
+
+        def get_reward(self) -> float:
+            return 0.25
+
+    def seen(environments, completions, **columns):
+        assert all(isinstance(environment, Dice) for environment in environments)
+        return [float(len(completion[-1]["content"])) for completion in completions]
+
+    def trainer(**keys):
+        return Trainer(
+            tiny_model,
+            environment_factory=Dice,
+            output_dir=tmp_path / "run",
+            max_steps=1,
+            batch_size=2,
+            mini_batch_size=2,
+            max_completion_length=8,
+            engine="transformers",
+            dtype="float32",
+            **keys,
+        )
+
+    (metrics,) = trainer().train()
+    assert metrics["reward"] == metrics["reward/Dice"] == 0.25
+    shutil.rmtree(tmp_path / "run")
+    (metrics,) = trainer(reward_funcs=seen).train()
+    assert metrics["reward/Dice"] == 0.25
+    assert metrics["reward"] == pytest.approx(0.25 + metrics["reward/seen"])
+    with pytest.raises(InputError, match="a rollout_func plays environments itself"):
+        trainer(rollout_func=Environments(Dice))
+
+
+def test_an_environment_on_the_command_line(write_config, tmp_path):
+    (tmp_path / "dice.py").write_text(
+        "class Dice:\n"
+        "    def reset(self, prompt, answer): return 'Throw.'\n"
+        "    def get_reward(self): return 0.25\n"
+    )
+    config = write_config(
+        rollout__environment="dice:Dice", train__max_steps=1, reward__weights=[2.0]
+    )
+    (metrics,) = run(config)
+    assert metrics["reward"] == pytest.approx(2 * metrics["reward/parity:even"] + 0.25)
+    with pytest.raises(InputError, match="rollout.environment=dice:Coin: cannot be imported"):
+        run(write_config(output_dir=str(tmp_path / "coin"), rollout__environment="dice:Coin"))
