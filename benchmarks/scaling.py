@@ -100,10 +100,11 @@ def draw(result: dict[str, Any], path: Path) -> None:
                 values = [points[str(size)][quantity][side] for size in sizes]
                 panel.plot(sizes, values, marker="o", label=side)
             panel.set_xscale("log", base=2)
-            panel.set_ylim(bottom=0)
             panel.grid(alpha=0.3)
         axes[1][column].set_xlabel(label)
         axes[1][column].set_xticks(sizes, list(map(str, sizes)))
+    for row in axes:
+        row[0].set_ylim(bottom=0)  # once all curves are there
     axes[0][0].set_ylabel("ms for a completion token")
     axes[1][0].set_ylabel("KiB at the peak")
     axes[0][0].legend()
