@@ -185,7 +185,7 @@ def test_vllm_gives_its_cache_back_after_it_has_sampled(checkpoint, monkeypatch)
         core = engine._llm.llm_engine.engine_core.engine_core
         discarded = []
         monkeypatch.setattr(core.model_executor, "discard", discarded.append)
-        monkeypatch.setattr(engine, "_sleeps", True)  # which a CPU's does not
+        monkeypatch.setattr(engine, "sleeps", True)  # which a CPU's does not
         sampled = []
         for _ in range(2):
             groups = generate(engine, PROMPTS)

@@ -184,7 +184,7 @@ def test_dry_run_prints_the_config_and_stops(write_config, tmp_path, capsys):
         ("evaluation.best=rewards", "evaluation.source and evaluation.best need evaluation.steps"),
         ("evaluation={steps: 1, source: a.jsonl}", "evaluation.source=a.jsonl: no such file"),
         ("evaluation={steps: 1, best: b, benchmarks: []}", "evaluation.best=b: choose one of "),
-        ("stop_on=[ratios]", "stop_on=ratios: choose from entropy_collapse, "),
+        ("stop_on=[ratios]", "stop_on=ratios: choose from abstains, "),
     ],
 )
 def test_bad_input_is_found_first(write_config, monkeypatch, capsys, override, message):

@@ -51,7 +51,7 @@ def write_report(run_folder: Path) -> str:
     lines = [table.to_string(float_format="{:.4g}".format)]
     lines.append(f"{len(metrics)} steps in {seconds:.0f} s")
     for symptom in read_lines(run_folder / SYMPTOMS_FILE):
-        lines.append("step {step}, {name}: {text}".format(**symptom))
+        lines.append("symptom at step {step}, {name}: {text}".format(**symptom))
     return "\n".join(lines)
 
 
