@@ -152,8 +152,10 @@ def with_environments(config: Config, python: PythonInputs) -> tuple[Config, Pyt
         return config, python
     reward = config.reward
     given = reward.functions if "functions" in reward.model_fields_set else []
-    functions = [*given, *environments.rewards]
-    weights = reward.weights and [*reward.weights, *(1.0 for _ in environments.rewards)]
+    # The config that a run has written names them already.
+    added = [name for name in environments.rewards if name not in given]
+    functions = [*given, *added]
+    weights = reward.weights and [*reward.weights, *(1.0 for _ in added)]
     if functions:  # else the default one
         reward = reward.model_copy(update={"functions": functions, "weights": weights})
     own = {**python.reward_funcs, **environments.rewards}

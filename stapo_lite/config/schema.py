@@ -233,6 +233,11 @@ class Rollout(Engine):
     self_check: bool = True
     """Before the first step, compare engine and trainer with a random adapter (docs/faults.md)."""
 
+    @property
+    def several_turns(self) -> bool:
+        """Whether a completion may have several turns."""
+        return bool(self.function or self.environment)
+
     def conflicts(self) -> Conflicts:
         parallel = self.vllm.keys() & {"tensor_parallel_size", "data_parallel_size"}
         return [
@@ -246,7 +251,7 @@ class Rollout(Engine):
                 "rollout.max_lag needs rollout.engine=server (docs/scaling.md)",
             ),
             (
-                (self.function or self.environment) and self.max_lag,
+                self.several_turns and self.max_lag,
                 "rollout.function and rollout.environment need rollout.max_lag=0: turns cannot be "
                 "sampled ahead",
             ),
@@ -535,9 +540,7 @@ class Config(Preset):
                 "objective.teacher_adapter or objective.teacher_server",
             ),
             (
-                (rollout.function or rollout.environment)
-                and evaluation.source
-                and evaluation.top_p < 1,
+                rollout.several_turns and evaluation.source and evaluation.top_p < 1,
                 f"evaluation.top_p={evaluation.top_p}: rollout.function makes the completions of "
                 "evaluation.source, as in training; set it to 1",
             ),

@@ -151,8 +151,7 @@ class Symptoms(Callback):
         """Report why the run cannot learn, if the first groups show it, and notes."""
         facts = look(groups)
         # Of several turns, an answer that nobody sampled has none.
-        rollout = run.config.rollout
-        suits = run.rewards.runs_apart and not (rollout.function or rollout.environment)
+        suits = run.rewards.runs_apart and not run.config.rollout.several_turns
         asks = self._probe == "on" or (self._probe == "auto" and suits)
         if asks and not CAUSES["abstains"].holds(facts):
             facts = ask(facts, run, groups[-GROUPS:])  # not more than a step's, or hardly

@@ -8,6 +8,8 @@ from helpers import run
 from test_tools import ROW, make_chat, talk
 
 from stapo_lite import Trainer
+from stapo_lite.assemble import open_run
+from stapo_lite.config import load_config
 from stapo_lite.errors import InputError
 from stapo_lite.extras.turns.environments import Environments
 
@@ -160,5 +162,10 @@ def test_an_environment_on_the_command_line(write_config, tmp_path):
     )
     (metrics,) = run(config)
     assert metrics["reward"] == pytest.approx(2 * metrics["reward/parity:even"] + 0.25)
+    written = tmp_path / "run" / "config.yaml"
+    train = load_config(written, {"train.max_steps": 2})
+    with open_run(train, resume=True) as resumed:  # by the config that the run has written
+        assert resumed.config.reward.functions == ["parity:even", "Dice"]
+        assert resumed.config.reward.weights == [2.0, 1.0]
     with pytest.raises(InputError, match="rollout.environment=dice:Coin: cannot be imported"):
         run(write_config(output_dir=str(tmp_path / "coin"), rollout__environment="dice:Coin"))
