@@ -21,7 +21,7 @@ def axes() -> Any:
 def png(chart: Any) -> bytes:
     """A chart as a PNG file, from its axes."""
     file = io.BytesIO()
-    chart.figure.savefig(file, dpi=150)
+    chart.figure.savefig(file, dpi=200)
     return file.getvalue()
 
 

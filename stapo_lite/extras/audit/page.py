@@ -54,18 +54,17 @@ def audit(run_folder: str | Path, out: str | Path | None = None) -> Path:
         "finding": find_spurious(metrics, s2t),
         "facts": {"algorithm": config.algorithm, "model": config.model, "steps": len(metrics)},
     }
-    entropies = ["entropy", "entropy_p10", "entropy_p50", "entropy_p90", "sampled_nll"]
-    shares = ["candidate_share", "spurious_share", "silenced_share"]
-    charts = {
-        "reward": curves(metrics, ["reward"], "mean reward"),
-        "entropy": curves(metrics, entropies, "nats"),
-        "silenced": curves(metrics, shares, "share", log=True),
-        "tau_h": curves(metrics, ["tau_h"], "tau_h [nats]"),
-    }
+    charts = {}
     if lines := read_lines(folder / TOKENS_FILE):
         tokens = pd.DataFrame(lines).astype({"tau_h": float})
         charts["plane"] = plane(tokens, s2t.tau_p, tokens.tau_h.mean())
         values["tokens"] = thin([line for line in lines if "token" in line], MOST_TOKENS)
+    entropies = ["entropy", "entropy_p10", "entropy_p50", "entropy_p90", "sampled_nll"]
+    shares = ["candidate_share", "spurious_share", "silenced_share"]
+    charts["reward"] = curves(metrics, ["reward"], "mean reward")
+    charts["entropy"] = curves(metrics, entropies, "nats")
+    charts["silenced"] = curves(metrics, shares, "share", log=True)
+    charts["tau_h"] = curves(metrics, ["tau_h"], "tau_h [nats]")
     return write_page(Path(out) if out else folder / "audit", charts, values)
 
 

@@ -250,7 +250,7 @@ NUMBERS = [
     # Units without \text, which only a number shows to be units.
     Rule(
         "10 m/s^2 -> 10",
-        r"(?<=\d)\s*(?:(?:[kMG]?(?:eV|Hz|Pa)|[kcmn][mgs]|erg|Å|\\AA|(?<=[\s/])[mgsKJNWVACTL])"
+        r"(?<=[\d}])\s*(?:(?:[kMG]?(?:eV|Hz|Pa)|[kcmn][mgs]|erg|Å|\\AA|(?<=[\s/])[mgsKJNWVACTL])"
         r"(?:\^\{?-?\d\}?)?[\s/]*)+$",
     ),
     Rule("12 per day -> 12", r"(?<=\d)\s+(?:ft|in|oz|lb|hr|km/h|[a-z]{3}[a-z\s]*)(?:\^\d)?$"),
