@@ -12,6 +12,7 @@ from stapo_lite.assemble import open_run
 from stapo_lite.config import load_config
 from stapo_lite.errors import InputError
 from stapo_lite.extras.turns.environments import Environments
+from stapo_lite.files import read_lines, write_lines
 
 CALL = '<tool_call>\n{{"name": "guess", "arguments": {{"number": {}}}}}\n</tool_call><|im_end|>'
 END = "Good.<|im_end|>"
@@ -157,10 +158,16 @@ def test_an_environment_on_the_command_line(write_config, tmp_path):
         "    def reset(self, prompt, answer): return 'Throw.'\n"
         "    def get_reward(self): return 0.25\n"
     )
+    write_lines(tmp_path / "held_out.jsonl", [{"prompt": "2 + 2", "answer": "4"}])
     config = write_config(
-        rollout__environment="dice:Dice", train__max_steps=1, reward__weights=[2.0]
+        rollout__environment="dice:Dice",
+        train__max_steps=1,
+        reward__weights=[2.0],
+        evaluation={"source": str(tmp_path / "held_out.jsonl"), "steps": 1},
     )
     (metrics,) = run(config)
+    evaluations = read_lines(tmp_path / "run" / "evaluations.jsonl")
+    assert [line["reward/Dice"] for line in evaluations] == [0.25, 0.25]
     assert metrics["reward"] == pytest.approx(2 * metrics["reward/parity:even"] + 0.25)
     written = tmp_path / "run" / "config.yaml"
     train = load_config(written, {"train.max_steps": 2})

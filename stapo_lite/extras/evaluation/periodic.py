@@ -116,7 +116,7 @@ class PeriodicEvaluation(Callback):
 
     def _answer(self, run: Run, rows: Sequence[Task]) -> list[Completion]:
         """A completion of each held-out row, made as in training."""
-        if not run.config.rollout.function:
+        if not run.config.rollout.several_turns:
             draws = draw(run.engine, rows, self._decoding, run.tokenizer)
             return [completion for _, completion in sorted(draws)]
         prompts = [row.prompt for row in rows]
