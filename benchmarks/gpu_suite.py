@@ -1,7 +1,7 @@
 """Run every GPU test and benchmark with one command on one CUDA card, without a network.
 
     python benchmarks/gpu_suite.py --out benchmarks/results/gpu.json [--only tests lm_head ...]
-    [--gpu-memory 24] [--set rollout.share_base=off]
+    [--gpu-memory 24] [--set rollout.share_base=false]
 
 Parts, the most telling first: `tests` (tests/gpu); `decoding` (tokens per second of Qwen3-8B in
 bf16, nf4 and fp8, with and without an adapter, and what vLLM leaves of the card); `lm_head`,

@@ -65,9 +65,6 @@ from stapo_lite.types import Prompt
 
 logger = logging.getLogger(__name__)
 
-ANSWERS_READ = 200
-"""About as many references of `math` are tried before a run; one takes a millisecond or two."""
-
 
 class PythonInputs(NamedTuple):
     """What a caller in Python gives a run besides its config."""
@@ -329,9 +326,6 @@ def open_rewards(
     """
     grader = MathGrader()
     closing.callback(grader.close)
-    if "math" in config.reward.functions and accelerator.is_main_process:
-        sample = range(0, len(data.prompts), 1 + len(data.prompts) // ANSWERS_READ)
-        grader.warn_of_unreadable([data.prompts[number].answer for number in sample])
     built_in = {"math": partial(math_reward, grader, config.reward)}
     rewards = RewardModel(config.reward, config.train.max_steps, functions, built_in)
     closing.callback(rewards.close)
@@ -393,19 +387,15 @@ def shared_base(engine: RolloutEngine, config: Config, accelerator: Accelerator)
     """A base model on the engine's weights; None if the trainer needs a copy of its own.
 
     Raises:
-        InputError: there is none, but the config requires one; or the weights are not laid out as
-            the model's.
+        InputError: the weights are not laid out as the model's.
     """
     weights = engine.shared_base() if config.may_share_base else None
-    if weights is None and config.rollout.share_base == "on":
-        raise InputError(
-            "rollout.share_base: the engine has no weights to share (on a CPU vLLM packs away all "
-            "weights that are not in 4 bits): set it to auto"
-        )
     if weights is None:
         return None
     # There may be no memory left for a copy.
-    with explained("rollout.share_base: the weights do not fit", InputError, fix=": set it to off"):
+    with explained(
+        "rollout.share_base: the weights do not fit", InputError, fix=": set it to false"
+    ):
         return base_on(weights, config.model, config.dtype, accelerator.device)
 
 

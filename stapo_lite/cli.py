@@ -132,7 +132,7 @@ def evaluate_command(config_file: ConfigFile, overrides: Overrides) -> None:
 
     config = load_eval_config(config_file, overrides)
     from stapo_lite.extras.evaluation.evaluate import evaluate
-    from stapo_lite.extras.evaluation.results import pass_table, results_table
+    from stapo_lite.extras.evaluation.results import results_page
 
     try:
         results = evaluate(config)
@@ -140,7 +140,7 @@ def evaluate_command(config_file: ConfigFile, overrides: Overrides) -> None:
         raise SystemExit("\ninterrupted; the same command continues the evaluation") from None
     _end_processes()
     if results is not None:
-        print(f"{results_table(results)}\n\n{pass_table(results)}\n\nresults: {config.output_dir}")
+        print(f"{results_page(results)}\nresults: {config.output_dir}")
 
 
 @app.command("show")

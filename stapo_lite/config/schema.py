@@ -227,9 +227,9 @@ class Rollout(Engine):
     """`server`: addresses that `stapo serve` has shown."""
     max_lag: NonNegativeInt = 0
     """`server`: steps that may be sampled ahead of the trainer."""
-    share_base: Annotated[Literal["auto", "on", "off"], _ON_OFF] = "auto"
-    """Train on vLLM's weights (docs/how.md#one-base-in-memory). `auto`: if `quantization` and
-    `rollout.quantization` agree; `on`: always, or the run ends; `off`: two copies."""
+    share_base: bool = True
+    """Train on vLLM's weights (docs/how.md#one-base-in-memory) if `quantization` and
+    `rollout.quantization` agree; else there are two copies."""
     self_check: bool = True
     """Before the first step, compare engine and trainer with a random adapter (docs/faults.md)."""
 
@@ -508,11 +508,7 @@ class Config(Preset):
     def may_share_base(self) -> bool:
         """Whether the trainer and a vLLM in its process may share the base's weights."""
         rollout = self.rollout
-        return (
-            rollout.share_base != "off"
-            and rollout.engine in ("auto", "vllm")
-            and self.same_quantization
-        )
+        return rollout.share_base and rollout.engine in ("auto", "vllm") and self.same_quantization
 
     def conflicts(self) -> Conflicts:
         objective = self.objective
@@ -520,7 +516,6 @@ class Config(Preset):
         train = self.train
         evaluation = self.evaluation
         corrected = objective.old_logprobs == "rollout" or objective.sampler_correction != "off"
-        quantization = self.quantization_in_vllm or "null"
         return [
             (
                 train.batch_size % train.mini_batch_size,
@@ -553,11 +548,6 @@ class Config(Preset):
                 rollout.max_lag and not corrected,
                 f"rollout.max_lag={rollout.max_lag} needs a correction for older adapters: set "
                 "objective.sampler_correction=token-truncate, or objective.old_logprobs=rollout",
-            ),
-            (
-                rollout.share_base == "on" and not self.may_share_base,
-                "rollout.share_base=on needs vLLM in the process with the trainer's weights: set "
-                f"rollout.engine=vllm and rollout.quantization={quantization}",
             ),
         ]
 

@@ -56,9 +56,9 @@ class Facts(NamedTuple):
 
 
 class Rule(NamedTuple):
-    holds: Callable[[Facts], bool]
+    holds: Callable[[Any], bool]
     text: str
-    """Its figures are those of the facts."""
+    """The likely cause, and the keys to change. In braces are figures of the facts."""
 
 
 CAUSES = {

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from stapo_lite.errors import RunError
 from stapo_lite.method.tokens import pack
+from stapo_lite.model.adapter import kind_of
 from stapo_lite.rollout.engine import Decoding, RolloutEngine
 from stapo_lite.training.learner import Learner
 from stapo_lite.training.memory import lent_device
@@ -123,12 +124,6 @@ def random_adapter(learner: Learner, prompts: Sequence[Prompt]) -> dict[str, Ten
         f"{EFFECT / 2} nats; check lora.target_modules, or, for a model without training, set "
         "rollout.self_check=false"
     )
-
-
-def kind_of(name: str) -> str:
-    """The kind of layer that a parameter adapts:
-    `base_model.model.model.layers.0.mlp.up_proj.lora_A.default.weight` -> `up_proj`."""
-    return name.partition(".lora_")[0].rpartition(".")[2]
 
 
 def scaled(adapter: dict[str, Tensor], kinds: Sequence[str], factor: float) -> dict[str, Tensor]:

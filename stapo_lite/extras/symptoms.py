@@ -7,10 +7,10 @@ completions (`causes.py`).
 import logging
 from collections.abc import Callable, Sequence
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from stapo_lite.errors import InputError
-from stapo_lite.extras.causes import CAUSES, NOTES, ask, example, look
+from stapo_lite.extras.causes import CAUSES, NOTES, Rule, ask, example, look
 from stapo_lite.files import append_lines, read_lines
 from stapo_lite.training.callbacks import Callback, Phase
 from stapo_lite.training.folder import SYMPTOMS_FILE
@@ -26,12 +26,6 @@ GROUPS = 16
 """Groups that show why a run cannot learn. They are looked at after step FIRST_LOOK, or once there
 are as many."""
 FIRST_LOOK = 2
-
-
-class Rule(NamedTuple):
-    holds: Callable[[Metrics], bool]
-    cause: str
-    """The likely cause, and the keys to change."""
 
 
 def _is(*names: str, when: Callable[[float, float], bool]) -> Callable[[Metrics], bool]:
@@ -137,7 +131,7 @@ class Symptoms(Callback):
 
     def on_step_end(self, run: Run, metrics: dict[str, Any], rollouts: Rollouts) -> None:
         for name in new_symptoms(run.history):
-            self._report(run, name, RULES[name].cause)
+            self._report(run, name, RULES[name].text)
             self._stop(run, name)
         groups = self._first_groups
         if groups is None or not run.accelerator.is_main_process:

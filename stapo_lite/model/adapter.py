@@ -81,10 +81,14 @@ def read_adapter(folder: Path) -> Any:
     )
     if not plain:
         raise InputError(f"adapter={folder}: not a plain LoRA adapter")
-    # model.layers.0.mlp.up_proj.lora_A.weight -> up_proj
-    layers = {name.partition(".lora_")[0].rpartition(".")[2] for name in names}
-    adapter.target_modules = sorted(layers)
+    adapter.target_modules = sorted({kind_of(name) for name in names})
     return adapter
+
+
+def kind_of(name: str) -> str:
+    """The kind of layer that a parameter adapts:
+    `base_model.model.model.layers.0.mlp.up_proj.lora_A.default.weight` -> `up_proj`."""
+    return name.partition(".lora_")[0].rpartition(".")[2]
 
 
 def read_fitting_adapter(folder: Path, model: str) -> Any:

@@ -22,6 +22,7 @@ from stapo_lite.model.processes import check_launch
 from stapo_lite.rewards.sandbox import end_with_parent
 from stapo_lite.rollout.vllm_options import vllm_version
 
+PACKAGES = ("torch", "transformers", "peft", "accelerate", "math-verify")
 ENDINGS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that come before a process is killed: from schedulers (Slurm: `--signal=USR1@60`), and
 from a terminal that is closed."""
@@ -61,7 +62,7 @@ def environment(engine: str, processes: int) -> dict[str, str]:
         "processes": str(processes),
         "engine": f"vllm {vllm_version()}" if engine == "vllm" else engine,
         "stapo_lite": version("stapo-lite"),
-        **{name: version(name) for name in ("torch", "transformers", "peft", "accelerate")},
+        **{name: version(name) for name in PACKAGES},
     }
 
 

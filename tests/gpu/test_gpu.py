@@ -184,7 +184,7 @@ def test_sleep_frees_the_cache_of_one_base_alone(small_model, one_base):
     assert process.exitcode == 0
 
 
-@pytest.mark.parametrize("share_base", ["on", "off"])
+@pytest.mark.parametrize("share_base", [True, False])
 @pytest.mark.parametrize("quantization", [None, "nf4"])
 def test_a_run_that_shares_the_card(small_model, write_config, tmp_path, quantization, share_base):
     """Engine and trainer, expandable segments: three steps."""

@@ -140,7 +140,7 @@ def share(checkpoint, weights, *overrides):
 def test_weights_that_do_not_fit_the_model_end_the_run(checkpoint, weights, change, there):
     weights[VALUES] = change(weights[VALUES])
     ours = f"{VALUES} is [64, 128] in torch.float32"
-    message = f"do not fit ({ours}, and the engine has {there}): set it to off"
+    message = f"do not fit ({ours}, and the engine has {there}): set it to false"
     with pytest.raises(InputError, match=f"^rollout.share_base: .*{re.escape(message)}$"):
         share(checkpoint, weights)
 
@@ -148,9 +148,7 @@ def test_weights_that_do_not_fit_the_model_end_the_run(checkpoint, weights, chan
 def test_the_trainer_loads_a_copy_if_the_engine_has_nothing_to_share(checkpoint, weights):
     """As vLLM on a CPU with its packed weights."""
     assert share(checkpoint, None) is None
-    with pytest.raises(InputError, match="rollout.share_base: the engine has no weights to share"):
-        share(checkpoint, None, "rollout.share_base=on")
-    assert share(checkpoint, weights, "rollout.share_base=off") is None
+    assert share(checkpoint, weights, "rollout.share_base=false") is None
 
 
 def test_a_tied_head_is_the_embedding_of_the_engine(tmp_path):
@@ -223,8 +221,8 @@ def outcome(folder):
 )
 def test_a_run_on_one_base_is_that_of_two_copies(in_4_bits, tmp_path, children, turns):
     """With evaluations while it trains, and also if it is killed and resumed."""
-    run(in_4_bits("off", share_base="off", **turns))
-    run(in_4_bits("on", share_base="on", **turns))
+    run(in_4_bits("off", share_base=False, **turns))
+    run(in_4_bits("on", share_base=True, **turns))
     config, third_step = in_4_bits("resumed", **turns), (4, 9)
     killed = children(interrupted.train, [str(config)], "update", third_step, signal.SIGKILL)
     assert killed == -signal.SIGKILL

@@ -246,15 +246,15 @@ def test_the_first_setting_that_fits_every_card_is_proposed(card, room, given, e
     ("free", "given", "share"),
     [
         # Adapter and optimiser wait in host memory.
-        (60_000, "rollout.share_base=auto", 60_000 / 100_000 - 0.04),
+        (60_000, "rollout.share_base=true", 60_000 / 100_000 - 0.04),
         # value, gradient and states; the base; activations of one sequence
-        (60_000, "rollout.share_base=off", (60_000 - 16 * 1000 - 20_000 - 3072) / 100_000 - 0.04),
+        (60_000, "rollout.share_base=false", (60_000 - 16 * 1000 - 20_000 - 3072) / 100_000 - 0.04),
         (60_000, "objective.teacher_adapter=one", (60_000 - 4 * 1000) / 100_000 - 0.04),
         (60_000, "objective.beta=0.1", 60_000 / 100_000 - 0.04),  # from the base
         (60_000, "lora.adapter=one", 60_000 / 100_000 - 0.04),
         (60_000, "lora.adapter=one objective.beta=0.1", (60_000 - 4 * 1000) / 100_000 - 0.04),
         (60_000, "rollout.gpu_memory_utilization=0.5", 0.5),
-        (None, "rollout.share_base=auto", None),
+        (None, "rollout.share_base=true", None),
     ],
 )
 def test_vllm_gets_what_the_trainer_leaves(card, free, given, share):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from jinja2 import Environment, PackageLoader
+from jinja2 import Template
 
 from stapo_lite.config import S2T, load_config
 from stapo_lite.extras.audit.charts import curves, plane
@@ -85,14 +85,13 @@ def find_spurious(metrics: pd.DataFrame, s2t: S2T) -> str:
 
 def write_page(folder: Path, charts: dict[str, bytes], values: dict[str, Any]) -> Path:
     """Write the charts, and `index.html` with the charts in it."""
-    loader = PackageLoader("stapo_lite.extras.audit", "")
-    environment = Environment(loader=loader, autoescape=True, trim_blocks=True)
+    text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    template = Template(text, autoescape=True, trim_blocks=True)
     pictures = {}
     folder.mkdir(parents=True, exist_ok=True)
     for name, image in charts.items():
         (folder / f"{name}.png").write_bytes(image)
         pictures[name] = (CAPTIONS[name], base64.b64encode(image).decode())
-    template = environment.get_template("page.html")
     page = template.render(pictures=pictures, version=version("stapo-lite"), **values)
     write_text(folder / "index.html", page)
     return folder / "index.html"

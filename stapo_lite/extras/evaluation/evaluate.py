@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from datetime import timedelta
 from hashlib import sha256
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +33,7 @@ from stapo_lite.model.processes import check_launch, resolve_dtype
 from stapo_lite.model.tokenizer import load_tokenizer
 from stapo_lite.rollout.engine import Decoding, RolloutEngine, RolloutSettings
 from stapo_lite.rollout.make import check_options, resolve_engine
-from stapo_lite.rollout.vllm_options import vllm_version
+from stapo_lite.training.lifecycle import environment
 
 logger = logging.getLogger(__name__)
 
@@ -170,15 +169,10 @@ def finish(config: EvalConfig, engine_name: str, tasks: Sequence[Task]) -> dict[
     """Judge the samples in the folder, which has all of them; write and return the results."""
     folder = Path(config.output_dir)
     samples = grade(tasks, read_samples(config))
-    packages = ("stapo-lite", "math-verify", "transformers", "torch")
-    versions = {name: version(name) for name in packages}
-    if engine_name == "vllm":
-        versions["vllm"] = vllm_version()
     results = {
         **config.model_dump(include={"model", "adapter", "decoding", "seed"}),
         **config.rollout.model_dump(include={"temperature", "top_p", "max_completion_length"}),
-        "engine": engine_name,
-        "versions": versions,
+        "environment": environment(engine_name, PartialState().num_processes),
         **summarise(samples),
     }
     verdicts = ({key: sample[key] for key in VERDICT} for sample in samples)

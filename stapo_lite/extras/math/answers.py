@@ -33,13 +33,12 @@ logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs what it c
 def grade(
     gold: Any, response: str, finished: bool, ordered: bool, tolerance: float
 ) -> tuple[bool, str | None]:
-    """Whether a response is right, and its final answer in canonical form (None if it has none).
-    The arguments are those of `final_answer` and `equivalent`."""
+    """Whether a response is right, and its final answer as written (None if it has none). The
+    arguments are those of `final_answer` and `equivalent`."""
     answer = final_answer(response, finished)
     if answer is None:
         return False, None
-    text = normalise(answer)
-    return equivalent(gold, answer, ordered, tolerance), str(_number(text) or _bare(text))
+    return equivalent(gold, answer, ordered, tolerance), answer
 
 
 def _nested(plain: str, opening: str, closing: str) -> str:
@@ -180,13 +179,6 @@ def equivalent(gold: Any, answer: str, ordered: bool = False, tolerance: float =
         tolerance: absolute difference up to which numbers are equal.
     """
     return _equal(_reference(gold), normalise(answer), ordered, Rational(tolerance))
-
-
-def readable(gold: Any) -> bool:
-    """Whether a gold is a word, or mathematics that can be compared as such."""
-    return all(
-        _LITERAL.fullmatch(part) or _value(part) is not None for part in _parts(_reference(gold))
-    )
 
 
 def _reference(gold: Any) -> str:

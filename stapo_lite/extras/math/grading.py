@@ -4,7 +4,6 @@ Answers such as `9^{9^{9^{9}}}` hang sympy in C code, which handles no signals; 
 process stops it.
 """
 
-import logging
 import os
 import resource
 from collections.abc import Sequence
@@ -13,8 +12,6 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any, NamedTuple
 
 from stapo_lite.rewards.sandbox import Pool
-
-logger = logging.getLogger(__name__)
 
 UNREADABLE = "?"
 """Replaces the answer if grading took too long or too much memory, or raised an error."""
@@ -49,51 +46,34 @@ class MathGrader:
         self._pool = Pool(num_workers, initializer=warm_up)
 
     def grade(self, questions: Sequence[Question]) -> list[tuple[bool, str | None]]:
-        """For each question whether the response is right, and its final answer in canonical form,
-        None if it has none."""
-        return self._call("grade", questions, failed=(False, UNREADABLE))
-
-    def warn_of_unreadable(self, golds: Sequence[Any]) -> None:
-        """Name golds that are neither words nor mathematics, such as proofs; they are compared as
-        text."""
-        readable = self._call("readable", [[gold] for gold in golds], failed=False)
-        prose = [gold for gold, good in zip(golds, readable, strict=True) if not good]
-        if prose:
-            message = "%d of %d answers read are no mathematics, and are compared as text: %.100r"
-            logger.warning(message, len(prose), len(golds), prose[0])
-
-    def _call(self, function: str, rows: Sequence[Sequence[Any]], failed: Any) -> list[Any]:
-        """Call a function of `answers.py` with the arguments of each row.
-
-        Args:
-            failed: in place of a value if a call fails or takes too long.
-        """
-        calls = self._pool.call(call, [[function, *row] for row in rows], self._timeout)
-        return [outcome(finished, failed) for finished in calls]
+        """For each question whether the response is right, and its final answer, None if it has
+        none."""
+        calls = self._pool.call(grade, questions, self._timeout)
+        return [outcome(call) for call in calls]
 
     def close(self) -> None:
         """Kill the processes."""
         self._pool.kill()
 
 
-def outcome(finished: Future, failed: Any) -> Any:
-    """A call's value."""
+def outcome(call: Future) -> tuple[bool, str | None]:
+    """What the grading of a question has found."""
     try:
-        return finished.result()
+        return call.result()
     except (BrokenProcessPool, CancelledError):  # no answer's fault
         raise
     except Exception:
-        return failed
+        return False, UNREADABLE
 
 
 def warm_up() -> None:
     """Load the parser in a new process before the clock runs, and limit its memory."""
     resource.setrlimit(resource.RLIMIT_AS, (WORKER_MEMORY_BYTES, WORKER_MEMORY_BYTES))
-    call("grade", "1/2", "it is $\\sqrt{2}$", True, False, 0.0)
+    grade(*Question("1/2", "it is $\\sqrt{2}$"))
 
 
-def call(function: str, *arguments: Any) -> Any:
-    """Call a function of `answers.py`; in the worker process."""
+def grade(*question: Any) -> tuple[bool, str | None]:
+    """Grade a response, in the worker process."""
     from stapo_lite.extras.math import answers  # slow to import
 
-    return getattr(answers, function)(*arguments)
+    return answers.grade(*question)

@@ -197,7 +197,6 @@ SPELLINGS = [
         r"d_1\approx1.6 -> 1.6",
         r"(?:^|(?<=[,;]))(?:[^\d=,;]*|\s*\\?[a-zA-Z]+_(?:\w|\{[^{}]*\})\s*)\\approx",
     ),
-    Rule(r"1/3 \approx 0.33 -> 1/3", r"(?<=\S)\s*\\approx[^,;]*$"),
     Rule(r"f(x)=\pm x -> \pm x", r"^\s*[a-z]\([a-z]\)\s*=\s*(?=\\pm)"),
     # Sets and intervals. A set is a list of its elements. math-verify cannot read `f(x)\in`.
     Rule(r"f(x)\in(0,1] -> x\in(0,1]", r"^\s*[a-zA-Z]+\([^()]*\)\s*(?=\\in(?![a-z]))", "x"),
@@ -256,8 +255,6 @@ NUMBERS = [
     Rule("12 per day -> 12", r"(?<=\d)\s+(?:ft|in|oz|lb|hr|km/h|[a-z]{3}[a-z\s]*)(?:\^\d)?$"),
     Rule(r"15 L_{\odot} -> 15", r"(?<=\d)\s*(?:[LMR]_\{?\\odot\}?|\^?\{?(?:\\prime\s*|')+\}?)$"),
     # What Python's fractions can read; of a mixed number, the sum of two.
-    Rule("75% -> 75e-2", r"%$", "e-2"),
-    Rule(r"-1\frac{1}{2} -> -1 -1/2", r"^(-?)(\d+)\s*\\frac\{(\d+)\}\{(\d+)\}", r"\1\2 \1\3/\4"),
     Rule(r"-\frac{1}{2} -> -1/2", r"^([+-]?)\\frac\{([+-]?\d+)\}\{(\d+)\}", r"\1\2/\3"),
 ]
 

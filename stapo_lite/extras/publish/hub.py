@@ -1,7 +1,6 @@
 """Repositories on the Hub: created before slow work, filled at its end or during a run."""
 
 from concurrent.futures import Future
-from importlib.metadata import version
 from pathlib import Path
 
 from huggingface_hub import HfApi
@@ -40,11 +39,8 @@ def push_folder(folder: Path, repository: str) -> str:
         InputError: the Hub refuses, or the connection is lost for good.
     """
     fix = f"; {folder} is complete; upload it with: hf upload {repository} {folder}"
-    message = f"stapo_lite {version('stapo-lite')}"
     with explained(f"--push-to-hub={repository}: not pushed", fix=fix):
-        commit = HfApi().upload_folder(
-            repo_id=repository, folder_path=folder, commit_message=message
-        )
+        commit = HfApi().upload_folder(repo_id=repository, folder_path=folder)
     return str(commit.repo_url)
 
 
