@@ -26,7 +26,7 @@ def against_trl():
     yield TABLES, f"and {whole:.1f} times for a step"
     own = 1 / update["zero 0.0"]["TRL / ours"]
     yield "README.md", f"| an update on two CPU cores | {own:.2f} of TRL's time | 1 |"
-    yield RESULTS_PAGE, f"TRL takes {token:.1f} times as long for a completion token"
+    yield RESULTS_PAGE, f"TRL takes {token:.1f} times as long per completion token"
     ratios = {share: update[f"zero {share}"]["TRL / ours"] for share in (0.0, 0.5, 0.75)}
     for share, ratio in ratios.items():
         yield TABLES, f"| {100 * share:.0f} % | {ratio:.1f} |"
@@ -46,10 +46,10 @@ def learned():
         cells = [rights[name], gains[name], f"{cut:.1f}"]
         cells += [f"{scores.loc[('tokens', name), 'mean']:.0f}", f"{code:.2g}"]
         yield RESULTS_PAGE, " | ".join(cells)
-    gain = gains["eval-stapo"].replace(" (", " points, ").removesuffix(")")
     before, after, baseline = (rights[f"eval-{name}"] for name in ("base", "stapo", "justrl"))
-    learned = f"{before} to {after} % of 200 short GSM8K test problems ({gain}; one seed)"
-    yield "README.md", f"{learned}, without the mask to {baseline} %"
+    learned = f"from {before} % to {after} % of short GSM8K problems with it"
+    yield "README.md", f"{learned} and to {baseline} % without it"
+    gain = gains["eval-stapo"].replace(" (", " points, ").removesuffix(")")
     seen = f"{before} % right before and {after} % after ({gain}"
     yield "configs/qwen2.5-0.5b_gsm8k.yaml", seen
 
