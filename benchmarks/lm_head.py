@@ -22,12 +22,12 @@ from common import save, seconds
 from memory import peak_bytes
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 
-from stapo_lite.method.lm_head import token_statistics
+from stapo_lite.method.lm_head import Head, token_statistics
 from stapo_lite.model.processes import resolve_dtype
 
 
 def ours(hidden, weight, targets, memory_bytes):
-    result = token_statistics(hidden, weight, targets, memory_bytes=memory_bytes)
+    result = token_statistics(hidden, Head(weight, memory_bytes=memory_bytes), targets)
     return result.logprobs, result.entropy
 
 

@@ -114,7 +114,7 @@ def open_run(
     with ExitStack() as closing:  # closes everything, even if one close raises
         accelerator = lifecycle.make_accelerator(config.log, folder / "logs")
         # A mistake in the config should cost seconds, and leave the folder as it is.
-        check_folder(folder, resume)
+        newest = find_checkpoint(folder, resume)
         engine_name = resolve_engine(config.rollout.engine)
         dtype = resolve_dtype(config.dtype, config.rollout.quantization)
         lora = name_layers(config.lora, config.model)
@@ -127,7 +127,8 @@ def open_run(
         if accelerator.is_main_process:
             closing.enter_context(lock(folder))
         accelerator.wait_for_everyone()
-        newest = find_checkpoint(config, resume, force, accelerator)
+        if newest:
+            accelerator.print(checkpoint.check_resume(newest, config, force))
         run = build(config, engine_name, data, newest, python, accelerator, closing)
         try:
             run.call(Callback.on_train_begin)
@@ -259,8 +260,8 @@ def close(callback: Callback) -> None:
         logger.warning("callback %s: close failed (%s)", type(callback).__name__, one_line(error))
 
 
-def check_folder(folder: Path, resume: bool) -> None:
-    """Check that a run may use a folder.
+def find_checkpoint(folder: Path, resume: bool) -> Path | None:
+    """The checkpoint that a run in this folder continues from, if it has one.
 
     Raises:
         InputError: it holds other files; or a run, which is not to be resumed or cannot be.
@@ -272,21 +273,7 @@ def check_folder(folder: Path, resume: bool) -> None:
         raise InputError(f"output_dir={folder} holds a run: --resume it, or choose another folder")
     if not (resume and saved) and (folder / "adapter").exists():
         raise InputError(f"--resume: {folder} has an adapter, but no checkpoint to continue from")
-
-
-def find_checkpoint(
-    config: Config, resume: bool, force: bool, accelerator: Accelerator
-) -> Path | None:
-    """The checkpoint that a run continues from, if it has one.
-
-    Raises:
-        InputError: it may not continue with this config (`check_resume`).
-    """
-    saved = checkpoint.list_checkpoints(Path(config.output_dir)) if resume else []
-    if not saved:
-        return None
-    accelerator.print(checkpoint.check_resume(saved[-1], config, force))
-    return saved[-1]
+    return saved[-1] if saved else None
 
 
 def open_data(

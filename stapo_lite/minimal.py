@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from stapo_lite.config import Objective
 from stapo_lite.files import read_jsonl
 from stapo_lite.method.advantages import group_advantages
-from stapo_lite.method.lm_head import token_statistics
+from stapo_lite.method.lm_head import Head, token_statistics
 from stapo_lite.method.loss import find_factors, policy_loss
 from stapo_lite.method.masks import find_masks
 from stapo_lite.method.microbatches import cut_evenly
@@ -170,7 +170,7 @@ def statistics(model: Any, completions: Sequence[Completion]) -> TokenStatistics
     targets = torch.tensor([token for c in completions for token in c.token_ids])
     # The logits of all tokens at once would not fit on a card; this goes through them in tiles.
     head = causal_lm.get_output_embeddings().weight
-    return token_statistics(torch.cat(hidden), head, targets.to(head.device))
+    return token_statistics(torch.cat(hidden), Head(head), targets.to(head.device))
 
 
 def alone(values: Tensor) -> Tensor:

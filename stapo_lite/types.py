@@ -33,6 +33,20 @@ def derived_seed(*parts: object) -> int:
     return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:8]) >> 1
 
 
+def copied(value: Any, keep_none: bool = True) -> Any:
+    """Copy lists and dictionaries, also nested ones; anything else stays the same object.
+
+    Args:
+        keep_none: whether the copies of dictionaries have the fields that are None.
+    """
+    if isinstance(value, dict):
+        parts = value.items()
+        return {k: copied(part, keep_none) for k, part in parts if keep_none or part is not None}
+    if isinstance(value, list):
+        return [copied(part, keep_none) for part in value]
+    return value
+
+
 @dataclass
 class Prompt:
     """One row of the data set, rendered."""

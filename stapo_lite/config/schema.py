@@ -265,7 +265,7 @@ class Rollout(Engine):
 class S2T(Section):
     """Silencing Spurious Tokens, the keep-mask of STAPO."""
 
-    preset: Literal["paper", "paper-v1", "article", "full", "high-entropy", "random"] = "paper"
+    preset: Literal[*PRESETS["objective.s2t.preset"]] = "paper"  # type: ignore[valid-type]
     """Sets the keys below: the revised paper, its first version, the authors' article (also
     `objective.entropy_coef`), or an ablation."""
     enabled: bool = True
@@ -459,10 +459,7 @@ class Preset(Section):
 class Config(Preset):
     """A whole run."""
 
-    algorithm: Literal[
-        "stapo", "grpo", "dr-grpo", "dapo", "justrl", "20-entropy",
-        "cispo", "gspo", "dppo", "sapo", "maxrl", "stare", "distill",
-    ] = "stapo"  # fmt: skip
+    algorithm: Literal[*PRESETS["algorithm"]] = "stapo"  # type: ignore[valid-type]
     """Sets keys that you do not give (docs/methods.md)."""
     model: UserPath
     """Base model: a folder, or a name on the Hub."""
@@ -495,14 +492,9 @@ class Config(Preset):
         return self.data.max_prompt_length + self.rollout.max_completion_length
 
     @property
-    def quantization_in_vllm(self) -> str | None:
-        """vLLM's name for the trainer's quantisation."""
-        return "bitsandbytes" if self.quantization else None
-
-    @property
     def same_quantization(self) -> bool:
         """Whether trainer and vLLM have the base in the same format."""
-        return self.rollout.quantization == self.quantization_in_vllm
+        return self.rollout.quantization == ("bitsandbytes" if self.quantization else None)
 
     @property
     def may_share_base(self) -> bool:

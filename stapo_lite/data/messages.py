@@ -7,6 +7,7 @@ from typing import Any
 
 from stapo_lite.config import Prompting
 from stapo_lite.errors import InputError, explained
+from stapo_lite.types import copied
 
 
 def render(prompt: Any, tokenizer: Any, prompting: Prompting, where: str) -> str:
@@ -32,8 +33,6 @@ def prompt_text(prompt: Any) -> str:
     """A prompt's text, or that of its messages; empty for anything else."""
     if isinstance(prompt, str):
         return prompt
-    if find_fault(prompt, templated=True):
-        return ""
     return "\n".join(message.get("content", "") for message in _messages(prompt))
 
 
@@ -111,18 +110,8 @@ def _is_message(value: Any) -> bool:
 
 def _messages(prompt: Any) -> list[dict[str, Any]]:
     """Copies of messages, with the parts of their contents joined."""
-    messages = _without_none(prompt)
+    messages = copied(prompt, keep_none=False)  # None: a field that only other rows have
     for message in messages:
         if isinstance(message.get("content"), list):
             message["content"] = "".join(part["text"] for part in message["content"])
     return messages
-
-
-def _without_none(value: Any) -> Any:
-    """Copy messages without fields that are None: a data set fills in None for fields that only
-    other rows have."""
-    if isinstance(value, dict):
-        return {key: _without_none(part) for key, part in value.items() if part is not None}
-    if isinstance(value, list):
-        return [_without_none(part) for part in value]
-    return value

@@ -35,20 +35,15 @@ class Head(NamedTuple):
 
     weight: Tensor
     """[V, D]"""
-    bias: Tensor | None
+    bias: Tensor | None = None
     """[V]"""
-    temperature: float
+    temperature: float = 1.0
+    memory_bytes: int = 256 << 20
+    """Workspace; sets the chunk sizes."""
 
 
 def token_statistics(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    bias: Tensor | None = None,
-    temperature: float = 1.0,
-    memory_bytes: int = 256 << 20,
-    differentiable_entropy: bool = False,
+    hidden: Tensor, head: Head, targets: Tensor, differentiable_entropy: bool = False
 ) -> TokenStatistics:
     """Statistics of softmax((hidden W^T + bias) / temperature) for each token.
 
@@ -68,44 +63,34 @@ def token_statistics(
     Raises:
         ValueError: the head requires a gradient.
     """
-    if weight.requires_grad or (bias is not None and bias.requires_grad):
+    if head.weight.requires_grad or (head.bias is not None and head.bias.requires_grad):
         raise ValueError(
             "the head is frozen here, and gets no gradient: set its requires_grad to False"
         )
     if not torch.is_grad_enabled():
         hidden = hidden.detach()  # then only the first product runs
-    head = Head(weight, bias, temperature)
     # autocast would round to bf16
-    with torch.autocast(hidden.device.type, enabled=False), _bf16_products(weight):
-        values = _FrozenHead.apply(hidden, head, targets, memory_bytes, differentiable_entropy)
+    with torch.autocast(hidden.device.type, enabled=False), _bf16_products(head.weight):
+        values = _FrozenHead.apply(hidden, head, targets, differentiable_entropy)
         return TokenStatistics(*values)
 
 
 @torch.no_grad()
-def top_tokens(
-    hidden: Tensor,
-    weight: Tensor,
-    k: int,
-    *,
-    bias: Tensor | None = None,
-    temperature: float = 1.0,
-    memory_bytes: int = 256 << 20,
-) -> tuple[Tensor, Tensor]:
+def top_tokens(hidden: Tensor, head: Head, k: int) -> tuple[Tensor, Tensor]:
     """The k most probable tokens of a few hidden states, the most probable first. Arguments are as
     in `token_statistics`, but all logits are in memory, [n, V] fp32.
 
     Returns:
         ids [n, k] int64, and their probabilities at the temperature, [n, k] fp32.
     """
-    _, v = chunk_sizes(len(hidden), weight, memory_bytes)
-    head = Head(weight, bias, temperature)
-    with torch.autocast(hidden.device.type, enabled=False), _bf16_products(weight):
+    _, v = chunk_sizes(len(hidden), head)
+    with torch.autocast(hidden.device.type, enabled=False), _bf16_products(head.weight):
         logits = torch.cat([part.clone() for *_, part in _logit_tiles(hidden, head, v)], 1)
     best = logits.softmax(1).topk(k)
     return best.indices, best.values
 
 
-def chunk_sizes(tokens: int, weight: Tensor, memory_bytes: int, count: int = 1) -> tuple[int, int]:
+def chunk_sizes(tokens: int, head: Head, count: int = 1) -> tuple[int, int]:
     """Rows of hidden and of weight per tile, so that the fp32 workspace stays within the budget.
 
     The workspace of a tile of n tokens x v vocabulary rows: logits and exponentials (2 n v), a copy
@@ -115,8 +100,8 @@ def chunk_sizes(tokens: int, weight: Tensor, memory_bytes: int, count: int = 1) 
     cuBLAS has fast kernels only for such leading dimensions. A budget smaller than one such tile is
     exceeded.
     """
-    vocabulary, width = weight.shape
-    floats = memory_bytes / 4
+    vocabulary, width = head.weight.shape
+    floats = head.memory_bytes / 4
     # A square tile, n = v, takes 2 n^2 + wide n numbers: solve for n.
     wide = (2 + count) * width
     square = (math.sqrt(wide**2 + 8 * floats) - wide) / 4
@@ -139,10 +124,10 @@ class _FrozenHead(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden, head, targets, memory_bytes, with_entropy):
+    def forward(ctx: Any, hidden, head, targets, with_entropy):
         # Gradients: of the log-probability, and of the entropy if asked.
         count = 2 if with_entropy else 1
-        n, v = chunk_sizes(len(hidden), head.weight, memory_bytes, count)
+        n, v = chunk_sizes(len(hidden), head, count)
         if not ctx.needs_input_grad[0]:
             count = 0
         statistics = hidden.new_empty(3, len(hidden), dtype=torch.float32)
@@ -166,7 +151,7 @@ class _FrozenHead(torch.autograd.Function):
         d_hidden = torch.zeros_like(of_statistics[0])
         for of_statistic, gradient in zip(of_statistics, gradients, strict=False):
             d_hidden.addcmul_(of_statistic, gradient[:, None])
-        return d_hidden, None, None, None, None
+        return d_hidden, None, None, None
 
 
 def _sweep(hidden, head, targets, v, count: int):

@@ -176,11 +176,16 @@ def find_factors(
     sequences = counts.new_full((), len(counts))
     # All that is needed of the other processes comes in one message, for which the host waits once.
     numbers = [counts.sum(), (counts > 0).sum(), sequences, kept_and_trained]
-    *totals, with_gradient = map(int, reduce(torch.stack(numbers)).tolist())
+    counted_tokens, nonempty, completions, with_gradient = reduce(torch.stack(numbers)).tolist()
     if with_gradient == 0:
         return None
-    factors = sequence_factors(counts, Totals(*totals), objective.aggregation, longest)
-    return factors[tokens.owner]
+    if objective.aggregation == "token-mean":  # DAPO, eq. 8
+        denominators = torch.full_like(counts, counted_tokens)
+    elif objective.aggregation == "sequence-mean":  # GRPO
+        denominators = counts.clamp(min=1) * nonempty
+    else:  # Dr. GRPO
+        denominators = torch.full_like(counts, completions * longest)
+    return (1 / denominators).float()[tokens.owner]
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
@@ -338,37 +343,6 @@ def segment_sum(values: Tensor, rows: Tensor, sequences: int) -> Tensor:
     """Sum of each sequence's values, [sequences] float64."""
     sums = torch.zeros(sequences, dtype=torch.float64, device=values.device)
     return sums.index_add_(0, rows, values.double())
-
-
-class Totals(NamedTuple):
-    """Counts over a whole mini-batch, on all processes. Tokens are the kept ones, or with
-    `renormalize: false` all that the model wrote."""
-
-    tokens: int
-    counted_sequences: int
-    """Sequences with at least one such token."""
-    sequences: int
-
-
-def sequence_factors(
-    counts: Tensor, totals: Totals, aggregation: str, max_completion_length: int
-) -> Tensor:
-    """The factor on each sequence's kept tokens: the mini-batch's loss is the plain sum of factor *
-    token loss.
-
-    Args:
-        counts: [B], the tokens of each sequence, counted as in `Totals`.
-        aggregation: `token-mean` (DAPO, eq. 8), `sequence-mean` (GRPO), `constant` (Dr. GRPO:
-            divide by completions x `max_completion_length`).
-
-    Returns:
-        [B] fp32.
-    """
-    if aggregation == "sequence-mean":
-        return (1 / (counts.clamp(min=1) * totals.counted_sequences)).float()
-    constant = totals.sequences * max_completion_length
-    denominator = constant if aggregation == "constant" else totals.tokens
-    return torch.full_like(counts, 1 / denominator, dtype=torch.float32)
 
 
 def logit_gradient_norm(slope: Tensor, logprobs: Tensor, collision: Tensor) -> Tensor:

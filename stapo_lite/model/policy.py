@@ -12,7 +12,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from stapo_lite.config import Config, Train
 from stapo_lite.files import open_to_others
-from stapo_lite.method.lm_head import token_statistics, top_tokens
+from stapo_lite.method.lm_head import Head, token_statistics, top_tokens
 from stapo_lite.method.tokens import send
 from stapo_lite.model.adapter import add_adapter, load_adapter
 from stapo_lite.model.fused import fuse
@@ -110,9 +110,9 @@ class Policy:
         targets = [token for completion in completions for token in completion.token_ids]
         return token_statistics(
             self.hidden_states(completions),
-            targets=send(torch.tensor(targets, dtype=torch.int64), self.device),
-            differentiable_entropy=differentiable_entropy,
-            **self._lm_head,
+            self._lm_head,
+            send(torch.tensor(targets, dtype=torch.int64), self.device),
+            differentiable_entropy,
         )
 
     def hidden_states(self, completions: Sequence[Completion]) -> Tensor:
@@ -137,7 +137,7 @@ class Policy:
             places.append(torch.arange(start, start + len(completion.token_ids)))
         hidden = self._decode(send(input_ids, self.device)).flatten(0, 1)
         hidden = hidden.index_select(0, send(torch.cat(places), self.device))
-        return hidden.to(self._lm_head["weight"].dtype)
+        return hidden.to(self._lm_head.weight.dtype)
 
     def _decode(self, input_ids: Tensor) -> Tensor:
         """Last hidden states, [rows, length, D]."""
@@ -155,18 +155,13 @@ class Policy:
     def top_tokens(self, hidden: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Ids and probabilities of the k most probable tokens, both [n, k], for [n, D] hidden
         states."""
-        return top_tokens(hidden, k=k, **self._lm_head)
+        return top_tokens(hidden, self._lm_head, k)
 
     @property
-    def _lm_head(self) -> dict[str, Any]:
-        """The frozen head, as the functions of `method/lm_head.py` take it."""
+    def _lm_head(self) -> Head:
+        """The frozen head."""
         head = self._causal_lm.get_output_embeddings()
-        return {
-            "weight": head.weight,
-            "bias": head.bias,
-            "temperature": self._temperature,
-            "memory_bytes": self._head_memory,
-        }
+        return Head(head.weight, head.bias, self._temperature, self._head_memory)
 
     @torch.no_grad()
     def reference_logprobs(self, completions: Sequence[Completion]) -> Tensor:

@@ -13,7 +13,7 @@ from stapo_lite.config import Reward
 from stapo_lite.errors import InputError, RunError
 from stapo_lite.loop_thread import submit
 from stapo_lite.rewards.sandbox import Pool, SandboxError, call, check_callable, plain, run_in
-from stapo_lite.types import Completion
+from stapo_lite.types import Completion, copied
 
 logger = logging.getLogger(__name__)
 
@@ -123,24 +123,15 @@ def reward_arguments(
     names = {name for p in prompts for name in p.columns}
     answers: list[str | list[dict[str, Any]]] = []
     for c in completions:
-        turns = copied(c.messages) or [{"role": "assistant", "content": c.text}]
+        turns = c.messages or [{"role": "assistant", "content": c.text}]
         answers.append(c.text if isinstance(c.prompt.prompt, str) else turns)
-    columns = {name: [copied(p.columns.get(name)) for p in prompts] for name in names}
-    return columns | {  # these win over columns of the same name
-        "prompts": [copied(p.prompt) for p in prompts],
+    columns: dict[str, Any] = {name: [p.columns.get(name) for p in prompts] for name in names}
+    columns |= {  # these win over columns of the same name
+        "prompts": [p.prompt for p in prompts],
         "completions": answers,
-        "completion_ids": [list(c.token_ids) for c in completions],
-        "trainer_state": trainer_state,
+        "completion_ids": [c.token_ids for c in completions],
     }
-
-
-def copied(value: Any) -> Any:
-    """Copy lists and dictionaries, also nested ones; anything else stays the same object."""
-    if isinstance(value, dict):
-        return {key: copied(part) for key, part in value.items()}
-    if isinstance(value, list):
-        return [copied(part) for part in value]
-    return value
+    return copied(columns | {"trainer_state": trainer_state})
 
 
 def check_scores(name: str, values: Scores, count: int) -> Scores:
@@ -258,21 +249,18 @@ class SandboxedFunction:
             values = self._run(call, self._path, arguments, seed % 2**32)
             scores = check_scores(self._path, values, len(completions))
         except SandboxError as error:
-            self._fail(error)
-            return [None] * len(completions)
-        self._failures = 0
-        return scores
-
-    def _fail(self, problem: SandboxError) -> None:
-        failed = f"reward.functions={self._path}: {problem}; it"
-        cause = problem.__cause__  # with the lines of the user's function
-        logger.warning("%s scores none of these completions", failed, exc_info=cause)
-        self._failures += 1
-        if self._failures >= MAX_FAILURES:
+            failed = f"reward.functions={self._path}: {error}; it"
+            cause = error.__cause__  # with the lines of the user's function
+            logger.warning("%s scores none of these completions", failed, exc_info=cause)
+            self._failures += 1
+            if self._failures < MAX_FAILURES:
+                return [None] * len(completions)
             raise RunError(
                 f"{failed} failed on {self._failures} batches in a row: fix it, or raise "
                 "reward.function_timeout, and continue with --resume"
-            )
+            ) from None
+        self._failures = 0
+        return scores
 
     def close(self) -> None:
         """Kill its process, and with it a running call."""

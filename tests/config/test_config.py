@@ -165,6 +165,12 @@ def test_a_key_in_python_needs_no_section():
         load_config(MINIMAL, {"max_step": 3})
 
 
+def test_every_method_can_be_chosen():
+    for name in PRESETS["algorithm"]:
+        overrides = [f"algorithm={name}", "objective.teacher_server=http://a"]
+        assert load_config(MINIMAL, overrides).algorithm == name
+
+
 def test_overrides_apply_in_order_and_one_tracker_needs_no_list():
     assert load_config(MINIMAL, ["lora={r: 8}", "lora.r=4", "lora={r: 16}"]).lora.r == 16
     given = {"none": [], "[none]": [], "wandb": ["wandb"], "[wandb, trackio]": ["wandb", "trackio"]}

@@ -31,7 +31,7 @@ from helpers import (
 from memory import peak_bytes
 from random_model import build, qwen3
 
-from stapo_lite.method.lm_head import token_statistics
+from stapo_lite.method.lm_head import Head, token_statistics
 from stapo_lite.method.microbatches import sequence_length
 from stapo_lite.model.one_base import base_on
 from stapo_lite.training.folder import read_metrics
@@ -67,8 +67,8 @@ def test_lm_head_against_float64(dtype, tolerance, entropy):
     hidden = (1.5 * torch.randn(300, 256, generator=generator)).to(CUDA, dtype).requires_grad_()
     weight = (torch.randn(5003, 256, generator=generator) / 16).to(CUDA, dtype)
     targets = torch.randint(0, 5003, (300,), generator=generator).to(CUDA)
-    options = {"temperature": 0.7, "memory_bytes": 4 << 20, "differentiable_entropy": entropy}
-    actual = token_statistics(hidden, weight, targets, **options)
+    options = {"temperature": 0.7, "memory_bytes": 4 << 20}
+    actual = token_statistics(hidden, Head(weight, **options), targets, entropy)
     reference = hidden.detach().double().requires_grad_()
     expected = dense(reference, weight, None, targets, 0.7)
     for got, want in zip(actual, expected, strict=True):
@@ -84,7 +84,9 @@ def test_lm_head_stays_within_its_budget():
     targets = torch.randint(0, 50_000, (4096,), device=CUDA)
 
     def run():
-        token_statistics(hidden, weight, targets, memory_bytes=64 << 20).logprobs.sum().backward()
+        token_statistics(
+            hidden, Head(weight, memory_bytes=64 << 20), targets
+        ).logprobs.sum().backward()
 
     run()
     assert peak_bytes(run) < (64 << 20) + 3 * hidden.nbytes + (1 << 20)

@@ -6,7 +6,7 @@ from helpers import dense, relative
 from memory import peak_bytes
 from torch.utils.flop_counter import FlopCounterMode
 
-from stapo_lite.method.lm_head import token_statistics, top_tokens
+from stapo_lite.method.lm_head import Head, token_statistics, top_tokens
 
 N, D, V = 140, 24, 271
 BUDGET = 4 * (2 * 128 * 128 + 3 * 128 * D)  # the smallest tiles, 128 x 128: two by three of them
@@ -32,7 +32,7 @@ def test_statistics_and_gradient_match_dense(dtype, tolerance, bias, temperature
     expected = dense(reference, weight, offset, targets, temperature)
     hidden.requires_grad_()
     options = {"bias": offset, "temperature": temperature, "memory_bytes": budget}
-    actual = token_statistics(hidden, weight, targets, **options, differentiable_entropy=entropy)
+    actual = token_statistics(hidden, Head(weight, **options), targets, entropy)
     assert [values.requires_grad for values in actual] == [True, entropy, False]
     for got, want in zip(actual, expected, strict=True):
         assert got.dtype == FP32
@@ -52,7 +52,7 @@ def test_top_tokens_match_dense(dtype, bias, k, budget):
     logits = hidden.double() @ weight.double().T + (0 if offset is None else offset.double())
     expected = (logits / 1.3).softmax(-1).topk(k)
     options = {"bias": offset, "temperature": 1.3, "memory_bytes": budget}
-    ids, probabilities = top_tokens(hidden, weight, k, **options)
+    ids, probabilities = top_tokens(hidden, Head(weight, **options), k)
     exact = (logits / 1.3).softmax(-1).gather(1, ids)  # near ties may change places
     torch.testing.assert_close(exact, expected.values, rtol=1e-4, atol=0)
     torch.testing.assert_close(probabilities.double(), expected.values, rtol=1e-5, atol=1e-9)
@@ -62,15 +62,15 @@ def test_top_tokens_match_dense(dtype, bias, k, budget):
 def test_both_passes_take_two_or_three_products_and_forward_alone_one(entropy, products):
     hidden, weight, _, targets = make()
     hidden.requires_grad_()
-    options = {"memory_bytes": BUDGET, "differentiable_entropy": entropy}
+    head = Head(weight, memory_bytes=BUDGET)
     counted = {
         torch.ops.aten.mm: lambda a, b, **_: a[0] * a[1] * b[1],
         torch.ops.aten.addmm_: lambda out, a, b, **_: a[0] * a[1] * b[1],
     }
     with FlopCounterMode(display=False, custom_mapping=counted) as both_passes:
-        token_statistics(hidden, weight, targets, **options).logprobs.sum().backward()
+        token_statistics(hidden, head, targets, entropy).logprobs.sum().backward()
     with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=counted) as forward:
-        token_statistics(hidden, weight, targets, **options)
+        token_statistics(hidden, head, targets, entropy)
     assert both_passes.get_total_flops() == products * N * D * V
     assert forward.get_total_flops() == N * D * V
 
@@ -93,7 +93,7 @@ def test_statistics_are_exact_whatever_autocast_says(sizes, dtype, scale, rtol, 
     settings = torch.backends.mkldnn.matmul
     before, settings.fp32_precision = settings.fp32_precision, "ieee"
     with torch.autocast("cpu", BF16):
-        actual = token_statistics(hidden, weight, targets)
+        actual = token_statistics(hidden, Head(weight), targets)
     after, settings.fp32_precision = settings.fp32_precision, before
     assert after == "ieee"
     for got, want in zip(actual, dense(hidden, weight, None, targets, 1.0), strict=True):
@@ -109,8 +109,8 @@ def test_the_workspace_stays_within_the_budget(dtype, entropy, width):
     budget = 8 << 20  # the logits would take 40 MB
 
     def run():
-        options = {"memory_bytes": budget, "differentiable_entropy": entropy}
-        token_statistics(hidden, weight, targets, **options).logprobs.sum().backward()
+        head = Head(weight, memory_bytes=budget)
+        token_statistics(hidden, head, targets, entropy).logprobs.sum().backward()
 
     run()
     results = (2 + entropy) * hidden.nbytes  # the gradients, kept and scaled
@@ -119,7 +119,7 @@ def test_the_workspace_stays_within_the_budget(dtype, entropy, width):
 
 def test_a_head_that_is_not_frozen_is_refused_and_no_tokens_have_no_statistics():
     hidden, weight, _, targets = make()
-    empty = token_statistics(hidden[:0], weight, targets[:0])
+    empty = token_statistics(hidden[:0], Head(weight), targets[:0])
     assert [tuple(values.shape) for values in empty] == [(0,)] * 3
     with pytest.raises(ValueError, match="the head is frozen"):
-        token_statistics(hidden, weight.requires_grad_(), targets)
+        token_statistics(hidden, Head(weight.requires_grad_()), targets)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stapo_lite.method.lm_head import token_statistics
+from stapo_lite.method.lm_head import Head, token_statistics
 from stapo_lite.method.loss import logit_gradient_norm, token_loss
 
 VOCABULARY = 50
@@ -39,7 +39,7 @@ def check(logits, target, shift, advantage, kind="clip"):
     old, advantages = logprob.detach() + shift, torch.full_like(logprob, advantage)
     loss = token_loss(kind, logprob, logprob - old, advantages, 0.2, 0.28).loss
     exact = torch.autograd.grad(loss.sum(), a)[0].norm().item()
-    s = token_statistics(logits.float()[None], torch.eye(VOCABULARY), torch.tensor([target]))
+    s = token_statistics(logits.float()[None], Head(torch.eye(VOCABULARY)), torch.tensor([target]))
     log_ratio = s.logprobs - old.float()
     gradient = token_loss(kind, s.logprobs, log_ratio, advantages.float(), 0.2, 0.28).slope
     norm, w = logit_gradient_norm(gradient, s.logprobs, s.collision).item(), gradient.item()

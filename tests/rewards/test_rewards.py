@@ -48,14 +48,14 @@ def score(functions, completions, own=None, steps=(4,), grader=None, **settings)
     return [c.reward for c in completions]
 
 
-def test_questions_are_graded_in_order_with_the_answer_in_one_spelling(grader):
+def test_questions_are_graded_in_order_with_the_answer_as_written(grader):
     cases = [
-        (Question("0.5", r"\boxed{\dfrac12}"), (True, "1/2")),
-        (Question("1,3", r"\boxed{3, 1}"), (True, "3,1")),
-        (Question("1,3", r"\boxed{3, 1}", ordered=True), (False, "3,1")),
-        (Question("4.2", r"\boxed{4.3}", tolerance=0.2), (True, "43/10")),
+        (Question("0.5", r"\boxed{\dfrac12}"), (True, r"\dfrac12")),
+        (Question("1,3", r"\boxed{3, 1}"), (True, "3, 1")),
+        (Question("1,3", r"\boxed{3, 1}", ordered=True), (False, "3, 1")),
+        (Question("4.2", r"\boxed{4.3}", tolerance=0.2), (True, "4.3")),
         (Question("4.2", "no idea"), (False, None)),
-        (Question(4, "The answer is $4$."), (True, "4")),
+        (Question(4, "The answer is $4$."), (True, "$4$")),
         (Question("4", "the answer is 4", finished=False), (False, None)),
         (Question("4", "larger than a pipe " * 30_000 + r"\boxed{4}"), (True, "4")),
     ]
@@ -78,9 +78,9 @@ def test_a_pathological_answer_costs_at_most_the_limit_and_is_wrong():
 def test_graders_that_do_not_start_or_are_closed_call_no_answer_wrong(monkeypatch):
     with closing(MathGrader(num_workers=1)) as grader:
         assert grader.grade([RIGHT]) == [(True, "4")]
-        call = grader._pool.schedule(grading.call, ["grade", *ENDLESS])
+        call = grader._pool.schedule(grading.grade, ENDLESS)
     with pytest.raises(CancelledError):
-        grading.outcome(call, None)
+        grading.outcome(call)
     monkeypatch.setattr(grading, "warm_up", os.abort)
     with closing(MathGrader(num_workers=1)) as grader, pytest.raises(BrokenProcessPool):
         grader.grade([RIGHT])

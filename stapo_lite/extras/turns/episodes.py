@@ -33,7 +33,6 @@ from stapo_lite.extras.turns.tools import (
 )
 from stapo_lite.loop_thread import submit
 from stapo_lite.progress import progress_bar
-from stapo_lite.rewards.functions import copied
 from stapo_lite.rollout.engine import (
     Decoding,
     RolloutEngine,
@@ -41,7 +40,7 @@ from stapo_lite.rollout.engine import (
     each_sample,
     in_groups,
 )
-from stapo_lite.types import Completion, Prompt, derived_seed
+from stapo_lite.types import Completion, Prompt, copied, derived_seed
 
 
 @dataclass(eq=False)
