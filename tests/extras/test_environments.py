@@ -74,6 +74,25 @@ def test_an_episode_in_an_environment(tiny_model):
     assert sent.token_ids == completion.token_ids
 
 
+def test_environments_are_used_again_once_their_completions_are_gone(tiny_model):
+    """As TRL's are: they may hold connections, of which a server has so many only."""
+    environments = Environments(Game)
+    chat = make_chat(tiny_model)
+    first, _ = talk(chat, environments, END)
+    second, _ = talk(chat, environments, END)
+    one, other = (id(completion.prompt.live["environments"]) for completion in (first, second))
+    assert one != other
+    del first
+    third, _ = talk(chat, environments, END)
+    assert id(third.prompt.live["environments"]) == one
+
+
+def test_an_environment_has_no_limit_of_turns(tiny_model):
+    environments = Environments(Game)
+    completion, _ = talk(make_chat(tiny_model), environments, *[CALL.format(3)] * 9, END)
+    assert completion.prompt.live["environments"].tries == [3] * 9
+
+
 @pytest.mark.anyio
 async def test_coroutines_of_an_environment(tiny_model):
     environments = Environments(Patient)

@@ -18,11 +18,15 @@
         def get_reward(self) -> float:    # if there is one, a reward of weight 1, called `Game`
             return 1 / self.tries if self.tries else 0.0
 
-Each completion has an environment of its own. Reward functions get it as `environments`.
+Each completion has an environment of its own, which reward functions get as `environments`. Once
+nothing uses the completion any more, its environment is reset for another one.
 """
 
 import inspect
 import pkgutil
+import sys
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -51,10 +55,12 @@ class Environments:
     def __init__(self, factory: Factory | Mapping[str, Factory], tools: Sequence[Tool] = ()):
         self._factories = factory
         self._tools = tools
-        made = (
-            [make() for make in factory.values()] if isinstance(factory, Mapping) else [factory()]
-        )
-        for environment in made:
+        self._free: dict[Factory, list[Any]] = defaultdict(list)
+        made = []
+        for make in factory.values() if isinstance(factory, Mapping) else [factory]:
+            environment = make()
+            made.append(environment)
+            self._free[make].append(environment)
             if not hasattr(environment, "reset"):
                 raise InputError(f"environment_factory: {type(environment).__name__} has no reset")
             schemas_of(self._tools_of(environment))
@@ -70,14 +76,18 @@ class Environments:
             if name not in make:
                 raise InputError(f"environment={name!r} in a row: choose from {', '.join(make)}")
             make = make[name]
-        environment = await episode.call(make)
+        free = self._free[make]
+        environment = free.pop() if free else await episode.call(make)
         observation = await episode.call(environment.reset, prompt=episode.prompt.prompt, **columns)
         messages = episode.messages
         if observation is not None:
             last = messages[-1]
             messages[-1] = last | {"content": last["content"] + observation}
-        await episode.chat(messages, self._tools_of(environment))
+        await episode.chat(messages, self._tools_of(environment), max_turns=sys.maxsize)
         episode.prompt = replace(episode.prompt, live={"environments": environment})
+        # An environment may hold a connection, of which a server has so many only. So it is kept
+        # for a later completion, as in TRL.
+        weakref.finalize(episode.prompt, free.append, environment)
 
     def _tools_of(self, environment: Any) -> list[Tool]:
         """The tools, and the environment's public methods but its own two."""
