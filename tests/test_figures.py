@@ -47,8 +47,7 @@ def learned():
         cells += [f"{scores.loc[('tokens', name), 'mean']:.0f}", f"{code:.2g}"]
         yield RESULTS_PAGE, " | ".join(cells)
     before, after, baseline = (rights[f"eval-{name}"] for name in ("base", "stapo", "justrl"))
-    learned = f"from {before} % to {after} % of short GSM8K problems with it"
-    yield "README.md", f"{learned} and to {baseline} % without it"
+    yield "README.md", f"from {before} % to {after} % with the mask and to {baseline} % without"
     gain = gains["eval-stapo"].replace(" (", " points, ").removesuffix(")")
     seen = f"{before} % right before and {after} % after ({gain}"
     yield "configs/qwen2.5-0.5b_gsm8k.yaml", seen
