@@ -114,7 +114,7 @@ def open_run(
     with ExitStack() as closing:  # closes everything, even if one close raises
         accelerator = lifecycle.make_accelerator(config.log, folder / "logs")
         # A mistake in the config should cost seconds, and leave the folder as it is.
-        newest = find_checkpoint(folder, resume)
+        find_checkpoint(folder, resume)
         engine_name = resolve_engine(config.rollout.engine)
         dtype = resolve_dtype(config.dtype, config.rollout.quantization)
         lora = name_layers(config.lora, config.model)
@@ -127,6 +127,7 @@ def open_run(
         if accelerator.is_main_process:
             closing.enter_context(lock(folder))
         accelerator.wait_for_everyone()
+        newest = find_checkpoint(folder, resume)  # an earlier run may have written another one
         if newest:
             accelerator.print(checkpoint.check_resume(newest, config, force))
         run = build(config, engine_name, data, newest, python, accelerator, closing)
@@ -178,7 +179,7 @@ def build(
         newest: the checkpoint to continue from.
         closing: receives what must be closed.
     """
-    rewards = open_rewards(config, data, python.reward_funcs, accelerator, closing)
+    rewards = open_rewards(config, python.reward_funcs, closing)
     models = closing.enter_context(ExitStack())  # closed after the callbacks
     rollout_func = python.rollout_func
     if rollout_func is None and config.rollout.function:
@@ -300,11 +301,7 @@ def open_data(
 
 
 def open_rewards(
-    config: Config,
-    data: DataSet,
-    functions: Mapping[str, Callable],
-    accelerator: Accelerator,
-    closing: ExitStack,
+    config: Config, functions: Mapping[str, Callable], closing: ExitStack
 ) -> RewardModel:
     """The reward functions.
 

@@ -33,6 +33,8 @@ def prompt_text(prompt: Any) -> str:
     """A prompt's text, or that of its messages; empty for anything else."""
     if isinstance(prompt, str):
         return prompt
+    if find_fault(prompt, templated=True):
+        return ""
     return "\n".join(message.get("content", "") for message in _messages(prompt))
 
 

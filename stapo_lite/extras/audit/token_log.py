@@ -8,7 +8,6 @@ Training computes all of this anyway, except the alternatives. At the end of a s
 each logged candidate runs once more through the policy that the step began with.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -63,9 +62,9 @@ class TokenLog(Callback):
         candidate = details.kinds["candidate"]
         rewarded = tokens.written & (tokens.advantages > 0)
         others = (rewarded & ~candidate).nonzero()[:, 0]
-        for place in thin(others, self._limit).tolist():
+        for place in thin(others.tolist(), self._limit):
             self._others.append(line(place, "other"))
-        for place in thin(candidate.nonzero()[:, 0], self._limit).tolist():
+        for place in thin(candidate.nonzero()[:, 0].tolist(), self._limit):
             owner = int(tokens.owner[place])
             entry = in_context(tokens.completions[owner], place - tokens.starts[owner])
             entry |= line(place, "silenced" if update.masks.silenced[place] else "kept")
@@ -139,9 +138,10 @@ def readable(candidate: Candidate, tokenizer: Any) -> Candidate:
     return candidate | texts | {"alternatives": alternatives}
 
 
-def thin(values: Any, limit: int) -> Any:
-    """At most `limit` evenly spaced elements of a list or tensor."""
-    return values[:: math.ceil(len(values) / limit) or 1]
+def thin(values: Sequence[Any], limit: int) -> list[Any]:
+    """At most `limit` evenly spaced elements."""
+    count = min(limit, len(values))
+    return [values[len(values) * number // count] for number in range(count)]
 
 
 def _short(value: float) -> float:

@@ -72,11 +72,11 @@ _NUMERAL = (
 )
 _FORMULA = rf"""(?:
     \$\$.+?\$\$ | \\\[.+?\\\] | \\\(.+?\\\) | \$(?!\d[\d,.]*\ [a-z]{{2}})[^$\n]+\$
-    | (?<![a-zA-Z])[(\[][^()\[\]\n]*,[^()\[\]\n]*[)\]] | \([A-J]\) | (?<=\n)[A-J](?=\.?\s*\Z)
+    | (?<![a-zA-Z])[(\[][^()\[\]\n]*,[^()\[\]\n]*[)\]] | \([A-J]\) | (?<=\n\n)[A-E](?=\.?\s*\Z)
     | (?<![a-zA-Z\d.]){_NUMERAL}(?:\ *[-+*/^×÷=≈]\ *{_NUMERAL})*
 )"""  # noqa: RUF001
 """A formula, number, tuple or choice in a text. `$5 for` is money, and opens no formula. A letter
-in brackets is a choice, and so is one that is the whole last line."""
+in brackets is a choice, and so is one that is the whole last paragraph."""
 _VALUES = rf"{_FORMULA}(?:\ *(?:,\ *(?:and|or)?|and|or)\ *(?:[a-zA-Z]\w{{,3}}\ *=\ *)?{_FORMULA})*"
 """One of them, or a list."""
 _ANNOUNCEMENT = (

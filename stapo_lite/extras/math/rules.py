@@ -249,12 +249,13 @@ NUMBERS = [
     # Units without \text, which only a number shows to be units.
     Rule(
         "10 m/s^2 -> 10",
-        r"(?<=[\d}])\s*(?:(?:[kMG]?(?:eV|Hz|Pa)|[kcmn][mgs]|erg|Å|\\AA|(?<=[\s/])[mgsKJNWVACTL])"
+        r"(?<=\d)\s*(?:(?:[kMG]?(?:eV|Hz|Pa)|[kcmn][mgs]|erg|Å|\\AA|(?<=[\s/])[mgsKJNWVACTL])"
         r"(?:\^\{?-?\d\}?)?[\s/]*)+$",
     ),
     Rule("12 per day -> 12", r"(?<=\d)\s+(?:ft|in|oz|lb|hr|km/h|[a-z]{3}[a-z\s]*)(?:\^\d)?$"),
     Rule(r"15 L_{\odot} -> 15", r"(?<=\d)\s*(?:[LMR]_\{?\\odot\}?|\^?\{?(?:\\prime\s*|')+\}?)$"),
-    # What Python's fractions can read; of a mixed number, the sum of two.
+    # What Python's fractions can read.
+    Rule("75% -> 75e-2", r"%$", "e-2"),
     Rule(r"-\frac{1}{2} -> -1/2", r"^([+-]?)\\frac\{([+-]?\d+)\}\{(\d+)\}", r"\1\2/\3"),
 ]
 

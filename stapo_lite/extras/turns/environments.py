@@ -18,15 +18,13 @@
         def get_reward(self) -> float:    # if there is one, a reward of weight 1, called `Game`
             return 1 / self.tries if self.tries else 0.0
 
-Each completion has an environment of its own, which reward functions get as `environments`. Once
-nothing uses the completion any more, its environment is reset for another one.
+Each completion has an environment of its own, which reward functions get as `environments`. The
+next completions, which are sampled after these have their rewards, get the same environments.
 """
 
 import inspect
 import pkgutil
 import sys
-import weakref
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -53,14 +51,13 @@ class Environments:
     """
 
     def __init__(self, factory: Factory | Mapping[str, Factory], tools: Sequence[Tool] = ()):
-        self._factories = factory
+        self._factories = dict(factory) if isinstance(factory, Mapping) else {"": factory}
+        self._chosen = isinstance(factory, Mapping)
         self._tools = tools
-        self._free: dict[Factory, list[Any]] = defaultdict(list)
-        made = []
-        for make in factory.values() if isinstance(factory, Mapping) else [factory]:
-            environment = make()
-            made.append(environment)
-            self._free[make].append(environment)
+        self._made = {name: [make()] for name, make in self._factories.items()}
+        self._batch: object = None
+        made = [environment for (environment,) in self._made.values()]
+        for environment in made:
             if not hasattr(environment, "reset"):
                 raise InputError(f"environment_factory: {type(environment).__name__} has no reset")
             schemas_of(self._tools_of(environment))
@@ -70,14 +67,13 @@ class Environments:
     async def __call__(self, episode: Episode) -> None:
         """Play one episode."""
         columns = dict(episode.prompt.columns)
-        make = self._factories
-        if isinstance(make, Mapping):
+        name = ""
+        if self._chosen:
             name = columns.pop("environment", None)
-            if name not in make:
-                raise InputError(f"environment={name!r} in a row: choose from {', '.join(make)}")
-            make = make[name]
-        free = self._free[make]
-        environment = free.pop() if free else await episode.call(make)
+            if name not in self._factories:
+                choices = ", ".join(self._factories)
+                raise InputError(f"environment={name!r} in a row: choose from {choices}")
+        environment = await self._take(name, episode)
         observation = await episode.call(environment.reset, prompt=episode.prompt.prompt, **columns)
         messages = episode.messages
         if observation is not None:
@@ -85,9 +81,18 @@ class Environments:
             messages[-1] = last | {"content": last["content"] + observation}
         await episode.chat(messages, self._tools_of(environment), max_turns=sys.maxsize)
         episode.prompt = replace(episode.prompt, live={"environments": environment})
-        # An environment may hold a connection, of which a server has so many only. So it is kept
-        # for a later completion, as in TRL.
-        weakref.finalize(episode.prompt, free.append, environment)
+
+    async def _take(self, name: str, episode: Episode) -> Any:
+        """An environment that no other episode of the batch has: one of an earlier batch, as in
+        TRL, since an environment may hold a connection, of which a server has so many only."""
+        if self._batch is not episode.batch:
+            self._batch = episode.batch
+            self._free = {name: list(made) for name, made in self._made.items()}
+        if self._free[name]:
+            return self._free[name].pop()
+        environment = await episode.call(self._factories[name])
+        self._made[name].append(environment)
+        return environment
 
     def _tools_of(self, environment: Any) -> list[Tool]:
         """The tools, and the environment's public methods but its own two."""

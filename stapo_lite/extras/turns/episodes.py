@@ -127,6 +127,11 @@ class Episode:
         return await result if inspect.isawaitable(result) else result
 
     @property
+    def batch(self) -> object:
+        """One object for all episodes that run together."""
+        return self._running
+
+    @property
     def messages(self) -> list[Message]:
         """The prompt as messages, with `data.system_prompt` and `data.prompt_suffix`."""
         return self._chat.messages(self.prompt)
