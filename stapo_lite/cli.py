@@ -96,7 +96,7 @@ def serve_command(
     """Serve a run's rollouts by vLLM."""
     from stapo_lite.config import load_config
     from stapo_lite.extras.servers.serve import become_server
-    from stapo_lite.model.adapter import name_layers
+    from stapo_lite.model.adapter import find_start, name_layers, read_fitting_adapter
     from stapo_lite.model.processes import resolve_dtype
     from stapo_lite.rollout.make import resolve_engine
     from stapo_lite.rollout.vllm_options import check_vllm
@@ -107,6 +107,8 @@ def serve_command(
     lora = name_layers(config.lora, config.model)
     config = config.model_copy(update={"dtype": dtype, "lora": lora})
     check_vllm(config.rollout, config.dtype)
+    if start := find_start(config.lora):
+        read_fitting_adapter(start, config.model)
     become_server(config, host, port)
 
 
