@@ -109,8 +109,11 @@ def test_lines_are_those_of_plain_loops(batch, tmp_path, algorithm, later, max_t
 
 
 def test_a_step_writes_no_more_than_its_limit(batch, tmp_path):
+    """Which candidates it writes depends on the tokens alone."""
     policy, completions = batch
-    run = begin_step(policy, tmp_path, max_tokens=40)
-    lines = logged(run, completions[::2], completions[1::2], limit=5)
-    candidates = [line for line in lines if "token" in line]
-    assert len(candidates) == len(lines) - len(candidates) == 5
+    halves = [completions[::2], completions[1::2]]
+    run, narrow = (begin_step(policy, tmp_path / f"{n}", max_tokens=n) for n in (9999, 40))
+    some, others = logged(run, *halves, limit=5), logged(narrow, *halves[::-1], limit=5)
+    places = [[place_of(line)[:2] for line in lines if "token" in line] for lines in (some, others)]
+    assert places[0] == places[1]
+    assert len(places[0]) == 5 < len(some) <= 10

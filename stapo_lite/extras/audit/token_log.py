@@ -8,7 +8,10 @@ Training computes all of this anyway, except the alternatives. At the end of a s
 each logged candidate runs once more through the policy that the step began with.
 """
 
+import heapq
+import math
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -16,6 +19,7 @@ from accelerate.utils import gather_object
 
 from stapo_lite.extras.audit.diagnostics import describe_tokens
 from stapo_lite.files import append_lines
+from stapo_lite.method.masks import random_column
 from stapo_lite.method.tokens import Tokens, pack
 from stapo_lite.training.callbacks import Callback, Phase
 from stapo_lite.training.folder import TOKENS_FILE
@@ -34,14 +38,14 @@ class TokenLog(Callback):
 
     Args:
         tokens_per_step: limit of the candidates written per step, and of the other tokens. If
-            there are more, evenly spaced ones are written.
+            there are more candidates, a random subset is written.
     """
 
     phase = Phase.RECORD
 
     def __init__(self, tokens_per_step: int):
         self._limit = tokens_per_step
-        self._candidates: list[Candidate] = []
+        self._candidates: list[tuple[float, Candidate]] = []
         self._others: list[Candidate] = []
 
     def on_update(self, run: Run, tokens: Tokens, update: Update) -> None:
@@ -62,14 +66,21 @@ class TokenLog(Callback):
         candidate = details.kinds["candidate"]
         rewarded = tokens.written & (tokens.advantages > 0)
         others = (rewarded & ~candidate).nonzero()[:, 0]
-        for place in thin(others.tolist(), self._limit):
+        for place in thin(others, self._limit).tolist():
             self._others.append(line(place, "other"))
-        for place in thin(candidate.nonzero()[:, 0].tolist(), self._limit):
+        # Every candidate draws a lot, and the lowest lots of all processes are logged. The salt
+        # differs from that of the `random` ablation, whose scores decide what is silenced.
+        salts = [~completion.adapter_version for completion in tokens.completions]
+        places = candidate.nonzero()[:, 0]
+        lots = random_column(tokens, salts)[places].tolist()
+        pairs = zip(lots, places.tolist(), strict=True)
+        for lot, place in heapq.nsmallest(self._limit, pairs):
+            kind = "silenced" if update.masks.silenced[place] else "kept"
             owner = int(tokens.owner[place])
             entry = in_context(tokens.completions[owner], place - tokens.starts[owner])
-            entry |= line(place, "silenced" if update.masks.silenced[place] else "kept")
+            entry |= line(place, kind)
             entry["advantage"] = _short(tokens.advantages[place].item())
-            self._candidates.append(entry)
+            self._candidates.append((lot, entry))
 
     def on_step_end(self, run: Run, metrics: dict[str, Any], rollouts: Rollouts) -> None:
         candidates = gather_object(self._candidates)
@@ -78,7 +89,8 @@ class TokenLog(Callback):
         self._others = []
         if not run.accelerator.is_main_process:
             return
-        logged = thin(candidates, self._limit)
+        lowest = heapq.nsmallest(self._limit, candidates, key=itemgetter(0))
+        logged = [candidate for _, candidate in lowest]
         add_alternatives(run, logged)
         lines = [readable(candidate, run.tokenizer) for candidate in logged]
         lines += thin(others, self._limit)
@@ -138,10 +150,9 @@ def readable(candidate: Candidate, tokenizer: Any) -> Candidate:
     return candidate | texts | {"alternatives": alternatives}
 
 
-def thin(values: Sequence[Any], limit: int) -> list[Any]:
-    """At most `limit` evenly spaced elements."""
-    count = min(limit, len(values))
-    return [values[len(values) * number // count] for number in range(count)]
+def thin(values: Any, limit: int) -> Any:
+    """At most `limit` evenly spaced elements of a list or tensor."""
+    return values[:: math.ceil(len(values) / limit) or 1]
 
 
 def _short(value: float) -> float:
