@@ -55,7 +55,12 @@ from stapo_lite.assemble import update_settings
 from stapo_lite.config import Config
 from stapo_lite.extras.quickstart.model import fetch_model
 from stapo_lite.method.advantages import group_advantages
-from stapo_lite.method.microbatches import deal, sequence_length, split_by_tokens
+from stapo_lite.method.microbatches import (
+    count_work,
+    deal,
+    sequence_length,
+    split_by_tokens,
+)
 from stapo_lite.method.tokens import is_trained, pack
 from stapo_lite.model.loading import load_weights
 from stapo_lite.model.policy import Policy, make_optimizer, make_policy
@@ -96,7 +101,7 @@ class Ours:
         learner = self.learner
         objective = learner.settings.objective
         accelerator = learner.accelerator
-        work = [(1 + 4 * is_trained(c, objective)) * sequence_length(c) for c in self.rollouts]
+        work = count_work(self.rollouts, objective, first=True)
         numbers = deal(work, accelerator.num_processes)[accelerator.process_index]
         share = [self.rollouts[number] for number in numbers]
         batch = pack(share, learner.policy.device, objective)

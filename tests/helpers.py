@@ -439,3 +439,15 @@ def accelerate_launch(processes, *arguments, status=0, timeout=1200, **options):
     assert done.returncode == status, done.stderr[-3000:]
     assert status or "Traceback" not in done.stderr
     return done.stdout
+
+
+def module_of_the_page(page, name, *changes):
+    """The names in a module that a page of the docs shows, after replacing some of its text."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    code = text.partition(f"`{name}`")[2].split("```python")[1].split("```")[0]
+    for old, new in changes:
+        assert old in code
+        code = code.replace(old, new)
+    names: dict = {}
+    exec(code, names)
+    return names

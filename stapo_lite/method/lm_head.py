@@ -49,11 +49,8 @@ def token_statistics(
 
     Args:
         hidden: [n, D] fp32, bf16 or fp16; row i predicts `targets[i]`.
-        weight: [V, D], the dtype of `hidden`; the rows of the LM head, tied or not.
+        head: its weight is of the dtype of `hidden`, tied or not.
         targets: [n] int64 in [0, V).
-        bias: [V] or None.
-        temperature: the sampling temperature, > 0.
-        memory_bytes: workspace; sets the chunk sizes.
         differentiable_entropy: give entropy a gradient too, for a third product.
 
     Returns:

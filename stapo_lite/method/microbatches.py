@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TypeVar
 
+from stapo_lite.config import Objective
+from stapo_lite.method.tokens import decides_masks, is_remembered, is_trained
 from stapo_lite.types import Completion
 
 T = TypeVar("T")
@@ -47,6 +49,26 @@ def split_by_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
         batches.append(ordered[start : end[start]])
         start = end[start]
     return batches
+
+
+def count_work(completions: Sequence[Completion], objective: Objective, first: bool) -> list[int]:
+    """The work of each completion of a mini-batch: its tokens, prompt included, times its passes
+    through the decoder. Training takes 4 (forward, recomputation of checkpointed layers, and
+    backward, which counts twice), and measuring beforehand 1.
+
+    Args:
+        first: whether it is the step's first mini-batch, which is measured for its masks only.
+    """
+    is_measured = decides_masks if first else is_remembered
+    work = []
+    for completion in completions:
+        passes = 0
+        if is_trained(completion, objective):
+            passes += 4
+        if is_measured(completion, objective):
+            passes += 1
+        work.append(passes * sequence_length(completion))
+    return work
 
 
 def deal(work: Sequence[float], parts: int) -> list[list[int]]:

@@ -86,7 +86,7 @@ def engine_arguments(
     if lora is not None:
         rank = served_rank(lora.r)
         fixed |= {"enable_lora": True, "max_loras": max_loras, "max_lora_rank": rank}
-        if lora.target_modules != ["all-linear"]:  # no layer's name
+        if lora.target_modules != ["all-linear"]:  # no layer's name: vLLM would adapt none
             fixed["lora_target_modules"] = lora.target_modules
     if on_cpu:
         fixed |= cpu_arguments(model_config)

@@ -24,8 +24,8 @@ from stapo_lite.method.advantages import (
     overlong_share,
     separate_advantages,
 )
-from stapo_lite.method.microbatches import cut_evenly, deal, sequence_length
-from stapo_lite.method.tokens import Tokens, is_trained, pack
+from stapo_lite.method.microbatches import count_work, cut_evenly, deal
+from stapo_lite.method.tokens import Tokens, pack
 from stapo_lite.training.callbacks import Callback
 from stapo_lite.training.learner import Learner
 from stapo_lite.training.run import Run
@@ -60,7 +60,7 @@ def take_step(run: Run, step: int) -> dict[str, Any]:
     longest = config.rollout.max_completion_length
     assign_advantages(rollouts.batch, config.reward, config.objective.scale_rewards, longest)
     if config.objective.mask_truncated_completions:
-        rollouts.batch = [[leave_out(c) if c.truncated else c for c in g] for g in rollouts.batch]
+        rollouts.batch = without_truncated(rollouts.batch)
     # 3. Each mini-batch is one update. The first update changes the policy, and later ones compare
     #    with the policy before it: measure that policy now.
     batches = make_mini_batches(rollouts.batch, config.train.mini_batch_size, run.learner)
@@ -188,6 +188,12 @@ def assign_advantages(
         completion.advantage = advantage
 
 
+def without_truncated(groups: Sequence[Sequence[Completion]]) -> list[list[Completion]]:
+    """The groups, in which copies that are not trained on replace truncated completions. They are
+    not in the loss, nor in its denominator unless that is constant."""
+    return [[leave_out(c) if c.truncated else c for c in group] for group in groups]
+
+
 def leave_out(completion: Completion) -> Completion:
     """A copy that is not trained on. Without a written token it is not even measured."""
     no_token = [False] * len(completion.token_ids)
@@ -208,8 +214,7 @@ def make_mini_batches(
     batches: list[Tokens] = []
     for part in cut_evenly(groups, size):
         completions = list(chain(*part))
-        # Training takes four passes through the decoder, and measuring, which most need, one.
-        work = [(1 + 4 * is_trained(c, objective)) * sequence_length(c) for c in completions]
+        work = count_work(completions, objective, first=not batches)
         shares = deal(work, accelerator.num_processes)
         share = [completions[number] for number in shares[accelerator.process_index]]
         batches.append(pack(share, learner.policy.device, objective))

@@ -2,7 +2,7 @@
 
 import datasets
 import pytest
-from helpers import ROOT, shared_data
+from helpers import module_of_the_page, shared_data
 
 from stapo_lite.config import BENCHMARK_NAMES
 from stapo_lite.extras.evaluation.benchmarks import NUM_SAMPLES, SOURCES, load_benchmark
@@ -74,23 +74,15 @@ def test_the_pages_function_leaves_out_rows_with_a_problem(monkeypatch):
     monkeypatch.setattr(
         datasets, "load_dataset", lambda name, *_, **__: datasets.Dataset.from_dict(columns[name])
     )
-    names = module_of_the_page("clean.py")
+    names = module_of_the_page("data.md", "clean.py")
     assert list(names["rows"]()["prompt"]) == [near, "1 + 1?"]
 
 
 def test_the_pages_task_of_reasoning_gym():
     pytest.importorskip("reasoning_gym", reason="pip install reasoning-gym")
-    names = module_of_the_page("gym.py")
+    names = module_of_the_page("data.md", "gym.py")
     first, second, *_ = names["rows"]()
     answers = [names["TASK"][row["number"]]["answer"] for row in (first, second)]
     texts = [f"It is <answer>{answers[0]}</answer>", f"It is {answers[1]}"]
     assert "Give the final answer as" in first["prompt"]
     assert names["reward"](texts, [first["number"], second["number"]], prompts=[]) == [1.0, 0.0]
-
-
-def module_of_the_page(name):
-    """The names in a module that docs/data.md tells to save."""
-    page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
-    names: dict = {}
-    exec(page.partition(f"`{name}`")[2].split("```")[1].removeprefix("python"), names)
-    return names

@@ -9,22 +9,11 @@ from dataclasses import replace
 import anyio
 import pytest
 import test_tools
-from helpers import ROOT
+from helpers import module_of_the_page
 from test_tools import make_chat, talk
 
-PAGE = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
+PAGE = "environments.md"
 END = "<|im_end|>"
-
-
-def module_of_the_page(name, *changes):
-    """The names in a module that the page shows, after replacing some text."""
-    code = PAGE.partition(f"`{name}`")[2].split("```python")[1].split("```")[0]
-    for old, new in changes:
-        assert old in code
-        code = code.replace(old, new)
-    names: dict = {}
-    exec(code, names)
-    return names
 
 
 @pytest.fixture
@@ -68,7 +57,7 @@ def openenv_server():
 
 
 def test_an_openenv_server_plays_with_the_model(tiny_model, openenv_server):
-    names = module_of_the_page("guess.py", ("http://127.0.0.1:8000", openenv_server))
+    names = module_of_the_page(PAGE, "guess.py", ("http://127.0.0.1:8000", openenv_server))
     chat = make_chat(tiny_model)
     for _ in range(3):  # more than the server has sessions
         completion, read = talk(chat, names["play"], f"It is 3.{END}", f"6{END}")
@@ -118,7 +107,7 @@ class Capitals(vf.Taskset[Capital, vf.TasksetConfig]):
 
 
 def test_rows_and_rewards_of_verifiers(capitals):
-    names = module_of_the_page("words.py", ("reverse_text", capitals))
+    names = module_of_the_page(PAGE, "words.py", ("reverse_text", capitals))
     first, second = names["rows"]()
     assert [message["role"] for message in first["prompt"]] == ["system", "user"]
     assert second["prompt"][1]["content"] == "What is the capital of Italy?"
@@ -127,7 +116,7 @@ def test_rows_and_rewards_of_verifiers(capitals):
 
 
 def test_a_conversation_of_verifiers(capitals, tiny_model, monkeypatch):
-    names = module_of_the_page("seat.py", ("alphabet_sort", capitals))
+    names = module_of_the_page(PAGE, "seat.py", ("alphabet_sort", capitals))
     row = names["rows"]()[1]
     prompt = replace(test_tools.ROW, prompt=row["prompt"], columns={"number": row["number"]})
     monkeypatch.setattr(test_tools, "ROW", prompt)

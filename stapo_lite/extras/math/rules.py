@@ -254,8 +254,9 @@ NUMBERS = [
     ),
     Rule("12 per day -> 12", r"(?<=\d)\s+(?:ft|in|oz|lb|hr|km/h|[a-z]{3}[a-z\s]*)(?:\^\d)?$"),
     Rule(r"15 L_{\odot} -> 15", r"(?<=\d)\s*(?:[LMR]_\{?\\odot\}?|\^?\{?(?:\\prime\s*|')+\}?)$"),
-    # What Python's fractions can read.
+    # What Python's fractions can read; of a mixed number, the sum of two.
     Rule("75% -> 75e-2", r"%$", "e-2"),
+    Rule(r"-1\frac{1}{2} -> -1 -1/2", r"^(-?)(\d+)\s*\\frac\{(\d+)\}\{(\d+)\}", r"\1\2 \1\3/\4"),
     Rule(r"-\frac{1}{2} -> -1/2", r"^([+-]?)\\frac\{([+-]?\d+)\}\{(\d+)\}", r"\1\2/\3"),
 ]
 

@@ -80,7 +80,7 @@ def _run(function: Tool, arguments: dict[str, Any]) -> Any:
     except Terminated:
         raise
     except FAILURES as error:
-        return error.with_traceback(None)  # it holds what ran then, such as all episodes
+        return error
 
 
 def answer_of(call: Call, result: str) -> Message:
