@@ -47,8 +47,11 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
         InputError: no such file, or a line is not a JSON object.
     """
     rows: list[dict[str, Any]] = []
-    packed = fsspec.filesystem("file").open(str(path), "rb", compression="infer")
-    with explained(f"{path}: cannot be read", OSError, EOFError), packed as file:
+    disk = fsspec.filesystem("file")
+    with (
+        explained(f"{path}: cannot be read"),
+        disk.open(str(path), "rb", compression="infer") as file,
+    ):
         for number, line in enumerate(file, start=1):
             if not rows and line.lstrip(b"\xef\xbb\xbf \t")[:1] == b"[":
                 return _parse(line + file.read(), str(path), list)
@@ -179,5 +182,5 @@ def sync(path: Path) -> None:
 def check_new(folder: Path) -> None:
     """Raise an InputError if an output folder holds anything but hidden files, such as the `.lock`
     that a failed start left."""
-    if any(folder.glob("[!.]*")):
-        raise InputError(f"output_dir={folder} holds other files: choose another folder")
+    for path in folder.glob("[!.]*"):
+        raise InputError(f"output_dir={folder} holds {path.name}: choose another folder")

@@ -8,16 +8,20 @@ import asyncio
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from functools import cache
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any
 
 from stapo_lite.errors import RunError
+
+_starting = Lock()
 
 
 def submit(coroutine: Coroutine[Any, Any, Any], name: str = "the user's") -> Future:
     """Begin a coroutine in the loop of that name. The user's coroutines, which may block theirs,
     have one."""
-    return asyncio.run_coroutine_threadsafe(contained(coroutine), running_loop(name))
+    with _starting:  # two threads that call first at the same time would make two loops
+        loop = running_loop(name)
+    return asyncio.run_coroutine_threadsafe(contained(coroutine), loop)
 
 
 @cache

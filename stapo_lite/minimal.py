@@ -50,7 +50,8 @@ def train(model_name: str, rows: Sequence[dict[str, Any]], reward: Any) -> list[
 
     Args:
         rows: each with a `prompt`; its other columns go to the reward.
-        reward: called as TRL calls it: `reward(completions=[...], column=[...], ...)`.
+        reward: gets the answers, and the columns of their rows:
+            `reward(completions=[...], column=[...], ...)`.
     """
     torch.manual_seed(0)
     random.seed(0)
@@ -74,7 +75,7 @@ def train(model_name: str, rows: Sequence[dict[str, Any]], reward: Any) -> list[
         scores = reward(completions=[completion.text for completion in completions], **columns)
         # 3. An answer's advantage: how much better it is than the others of its group, in standard
         #    deviations. Where all are equal, it is 0, and there is nothing to learn.
-        rewards = torch.tensor(scores).view(PROMPTS, GROUP)
+        rewards = torch.tensor(scores, dtype=torch.float32).view(PROMPTS, GROUP)
         for completion, advantage in zip(
             completions, group_advantages(rewards).flatten().tolist(), strict=True
         ):

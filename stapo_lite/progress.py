@@ -12,9 +12,9 @@ from stapo_lite.types import Completion
 
 def progress_bar(task: str, unit: str, total: int, steps: Iterable[Any] | None = None) -> tqdm:
     """A progress bar of the first process, removed when done. Without a terminal, such as in a log
-    file, it is a line each minute."""
+    file or a notebook, it is a line each minute."""
     options: dict[str, Any] = {"disable": os.environ.get("RANK", "0") != "0"}
-    if not sys.stderr.isatty():  # a notebook's is one
+    if not sys.stderr.isatty():
         line = "{desc}: {n_fmt} of {total_fmt} {unit}s in {elapsed}{postfix}\n"
         options |= {"mininterval": 60, "delay": 60, "bar_format": line}
     return tqdm(steps, task, total, leave=False, unit=unit, miniters=0, **options)

@@ -53,7 +53,7 @@ def test_it_trains_on_rows_of_a_file(tiny_model, tmp_path, monkeypatch, capsys):
 
     def even(completions, word, **_):
         assert set(word) <= {"one", "two", "three"}
-        return [float(len(text) % 2) for text in completions]
+        return [len(text) % 2 for text in completions]  # integers, as many rewards are
 
     history = minimal.train(str(tiny_model), minimal.read_jsonl(tmp_path / "rows.jsonl"), even)
     assert len(history) == 3

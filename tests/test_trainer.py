@@ -229,7 +229,10 @@ def of_trl(prompts, trainer):
     ("given", "message"),
     [
         ({"train_dataset": []}, "data.source=train_dataset: must be a list of rows"),
-        ({"train_dataset": iter(ROWS)}, "must be a list of rows or a datasets.Dataset"),
+        (
+            {"train_dataset": iter(ROWS)},
+            "must be a list of rows, at least one, or a datasets.Dataset",
+        ),
         ({"reward_funcs": [len, len]}, "a name occurs twice"),
         ({"rollout_func": spell, "tools": [len]}, "tools: a rollout_func gives them to"),
         ({"rollout_func": of_trl}, "rollout_func: must take one argument, the episode"),

@@ -60,7 +60,7 @@ def names_file(source: str) -> bool:
 
 def check_rows(rows: Sequence[Any], where: str) -> None:
     """Raise an InputError if there are no rows, or the first is no dictionary."""
-    with explained(f"{where}: must be a list of rows or a datasets.Dataset"):
+    with explained(f"{where}: must be a list of rows, at least one, or a datasets.Dataset"):
         first = rows[0]
     if not isinstance(first, dict):
         raise InputError(f"{where}: rows must be dictionaries")

@@ -206,7 +206,7 @@ def write(prompt: Prompt, text: str, tokenizer: Any) -> Completion:
     """A completion that nobody sampled."""
     if prompt.opens_thinking:  # a grader looks behind it
         text = f"</think>\n\n{text}"
-    ids = [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+    ids = tokenizer(text + (tokenizer.eos_token or ""), add_special_tokens=False).input_ids
     completion = Completion(prompt, ids, [0.0] * len(ids), truncated=False, adapter_version=0)
     set_text(completion, tokenizer, skip_special_tokens=None)
     return completion

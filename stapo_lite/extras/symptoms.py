@@ -147,6 +147,8 @@ class Symptoms(Callback):
         # Of several turns, an answer that nobody sampled has none.
         suits = run.rewards.runs_apart and not run.config.rollout.several_turns
         asks = self._probe == "on" or (self._probe == "auto" and suits)
+        # An environment has gone on to a later batch, and cannot score an earlier one again.
+        asks = asks and not groups[0][0].prompt.live
         if asks and not CAUSES["abstains"].holds(facts):
             facts = ask(facts, run, groups[-GROUPS:])  # not more than a step's, or hardly
         figures = facts._asdict()

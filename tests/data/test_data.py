@@ -162,7 +162,9 @@ def test_prompts_that_may_not_be_meant_so_are_warned_of_once(tokenizer, caplog, 
     assert warning in record.getMessage()
     if prompt != CHAT:
         render(tokenizer, prompt, **TEXT)
-    render(tokenizer, "a < b, <b>bold</b>, <think> and |im_start|")
+    # Gemma's tokenizer has added tokens that are line breaks, as has its template.
+    tokenizer.add_tokens("\n")
+    render(tokenizer, "a < b, <b>bold</b>, <think>\nand |im_start|")
     assert len(caplog.records) == 1
 
 

@@ -140,6 +140,10 @@ EQUAL = {
     "labels of letters": [("N=n", "n"), (r"m_{\text{max}}=n^2-n", "n(n-1)")],
     "labels of tuples": [("(p,q)=(3,2)", "(3,2)"), ("(3,2), (1,8)", "(p,q)=(3,2) or (p,q)=(1,8)")],
     "rounded": [("1/3", r"x = \frac13 \approx 0.33"), ("11.2", r"\theta \approx 11.2^\circ")],
+    "rounded behind a unit": [
+        (r"12\pi", r"12\pi \text{ cm}^2 \approx 37.7 \text{ cm}^2"),
+        ("1657", r"1,657 \approx 1700"),
+    ],
     "lists": [("1 or 2", "2 and 1"), ("a=1, b=2", "b=2, a=1"), ("(1,1), (3,2)", "(3,2),(1,1)")],
     "sets": [(r"\{1,2\}", "2, 1"), (r"1 \pm \sqrt{9}", r"1-\sqrt{9}, 1+\sqrt{9}"), ("3", "{3}")],
     "tuples": [("(3,2)", "x=3, y=2"), ("(2,251,252)", "(2, 251, 252)"), ("(1, 0.5)", "(1, 1/2)")],

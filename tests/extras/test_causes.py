@@ -12,7 +12,7 @@ from helpers import MINIMAL, ROOT, fake_completions
 from stapo_lite import Trainer
 from stapo_lite.config import load_config
 from stapo_lite.extras.audit.report import write_report
-from stapo_lite.extras.causes import CAUSES, NOTES, look, reference_answers
+from stapo_lite.extras.causes import CAUSES, NOTES, look, reference_answers, write
 from stapo_lite.files import read_lines
 from stapo_lite.types import Prompt
 
@@ -213,6 +213,14 @@ def test_a_constant_that_rounds(tmp_path):
     assert names == {"ignores_answer"}
     names, _ = found(tmp_path / "unasked", seven_tenths, probe="off")
     assert names == {"equal_rewards"}
+
+
+def test_a_tokenizer_may_have_no_end_token(tokenizer):
+    prompt = Prompt("", [], None)
+    assert write(prompt, "ab", tokenizer).token_ids[-1] == tokenizer.eos_token_id
+    tokenizer.eos_token = None
+    ids = tokenizer("ab", add_special_tokens=False).input_ids
+    assert write(prompt, "ab", tokenizer).token_ids == ids
 
 
 def test_the_reference_of_a_row():

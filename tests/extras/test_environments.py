@@ -2,6 +2,7 @@
 
 import pickle
 import shutil
+from dataclasses import replace
 
 import pytest
 from helpers import run
@@ -11,6 +12,7 @@ from stapo_lite import Trainer
 from stapo_lite.assemble import open_run
 from stapo_lite.config import load_config
 from stapo_lite.errors import InputError
+from stapo_lite.extras.turns import tools
 from stapo_lite.extras.turns.environments import Environments
 from stapo_lite.files import read_lines, write_lines
 
@@ -114,6 +116,39 @@ def test_a_column_chooses_the_environment(tiny_model):
             talk(make_chat(tiny_model), environments, END)
     finally:
         del ROW.columns["environment"]
+
+
+def test_a_row_may_have_columns_of_any_name(tiny_model, monkeypatch):
+    columns = {"answer": 3, "function": "f", "prompt": "left over"}
+    monkeypatch.setattr("test_tools.ROW", replace(ROW, columns=columns))
+    completion, _ = talk(make_chat(tiny_model), Environments(Game), END)
+    assert completion.prompt.live["environments"].number == 3
+
+
+def test_classes_of_one_name_have_one_reward():
+    other = type("Game", (Game,), {"get_reward": lambda self: 7.0})
+    environments = Environments({"a": Game, "b": other})
+    solved = Game()
+    solved.number = 1
+    solved.tries = [1]
+    assert environments.rewards["Game"](environments=[solved, other()]) == [1.0, 7.0]
+
+
+def test_a_schema_is_made_once_for_all_environments(watch):
+    made = []
+    watch(tools, "get_json_schema", lambda schema, *_: made.append(schema))
+
+    class Once(Game):
+        def guess(self, number: int) -> str:
+            """Guess it.
+
+            Args:
+                number: the guess
+            """
+
+    for _ in range(3):
+        Environments(Once)
+    assert len(made) == 1
 
 
 def test_what_is_no_environment():

@@ -134,7 +134,7 @@ def test_a_problem_that_has_changed_gets_new_samples(run, tmp_path):
     ("changes", "message"),
     [
         ({"seed": 1}, "output_dir=.*eval holds samples of another config or adapter"),
-        ({"output_dir": "."}, "output_dir=. holds other files"),
+        ({"output_dir": "."}, "output_dir=. holds .*: choose another folder"),
         ({"adapter": "nowhere"}, "adapter=nowhere: no adapter in PEFT's format"),
         ({"data__max_prompt_length": 3}, "aime24.jsonl, row 1: the prompt has .* tokens"),
         ({"benchmarks": ["aime24.jsonl", "aime24.jsonl"]}, "benchmarks: an id occurs twice"),

@@ -6,18 +6,20 @@ import threading
 import time
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 
 import numpy as np
 import pytest
 
+from stapo_lite import loop_thread
 from stapo_lite.config import Reward
 from stapo_lite.errors import InputError, RunError
 from stapo_lite.extras.math import grading
 from stapo_lite.extras.math.grading import UNREADABLE, MathGrader, Question
 from stapo_lite.extras.math.reward import math_reward
 from stapo_lite.extras.quickstart import one_sentence
+from stapo_lite.loop_thread import submit
 from stapo_lite.method.advantages import overlong_share
 from stapo_lite.rewards.functions import RewardModel
 from stapo_lite.types import Completion, Prompt
@@ -197,6 +199,26 @@ def test_coroutines_share_one_loop_through_all_runs_also_in_a_notebook():
             assert threads.submit(asyncio.run, cell()).result() == [2.0]
     assert len(loops) == 8
     assert len(set(loops)) == 1
+
+
+def test_two_coroutines_that_begin_at_the_same_time_share_one_loop(monkeypatch):
+    """A loop is made as if both threads were there: the first one waits for the second."""
+    both = threading.Barrier(2)
+    make = asyncio.new_event_loop
+
+    def make_late():
+        with suppress(threading.BrokenBarrierError):
+            both.wait(timeout=0.5)
+        return make()
+
+    monkeypatch.setattr(loop_thread.asyncio, "new_event_loop", make_late)
+
+    async def current():
+        return asyncio.get_running_loop()
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(lambda _: submit(current(), "new").result(), range(2))
+    assert first is second
 
 
 def test_an_exit_in_a_coroutine_ends_the_run_and_not_the_loop_of_the_others():

@@ -21,10 +21,10 @@ from stapo_lite.training.folder import read_metrics
 @pytest.mark.parametrize(
     ("name", "resume", "message"),
     [
-        ("config.yaml", False, "run holds other files: choose another folder"),
-        ("events.jsonl", True, "run holds other files: choose another folder"),
-        ("checkpoint-3/notes", True, "run holds other files: choose another folder"),
-        ("environment.json", True, "run holds other files: choose another folder"),
+        ("config.yaml", False, "run holds config.yaml: choose another folder"),
+        ("events.jsonl", True, "run holds events.jsonl: choose another folder"),
+        ("checkpoint-3/notes", True, "run holds checkpoint-3: choose another folder"),
+        ("environment.json", True, "run holds environment.json: choose another folder"),
         (
             "checkpoint-3/state.json",
             False,

@@ -197,6 +197,7 @@ SPELLINGS = [
         r"d_1\approx1.6 -> 1.6",
         r"(?:^|(?<=[,;]))(?:[^\d=,;]*|\s*\\?[a-zA-Z]+_(?:\w|\{[^{}]*\})\s*)\\approx",
     ),
+    Rule(r"2\pi\text{ m} \approx 6.3 -> 2\pi\text{ m}", r"(?<=\S)\s*\\approx[^,;]*$"),
     Rule(r"f(x)=\pm x -> \pm x", r"^\s*[a-z]\([a-z]\)\s*=\s*(?=\\pm)"),
     # Sets and intervals. A set is a list of its elements. math-verify cannot read `f(x)\in`.
     Rule(r"f(x)\in(0,1] -> x\in(0,1]", r"^\s*[a-zA-Z]+\([^()]*\)\s*(?=\\in(?![a-z]))", "x"),

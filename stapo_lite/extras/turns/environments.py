@@ -74,7 +74,8 @@ class Environments:
                 choices = ", ".join(self._factories)
                 raise InputError(f"environment={name!r} in a row: choose from {choices}")
         environment = await self._take(name, episode)
-        observation = await episode.call(environment.reset, prompt=episode.prompt.prompt, **columns)
+        columns["prompt"] = episode.prompt.prompt
+        observation = await episode.call(environment.reset, **columns)
         messages = episode.messages
         if observation is not None:
             last = messages[-1]
@@ -119,7 +120,7 @@ def _reward_of(kind: Any) -> Callable[..., Any]:
     """The reward function of a class of environments; None for completions of another."""
 
     def get_reward(environments: Sequence[Any], **columns: Any) -> list[Any]:
-        return [e.get_reward() if type(e) is kind else None for e in environments]
+        return [e.get_reward() if type(e).__name__ == kind.__name__ else None for e in environments]
 
     async def awaited(environments: Sequence[Any], **columns: Any) -> list[float | None]:
         rewards = get_reward(environments)

@@ -120,7 +120,7 @@ class Episode:
         text = self._chat.tokenizer.decode(turn.token_ids, skip_special_tokens=True)
         return until_stop(text, stop) if stop else text
 
-    async def call(self, function: Callable[..., Any], **arguments: Any) -> Any:
+    async def call(self, function: Callable[..., Any], /, **arguments: Any) -> Any:
         """Call a function in the main thread, where plain functions run one at a time; a coroutine
         runs in the event loop, beside those of other episodes."""
         result = await self._running.call(partial(function, **arguments))

@@ -9,8 +9,9 @@ import json
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from transformers.utils import get_json_schema
 
@@ -24,10 +25,10 @@ Schema = dict[str, Any]
 Tool = Callable[..., Any]
 Call = dict[str, Any]
 """`name` and `arguments` of a function that the model wants called."""
-# A schema takes 5 ms, and each episode asks for it. Bounded: an episode may define its own tools.
-schema_of = lru_cache(maxsize=64)(get_json_schema)
 FAILURES = (Exception, SystemExit, GeneratorExit)
 """What a tool may raise without ending the run: also what code that the model wrote may raise."""
+SCHEMAS: WeakKeyDictionary[Tool, Schema] = WeakKeyDictionary()
+"""Made once: a schema takes 5 ms, and each episode asks for it."""
 CALL_ID = "call00000"  # Mistral's template wants nine letters and digits
 
 
@@ -44,6 +45,14 @@ def schemas_of(tools: Sequence[Tool]) -> list[Schema]:
     if len(set(names)) < len(names):
         raise InputError(f"tools: two of {', '.join(names)} have the same name")
     return schemas
+
+
+def schema_of(tool: Tool) -> Schema:
+    """The JSON schema of one function. Methods of several objects of a class have the same."""
+    function = getattr(tool, "__func__", tool)
+    if function not in SCHEMAS:
+        SCHEMAS[function] = get_json_schema(tool)
+    return SCHEMAS[function]
 
 
 async def run_tool(
