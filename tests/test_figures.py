@@ -2,6 +2,7 @@
 
 import json
 import re
+from statistics import fmean
 
 import experiments_report
 import pandas as pd
@@ -53,6 +54,12 @@ def learned():
     yield "configs/qwen2.5-0.5b_gsm8k.yaml", seen
 
 
+def gym():
+    reward = result("reasoning_gym")["reward"]
+    first, last = fmean(reward[:5]), fmean(reward[-5:])
+    yield "docs/data.md", f"from {first:.2f} (mean of the first five steps) to {last:.2f}"
+
+
 def studies():
     runs = experiments_report.load(study_path(RESULTS, "writing"))
     for method, seeds in experiments_report.measure_runs(runs).items():
@@ -71,7 +78,7 @@ def breaks():
     yield RESULTS_PAGE, re.search(r"found in .*", prevented)[0]
 
 
-@pytest.mark.parametrize("figures", [against_trl, learned, studies, breaks])
+@pytest.mark.parametrize("figures", [against_trl, learned, gym, studies, breaks])
 def test_the_docs_quote_the_results(figures):
     def words(text):  # the same wherever lines break, and however wide columns are
         return re.sub(r"-{3,}", "-", re.sub(r"\s+", " ", text))

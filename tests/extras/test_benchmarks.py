@@ -84,5 +84,5 @@ def test_the_pages_task_of_reasoning_gym():
     first, second, *_ = names["rows"]()
     answers = [names["TASK"][row["number"]]["answer"] for row in (first, second)]
     texts = [f"It is <answer>{answers[0]}</answer>", f"It is {answers[1]}"]
-    assert "Give the final answer as" in first["prompt"]
+    assert "Reply with <answer>" in first["prompt"]
     assert names["reward"](texts, [first["number"], second["number"]], prompts=[]) == [1.0, 0.0]
