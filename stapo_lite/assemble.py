@@ -184,6 +184,10 @@ def build(
     rollout_func = python.rollout_func
     if rollout_func is None and config.rollout.function:
         rollout_func = find_function(config.rollout.function)
+    chat = Chat(data.tokenizer, config.data)
+    has_tools = isinstance(rollout_func, Environments) and rollout_func.has_tools
+    if has_tools or config.data.chat_template_kwargs.get("tools"):
+        chat.calls("", [])  # an InputError if the calls of this model cannot be read
     callbacks = make_callbacks(config, data.tokenizer, rollout_func is not None, accelerator)
     callbacks += python.callbacks
     for callback in callbacks:
@@ -203,7 +207,6 @@ def build(
     open_folder(config, accelerator, environment, learner.progress.step)
     generate: Callable[..., Any] = engine.generate
     if rollout_func is not None:
-        chat = Chat(data.tokenizer, config.data)
         generate = partial(run_episodes, engine, sampling, chat, rollout_func)
     return Run(
         config=config,
@@ -249,7 +252,7 @@ def save_interrupted(run: Run, interruption: BaseException) -> None:
             logger.warning("%s", error)
     if isinstance(interruption, SystemExit | KeyboardInterrupt):
         saved = run.snapshot.progress.step  # an error says by itself how to go on
-        continues = "; --resume continues" if saved else ""
+        continues = "; the same command with --resume continues" if saved else ""
         run.accelerator.print(f"stopped after step {saved}{continues}")
 
 

@@ -153,7 +153,7 @@ def _unknown(schema: type[Section], key: str) -> str:
     """Render an unknown key with what the user may mean: keys of the same name in another section,
     or those with the most similar name."""
     by_name = _by_name(schema)
-    hint = "docs/config.md lists all"
+    hint = "docs/config.md lists all (for TRL's names: docs/from_trl.md)"
     # A name is the closest match of itself.
     for match in difflib.get_close_matches(key.rpartition(".")[2], by_name, n=1, cutoff=0.83):
         hint = f"did you mean {' or '.join(map(repr, by_name[match]))}?"

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from helpers import run
-from test_tools import ROW, make_chat, talk
+from test_tools import ROW, make_chat, save_with_template, talk
 
 from stapo_lite import Trainer
 from stapo_lite.assemble import open_run
@@ -181,9 +181,11 @@ def test_the_trainer_plays_and_needs_no_rows(tiny_model, tmp_path):
         assert all(isinstance(environment, Dice) for environment in environments)
         return [float(len(completion[-1]["content"])) for completion in completions]
 
+    save_with_template(tiny_model, tmp_path / "model")
+
     def trainer(**keys):
         return Trainer(
-            tiny_model,
+            tmp_path / "model",
             environment_factory=Dice,
             output_dir=tmp_path / "run",
             max_steps=1,

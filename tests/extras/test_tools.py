@@ -7,14 +7,17 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from helpers import MINIMAL, ROOT, SAMPLING, with_template
 from transformers import AutoModelForCausalLM
 
+from stapo_lite import Trainer
 from stapo_lite.config import Prompting, load_config
 from stapo_lite.data.texts import set_text
 from stapo_lite.errors import InputError, RunError, Terminated
@@ -283,7 +286,7 @@ def test_a_user_may_go_on_also_where_a_turn_ended_by_a_stop_string(tiny_model):
         ("qwen2_5", chat_with([len]), InputError, "^tools: a list of functions with type hints"),
         ("qwen2_5", chat_with([multiply, multiply]), InputError, "two of multiply, multiply have"),
         ("gptoss", two_questions, InputError, "does not end each turn alike"),
-        ("phi3", chat_with([multiply]), InputError, "vLLM cannot read the calls of the model's"),
+        ("phi3", chat_with([multiply]), InputError, "template has none, or vLLM cannot read"),
         ("gemma3", says("tool", "x"), InputError, "^chat: the model's chat template refuses the"),
         ("qwen2_5", says("user", "x" * 3000), RunError, "max_prompt_length is 2500: raise it"),
     ],
@@ -293,13 +296,39 @@ def test_chats_that_cannot_be(tiny_model, template, function, error, message):
         talk(make_chat(tiny_model, template), function, "1<|return|><|end|>")
 
 
-def test_the_page_about_tools(tiny_model, tmp_path, monkeypatch, trained):
-    """With the tiny model in place of Qwen3; what it writes is scripted, since it cannot call."""
+def test_a_model_without_tools_is_refused_before_an_engine_starts(
+    tiny_model, tmp_path, monkeypatch
+):
+    make_chat(tiny_model, "phi3").tokenizer.save_pretrained(tmp_path / "model")
+    shutil.copy(tiny_model / "config.json", tmp_path / "model")
+    monkeypatch.setattr("stapo_lite.assemble.open_engine", Mock(side_effect=AssertionError))
+    rows = [{"prompt": "What is 3 * 4?"}]
+    trainer = Trainer(
+        tmp_path / "model",
+        lambda completions, **_: [1.0] * len(completions),
+        train_dataset=rows,
+        tools=[multiply],
+        output_dir=tmp_path / "run",
+        batch_size=1,
+        mini_batch_size=1,
+    )
+    with pytest.raises(InputError, match="template has none"):
+        trainer.train()
+
+
+def save_with_template(tiny_model, folder):
+    """Save the tiny model with Qwen3's template; return its tokenizer."""
     tokenizer = make_chat(tiny_model, "qwen3").tokenizer
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     model.resize_token_embeddings(len(tokenizer))
     for part in (model, tokenizer):
-        part.save_pretrained(tmp_path / "model")
+        part.save_pretrained(folder)
+    return tokenizer
+
+
+def test_the_page_about_tools(tiny_model, tmp_path, monkeypatch, trained):
+    """With the tiny model in place of Qwen3; what it writes is scripted, since it cannot call."""
+    tokenizer = save_with_template(tiny_model, tmp_path / "model")
 
     def answer(self):
         finished = []

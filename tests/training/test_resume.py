@@ -108,7 +108,7 @@ def test_sigterm_to_accelerate_which_dies_of_it_reaches_the_run(write_config, tm
     assert launched.returncode == -signal.SIGTERM
     step = int(checkpoints(tmp_path / "run")[-1].removeprefix("checkpoint-"))
     assert 3 <= step < 1000
-    assert f"stopped after step {step}; --resume continues" in rest
+    assert f"stopped after step {step}; the same command with --resume continues" in rest
     assert read_metrics(tmp_path / "run")[-1]["step"] - step in (0, 1)
 
 

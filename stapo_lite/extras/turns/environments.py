@@ -45,6 +45,7 @@ class Environments:
 
     Attributes:
         rewards: reward functions by the names of the classes that have `get_reward`.
+        has_tools: whether there is anything to call.
 
     Raises:
         InputError: an environment has no `reset`, or a method is no tool.
@@ -60,7 +61,8 @@ class Environments:
         for environment in made:
             if not hasattr(environment, "reset"):
                 raise InputError(f"environment_factory: {type(environment).__name__} has no reset")
-            schemas_of(self._tools_of(environment))
+        schemas = [schemas_of(self._tools_of(environment)) for environment in made]
+        self.has_tools = any(schemas)
         kinds = [type(environment) for environment in made if hasattr(environment, "get_reward")]
         self.rewards = {kind.__name__: _reward_of(kind) for kind in kinds}
 

@@ -213,7 +213,10 @@ class Chat:
                 continue
             if calls == [{"name": "look_up", "arguments": {"word": "it"}}]:
                 return parser
-        raise InputError("tools: vLLM cannot read the calls of the model's chat template")
+        raise InputError(
+            "tools: the model's chat template has none, or vLLM cannot read its calls; take "
+            "another model (docs/models.md)"
+        )
 
     def _parse(self, parser: Any, text: str, tools: Sequence[Schema]) -> tuple[str, list[Call]]:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
