@@ -43,6 +43,7 @@ def test_its_gradient_is_the_packages(make_policy, monkeypatch, later):
     moved = before - torch.cat([p.detach().flatten() for p in adapter])
     assert moved.norm() > 0
     assert relative(moved, expected) < 1e-6
+    assert all(p.grad is None for p in adapter)  # the next update's is its own
 
 
 def test_it_trains_on_rows_of_a_file(tiny_model, tmp_path, monkeypatch, capsys):

@@ -4,6 +4,8 @@ import os
 import re
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import datasets
 import pytest
@@ -244,3 +246,14 @@ def of_trl(prompts, trainer):
 def test_mistakes(tree, given, message):
     with pytest.raises(InputError, match=message):
         Trainer(config=tree, **{"train_dataset": ROWS, "reward_funcs": len} | given).train()
+
+
+def test_a_run_ends_once_its_adapter_is_on_the_hub(tmp_path, monkeypatch):
+    upload = Mock()
+    monkeypatch.setattr(push, "prepare_repository", lambda *_: "me/mine")
+    monkeypatch.setattr(push.HfApi, "upload_folder", lambda *_, **__: upload)
+    mirror = push.HubMirror("mine", private=False)
+    mirror.on_save(None, tmp_path)
+    upload.result.assert_not_called()
+    mirror.on_train_end(SimpleNamespace(folder=tmp_path))
+    upload.result.assert_called_once_with()

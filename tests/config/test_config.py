@@ -165,6 +165,23 @@ def test_a_key_in_python_needs_no_section():
         load_config(MINIMAL, {"max_step": 3})
 
 
+@pytest.mark.parametrize(
+    ("trainer", "engine", "same"),
+    [
+        ("null", "null", True),
+        ("nf4", "bitsandbytes", True),
+        ("nf4", "null", False),
+        ("null", "bitsandbytes", False),
+        ("null", "fp8", False),
+        ("nf4", "fp8", False),
+    ],
+)
+def test_trainer_and_engine_share_a_base_of_one_format_only(trainer, engine, same):
+    given = [f"quantization={trainer}", f"rollout.quantization={engine}"]
+    config = load_config(MINIMAL, given)
+    assert (config.same_quantization, config.may_share_base) == (same, same)
+
+
 def test_every_method_can_be_chosen():
     for name in PRESETS["algorithm"]:
         overrides = [f"algorithm={name}", "objective.teacher_server=http://a"]

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import MINIMAL
+from tokenizers.processors import TemplateProcessing
 
 from stapo_lite.config import Data, load_config
 from stapo_lite.data.messages import prompt_text, stop_token_ids
@@ -60,6 +61,18 @@ def test_prompts_as_the_model_reads_them(tokenizer, prompt, prompting, text):
     assert QUESTION["content"] == "2+2?"  # the user's row is as it was
 
 
+def test_a_tokenizers_first_token_comes_once(tokenizer):
+    """A chat template writes it itself; text without one gets it from the tokenizer."""
+    first = tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", first)]
+    )
+    (text,) = render(tokenizer, "2+2=", **TEXT)
+    assert tokenizer.decode(text.token_ids) == "<|endoftext|>2+2="
+    (chat,) = render(tokenizer, "2+2? Go.")
+    assert tokenizer.decode(chat.token_ids) == ASKED
+
+
 def test_a_template_that_opens_the_models_thoughts(tokenizer):
     """What comes before `</think>` is no answer, though the opening tag is in the prompt."""
     assert not render(tokenizer, "2+2?")[0].opens_thinking
@@ -89,6 +102,18 @@ def test_tags_that_are_special_tokens_reach_rewards_and_graders(tokenizer, tags,
     completion = Completion(Prompt("", [1], None, opens_thinking=True), ids, [], False, 0)
     set_text(completion, tokenizer, skip)
     assert (completion.text, completion.whole_text) == (text, f"<think>{whole}")
+
+
+@pytest.mark.parametrize(("messages", "whole"), [(None, "so 7 4"), ([QUESTION], "so 4")])
+def test_graders_see_what_the_model_did_not_write_unless_it_is_a_chat(tokenizer, messages, whole):
+    """Text that a rollout function adds may belong to the answer; a tool's result does not."""
+    parts = [(text, tokenizer(text).input_ids) for text in ("so", " 7", " 4")]
+    ids = [token for _, tokens in parts for token in tokens]
+    mask = [text != " 7" for text, tokens in parts for _ in tokens]
+    prompt = Prompt("", [1], None)
+    completion = Completion(prompt, ids, [], False, 0, loss_mask=mask, messages=messages)
+    set_text(completion, tokenizer, None)
+    assert (completion.text, completion.whole_text) == ("so 7 4", whole)
 
 
 def test_fields_of_messages_reach_the_chat_template_unless_they_are_null(tokenizer):
@@ -278,6 +303,16 @@ def test_rows_of_every_kind_of_source(tmp_path):
     generated = load_rows(Data(source="stapo_lite.extras.quickstart.one_sentence:prompts"))
     assert (len(generated), generated[26]["word"]) == (500, "stone")
     assert generated[26]["prompt"] == 'Write one sentence about a garden with the word "stone".'
+
+
+def test_the_subset_of_a_data_set_is_the_one_that_was_asked_for(tmp_path):
+    configs = "".join(f"- config_name: {name}\n  data_files: {name}.parquet\n" for name in "ab")
+    (tmp_path / "README.md").write_text(f"---\nconfigs:\n{configs}---\n", encoding="utf-8")
+    for name in "ab":
+        datasets.Dataset.from_list([{"prompt": name}]).to_parquet(tmp_path / f"{name}.parquet")
+    for name in "ab":
+        rows = load_rows(Data(source=str(tmp_path), subset=name))
+        assert list(rows) == [{"prompt": name}]
 
 
 EXACT = [

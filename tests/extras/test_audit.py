@@ -119,3 +119,11 @@ def test_a_page_without_candidates_or_token_log(make_run, open_page, capsys, tok
     assert page.locator("figure").count() == figures
     assert page.locator("#count").all_inner_texts() == ["0 of 0 tokens"] * len(tokens)
     assert page.get_by_text("log.audit_tokens=0").count() == (not tokens)
+
+
+def test_the_plane_is_cut_at_the_runs_thresholds(make_run, monkeypatch):
+    cut = []
+    draw = lambda _, *thresholds: cut.append(thresholds) or b""  # noqa: E731
+    monkeypatch.setattr("stapo_lite.extras.audit.page.plane", draw)
+    audit(make_run(TOKENS, objective={"s2t": {"tau_p": 0.25}}))
+    assert cut == [(0.25, 2.5)]

@@ -13,6 +13,7 @@ from stapo_lite import Trainer
 from stapo_lite.config import load_config
 from stapo_lite.extras.audit.report import write_report
 from stapo_lite.extras.causes import CAUSES, NOTES, look, reference_answers, write
+from stapo_lite.extras.math.answers import final_answer
 from stapo_lite.files import read_lines
 from stapo_lite.types import Prompt
 
@@ -231,3 +232,29 @@ def test_the_reference_of_a_row():
     assert reference_answers(Prompt("", [], None, {}), config) == []
     config = load_config(MINIMAL, {"reward.functions": ["mine:reward"]})
     assert reference_answers(Prompt("", [], None, {"answer": 7}), config) == ["7"]
+
+
+def test_groups_without_rewards_say_nothing_about_the_signal():
+    groups = [fake_completions(seed, [0.0, 0.0]) for seed in (0, 1)]
+    for completion, reward in zip(groups[1], (0.0, 1.0), strict=True):
+        completion.reward = reward
+    assert look(groups).signal == 1.0
+    assert look(groups).abstained == 0.5
+
+
+def test_a_made_up_answer_stands_behind_the_thought(tokenizer):
+    prompt = Prompt("", [5], None, opens_thinking=True)
+    written = write(prompt, r"\boxed{7}", tokenizer)
+    assert final_answer(written.whole_text) == "7"
+
+
+@pytest.mark.parametrize(("by_length", "noted"), [(0.96, True), (-0.96, True), (0.94, False)])
+def test_shorter_is_better_is_a_note_too(by_length, noted):
+    facts = look([fake_completions(0, [0.0, 0.0])])._replace(by_length=by_length)
+    assert NOTES["rewards_length"].holds(facts) == noted
+
+
+def test_a_run_that_goes_on_is_not_looked_at_again(tmp_path):
+    found(tmp_path / "run", constant)
+    _, texts = found(tmp_path / "run", constant, resume=True, max_steps=4)
+    assert len([text for text in texts if text.startswith("every answer earns 1")]) == 1

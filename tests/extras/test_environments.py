@@ -231,3 +231,23 @@ def test_an_environment_on_the_command_line(write_config, tmp_path):
         assert resumed.config.reward.weights == [2.0, 1.0]
     with pytest.raises(InputError, match="rollout.environment=dice:Coin: cannot be imported"):
         run(write_config(output_dir=str(tmp_path / "coin"), rollout__environment="dice:Coin"))
+
+
+def test_environments_that_a_batch_had_to_make_are_kept(tiny_model):
+    made = []
+
+    class Counted(Game):
+        def __init__(self):
+            super().__init__()
+            made.append(self)
+
+    environments = Environments(Counted)
+
+    async def three(episode):
+        for _ in range(3):
+            await environments._take("", episode)
+        await environments(episode)
+
+    for _ in range(2):
+        talk(make_chat(tiny_model), three, END)
+        assert len(made) == 4

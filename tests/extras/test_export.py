@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from stapo_lite.config import load_config
 from stapo_lite.errors import InputError
+from stapo_lite.extras.publish.card import read_run
 from stapo_lite.extras.publish.export import export
 from stapo_lite.files import write_lines
 
@@ -240,3 +241,21 @@ def test_permission_is_checked_first(hub, make_run, tmp_path, monkeypatch, capsy
     assert error.startswith(f"error: --push-to-hub={name}: ")
     assert error.endswith("; a token that can write comes from `hf auth login`, or HF_TOKEN")
     assert "hf_" not in error
+
+
+def test_an_evaluation_before_the_last_step_is_of_another_adapter(make_run):
+    run = make_run()
+    write_lines(run / "evaluations.jsonl", [{"step": 1} | RESULTS])
+    assert read_run(run, None).results is None
+    write_lines(run / "evaluations.jsonl", [{"step": 1} | RESULTS, {"step": 2, "reward": 0.5}])
+    assert read_run(run, None).results == {"step": 2, "reward": 0.5}
+
+
+def test_the_command_passes_its_options_on(monkeypatch, tmp_path):
+    given = {}
+    monkeypatch.setattr(f"{MODULE}.export", lambda *_, **options: given.update(options))
+    options = ["--merge", "--private", "--dtype", "float16", "--base-model", "b"]
+    options += ["--push-to-hub", "me/x"]
+    assert command("export", "run", "--out", "out", *options, "--evaluation", tmp_path) == 0
+    expected = {"merge": True, "dtype": "float16", "base_model": "b", "evaluation": tmp_path}
+    assert given == expected | {"push_to_hub": "me/x", "private": True}

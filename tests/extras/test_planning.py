@@ -17,7 +17,7 @@ from transformers import FalconConfig, GPTNeoXConfig, OPTConfig
 from stapo_lite.config import load_config
 from stapo_lite.extras.planning import RESERVED, plan
 from stapo_lite.model.sizes import count_activations, count_sizes
-from stapo_lite.training.memory import MARGIN
+from stapo_lite.training.memory import MARGIN, MemorySetting
 from stapo_lite.training.update import update
 from stapo_lite.types import Completion
 
@@ -90,3 +90,14 @@ def test_families_without_grouped_queries(tmp_path, family):
     config = load_config(MINIMAL, keys)
     assert count_sizes(config).cached_token == 2 * 2 * 64 * 4  # keys and values of two layers
     assert "tokens" in plan(config, gib=4.0)
+
+
+@pytest.mark.parametrize(("longest", "tokens"), [(1024, 8192), (9000, 10_024)])
+def test_a_pass_has_room_for_the_longest_sequence(tiny_model, longest, tokens):
+    keys = {"model": str(tiny_model), "dtype": "float32", "data.max_prompt_length": 1024}
+    config = load_config(MINIMAL, keys | {"rollout.max_completion_length": longest})
+    page = plan(config, gib=4.0)
+    for checkpointing in (False, True):
+        gib = count_activations(config, tokens, checkpointing) / 2**30
+        name = f"GiB for {MemorySetting(False, checkpointing, tokens)}"
+        assert f"\n{name:<64}{gib:6.2f}\n" in page

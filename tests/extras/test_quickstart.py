@@ -5,10 +5,13 @@ import math
 import os
 
 import pytest
+import torch
 from helpers import ROOT, accelerate_launch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from stapo_lite.extras.quickstart import model
 from stapo_lite.files import read_lines
 from stapo_lite.training.folder import read_metrics
 
@@ -41,5 +44,14 @@ def test_the_quickstart_learns_with_a_real_model_and_vllm(smollm2, tmp_path):
     environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
     assert environment["engine"].startswith("vllm 0.")
     base = AutoModelForCausalLM.from_pretrained(smollm2)
-    model = PeftModel.from_pretrained(base, folder / "adapter")
-    assert any(p.any() for name, p in model.named_parameters() if "lora_B" in name)
+    adapted = PeftModel.from_pretrained(base, folder / "adapter")
+    assert any(p.any() for name, p in adapted.named_parameters() if "lora_B" in name)
+
+
+@pytest.mark.slow
+def test_the_model_is_unpacked_in_bfloat16(tmp_path, monkeypatch):
+    monkeypatch.setattr(model, "FOLDER", tmp_path / "cache" / "model")
+    folder = model.fetch_model()
+    weights = load_file(folder / "model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    assert len(AutoTokenizer.from_pretrained(folder)("A stone.").input_ids) == 3

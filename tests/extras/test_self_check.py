@@ -119,3 +119,9 @@ def test_rounding_is_no_fault_if_tokens_are_nearly_certain(learner, monkeypatch,
     completions = [Completion(PROMPTS[0], [1, 2], sampled, False, 0)]
     with pytest.raises(RunError, match=message) if message else nullcontext():
         assert self_check.measure_gap(learner, completions, "now", True) == pytest.approx(0.004)
+
+
+def test_the_larger_of_the_two_gaps_counts(learner, monkeypatch):
+    gaps = iter([0.1, 0.3])
+    monkeypatch.setattr(self_check, "measure_gap", lambda *_: next(gaps))
+    assert check(Faulty(), learner) == 0.3

@@ -302,3 +302,12 @@ def test_a_server_gets_the_same_arguments_as_an_engine_in_the_process(write_conf
     assert {name: getattr(parsed.compilation_config, name) for name in compilation} == compilation
     assert {name: getattr(parsed, name) for name in expected} == expected
     assert expected.items() >= given.items()
+
+
+def test_processes_share_what_a_server_takes_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(ServerEngine, "_connect", AsyncMock())
+    options = Rollout(engine="server", servers=["http://a", "http://b"], max_num_seqs=16)
+    one, three = (SimpleNamespace(num_processes=n, is_main_process=True) for n in (1, 3))
+    for accelerator, slots in ((one, 32), (three, 10)):  # of the 16, five for each
+        with closing(ServerEngine("float32", SAMPLING, options, tmp_path, accelerator)) as engine:
+            assert engine._slots._value == slots

@@ -166,3 +166,10 @@ def test_an_episode_whose_turn_was_cancelled_is_truncated(run):
                 await episode.generate()
 
     assert all(c.truncated and len(c.token_ids) == 1 for c in run(out_of_time))
+
+
+def test_a_stop_token_behind_a_turns_own_limit_does_not_count():
+    engine = TransformersEngine(SAMPLING, max_num_seqs=8)
+    engine._version = 1
+    cut = engine._completion(PROMPTS[0], 2, [5, 6, 1], [-0.5] * 3)
+    assert (cut.token_ids, cut.truncated) == ([5, 6], True)

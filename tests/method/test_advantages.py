@@ -63,6 +63,11 @@ def test_several_rewards_by_hand():
     scores = [[[1.0, 0.0], [3.0, 3.0], [NAN, 1.0]], [[0.1, 0.2], [0.3, 0.3], [NAN, 2.0]]]
     actual = separate_advantages(torch.tensor(scores, dtype=torch.float64), [1.0, 1.0])
     assert actual[1:].tolist() == [[0.0, 0.0], [0.0, 0.0]]
+    # A completion that only one of the functions scored has what that one gives. In groups:
+    # (H, -H), and 0 for a group of one; their sum's deviation is H sqrt(2).
+    scores = [[[1.0, 0.0]], [[NAN, 1.0]]]
+    actual = separate_advantages(torch.tensor(scores, dtype=torch.float64), [1.0, 1.0], eps=0.0)
+    assert actual.tolist() == [pytest.approx([HALF, -HALF])]
 
 
 def test_several_rewards_as_in_trl():

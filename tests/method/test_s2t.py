@@ -2,15 +2,19 @@ import math
 
 import pytest
 import torch
+from helpers import objective
 
 from stapo_lite.method.masks import (
     candidate_mask,
+    find_masks,
     highest_of_lowest,
     linear_quantile,
     random_scores,
     spurious_mask,
     top_entropy_mask,
 )
+from stapo_lite.method.tokens import pack
+from stapo_lite.types import Completion, Prompt, TokenStatistics
 
 
 def test_mask_of_two_completions_by_hand():
@@ -72,3 +76,21 @@ def test_a_share_of_stare_is_a_whole_number_of_tokens_despite_rounding():
     assert highest_of_lowest(values, 0.071) == 7
     assert highest_of_lowest(values[:3], 1e-9) == 0
     assert highest_of_lowest(values[:0], 0.07) == -math.inf
+
+
+@pytest.mark.parametrize(
+    ("entropy", "weights"),
+    [
+        ([0.2, 0.4, 2.0, 2.0], [1.0, 1.1, 1.0, 1.0]),  # of the first two the mean is 0.3
+        ([0.6, 0.8, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]),  # 0.7
+    ],
+)
+def test_stares_mean_entropy_is_that_of_the_tokens_that_the_model_wrote(entropy, weights):
+    kind = objective("stare", stare={"target_entropy": 0.5})
+    mask = [True, True, False, False]
+    completion = Completion(Prompt("", [7], ""), [9] * 4, [0.0] * 4, False, 0, loss_mask=mask)
+    completion.advantage = 1.0
+    logprobs = torch.tensor([-1.0, -2.0, -3.0, -4.0])
+    statistics = TokenStatistics(logprobs, torch.tensor(entropy), torch.zeros(4))
+    masks = find_masks(statistics, pack([completion], "cpu", kind), kind, gather=lambda x: x)
+    assert masks.amplification.tolist() == pytest.approx(weights)

@@ -7,6 +7,7 @@ import weakref
 from contextlib import closing
 from types import SimpleNamespace
 
+import bitsandbytes
 import interrupted
 import pytest
 import torch
@@ -36,10 +37,11 @@ from stapo_lite.config import load_config
 from stapo_lite.errors import InputError
 from stapo_lite.files import read_lines
 from stapo_lite.model.loading import load_weights
-from stapo_lite.model.one_base import base_on
+from stapo_lite.model.one_base import base_on, linear_4bit
 from stapo_lite.model.policy import make_policy
 from stapo_lite.rollout.vllm_weights import named_weights
 from stapo_lite.training.folder import read_metrics
+from stapo_lite.types import NF4Weight
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 CPU = torch.device("cpu")
@@ -174,6 +176,15 @@ def test_a_layout_that_is_not_known_is_missed_by_its_name():
     assert found.keys() == {f"{name}.weight" for name in rows}
     for name, part in rows.items():
         assert torch.equal(found[f"{name}.weight"], layer.weight[part])
+
+
+def test_a_layer_in_4_bits_takes_over_the_bias():
+    linear = nn.Linear(64, 64)
+    packed, state = bitsandbytes.functional.quantize_4bit(linear.weight.data, quant_type="nf4")
+    layer, x = linear_4bit(linear, NF4Weight(packed, state)), torch.randn(3, 64)
+    assert layer.bias is linear.bias
+    weight = bitsandbytes.functional.dequantize_4bit(packed, state)
+    torch.testing.assert_close(layer(x), x @ weight.T + linear.bias, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
+import json
 import re
+import shutil
 from functools import partial
 
 import bitsandbytes
@@ -8,9 +10,12 @@ import torch
 from families import FAMILIES, random_checkpoint
 from helpers import (
     PROJECTIONS,
+    PROMPTS,
     SAMPLING,
     adapted_policy,
     fake_completions,
+    gap,
+    generate,
     learn,
     with_gradient,
 )
@@ -119,12 +124,14 @@ def made_by_peft(tiny_model, tmp_path):
         {"init_lora_weights": "orthogonal"},
         {"target_modules": "all-linear"},  # written as whole paths
         {"target_modules": r".*\d\.(self_attn|mlp)\..*_proj"},
+        {"use_rslora": True},
     ],
     ids=str,
 )
 def test_an_adapter_is_applied_as_peft_applies_it(made_by_peft, make_policy, tiny_model, keys):
     folder = made_by_peft(**keys)
-    policy = make_policy(lora__adapter=str(folder), scale=0.0)
+    by_root = keys.get("use_rslora", False)
+    policy = make_policy(lora__adapter=str(folder), lora__use_rslora=by_root, scale=0.0)
     load_adapter(policy.model, folder)
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), folder)
     ids = torch.tensor([[5, 6, 7, 8]])
@@ -224,6 +231,17 @@ def test_sampling_leaves_checkpointed_layers_as_they_were(make_policy):
         assert all(layer.training for layer in layers)
         assert not any(module.training for layer in layers for module in layer.children())
         engine.generate([Prompt("", [5, 6], None)], [1])
+
+
+def test_what_a_model_recommends_for_sampling_biases_no_log_probability(tiny_model, tmp_path):
+    """Qwen2.5's generation_config.json has a repetition penalty."""
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    recommended = {"repetition_penalty": 1.5, "no_repeat_ngram_size": 1, "min_new_tokens": 3}
+    (folder / "generation_config.json").write_text(json.dumps(recommended), encoding="utf-8")
+    policy = adapted_policy(folder)
+    engine = TransformersEngine(SAMPLING, 4)
+    engine.publish(policy, 1)
+    assert gap(policy, generate(engine, PROMPTS)).max() < 1e-4
 
 
 def test_a_model_that_reads_images_gets_no_adapter_in_its_vision_tower():

@@ -91,8 +91,9 @@ def test_graders_that_do_not_start_or_are_closed_call_no_answer_wrong(monkeypatc
 def test_the_quickstarts_reward_by_hand():
     right = ["A stone sank.", '"Is it STONE?"']
     wrong = ["A stone sank. It was grey.", "A stone sank", "Stones sank.", ""]
-    found = one_sentence.reward(right + wrong, ["stone"] * 6, prompts=[])
-    assert found == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    wrong.append('"A stone sank." It was grey.')
+    found = one_sentence.reward(right + wrong, ["stone"] * 7, prompts=[])
+    assert found == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_weights_and_scales(grader):
@@ -105,6 +106,13 @@ def test_weights_and_scales(grader):
     own = {"logged": lambda **_: [5.0, 5.0], "judge": lambda **_: [2.0, None]}
     assert score(own, pair, own, weights=[0.0, 1.0]) == [2.0, None]
     assert pair[1].scores == {"logged": 5.0}
+
+
+def test_a_score_that_is_too_large_for_fp32_is_none_whatever_its_sign():
+    values = [1e31, -1e31, float("inf"), float("-inf"), 9e29, -9e29]
+    some = [completion("a") for _ in values]
+    own = {"own": lambda **_: values}
+    assert score(own, some, own) == [None, None, None, None, 9e29, -9e29]
 
 
 def test_truncated_completions_are_wrong_unless_they_may_be_right(grader):

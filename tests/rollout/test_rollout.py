@@ -29,8 +29,9 @@ from stapo_lite.extras.turns.episodes import run_episodes
 from stapo_lite.extras.turns.tools import Chat
 from stapo_lite.model.adapter import load_adapter
 from stapo_lite.model.sizes import count_sizes
-from stapo_lite.rollout.engine import Decoding
+from stapo_lite.rollout.engine import Decoding, each_sample
 from stapo_lite.rollout.vllm_options import WATERMARK
+from stapo_lite.types import derived_seed
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +46,20 @@ def engine(request):
     if request.param == "vllm":
         return request.getfixturevalue("vllm_engine")
     return TransformersEngine(SAMPLING, max_num_seqs=8)
+
+
+def test_the_samples_of_neighbouring_seeds_share_none():
+    drawn = list(each_sample(PROMPTS[:2], [5, 6], 3))
+    assert [prompt for prompt, _ in drawn] == [PROMPTS[0]] * 3 + [PROMPTS[1]] * 3
+    assert [seed for _, seed in drawn] == [derived_seed(s, g) for s in (5, 6) for g in range(3)]
+    assert len({seed for _, seed in drawn}) == 6
+
+
+def test_options_of_a_turn_win_over_the_runs_settings():
+    given = {"temperature": 0.3, "stop": ["a"]}
+    found = Decoding(9, 0.8, 1.0, logprobs=True, options=given).parameters(seed=4)
+    fixed = {"top_p": 1.0, "max_tokens": 9, "logprobs": 0, "seed": 4}
+    assert found == fixed | given
 
 
 def test_a_long_rollout_counts_its_completions(minutes, vllm_engine, make_policy, capfd):

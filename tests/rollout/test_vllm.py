@@ -4,6 +4,7 @@ import json
 import weakref
 from contextlib import closing, nullcontext
 from importlib.metadata import PackageNotFoundError
+from types import SimpleNamespace
 from unittest.mock import DEFAULT, Mock, call, create_autospec
 
 import pytest
@@ -163,6 +164,25 @@ def test_a_second_engine_of_a_process_is_refused_until_the_first_has_closed(star
             make_vllm(tiny_model, "bfloat16")
 
 
+@pytest.mark.parametrize("slots", [[0] * 5, [1, 0, -1, 1, 0]], ids=["one", "several and none"])
+def test_a_cpu_adds_each_rows_adapter_to_the_base(slots):
+    pytest.importorskip("vllm.lora.punica_wrapper.punica_cpu", reason="vLLM is not installed")
+    from stapo_lite.rollout.vllm_cpu_lora import _add_lora_linear
+
+    torch.manual_seed(0)
+    x, y, widths = torch.randn(5, 4), torch.randn(5, 8), (2, 6)
+    a = tuple(torch.randn(2, 1, 3, 4) for _ in widths)
+    b = tuple(torch.randn(2, 1, width, 3) for width in widths)
+    expected = y.clone()
+    for row, slot in enumerate(slots):
+        if slot >= 0:
+            parts = [b[i][slot, 0] @ (a[i][slot, 0] @ x[row]) for i in range(2)]
+            expected[row] += 0.5 * torch.cat(parts)
+    wrapper = SimpleNamespace(token_lora_indices=torch.tensor(slots))
+    _add_lora_linear(wrapper, y, x, a, b, 0.5, widths)
+    torch.testing.assert_close(y, expected)
+
+
 def card_arguments(model, dtype="bfloat16", **options):
     options = Engine(**{"max_num_seqs": 4} | options)
     return engine_arguments(str(model), dtype, 400, options, None, max_loras=1, on_cpu=False)
@@ -176,6 +196,14 @@ def test_arguments_on_a_card(tiny_model):
     assert card_arguments(tiny_model, max_num_seqs=16)["max_num_batched_tokens"] == BATCHED_TOKENS
     with pytest.raises(InputError, match="rollout.vllm.max_model_len: the run sets it itself"):
         card_arguments(tiny_model, vllm={"kv_cache_dtype": "fp8", "max_model_len": 9})
+
+
+@pytest.mark.parametrize(("longest", "tokens"), [(400, 4096), (5000, 5000)])
+def test_on_a_cpu_the_longest_prompt_fits_into_a_batch(tiny_model, longest, tokens):
+    """Prefill is not chunked there."""
+    options = {"max_loras": 1, "on_cpu": True}
+    arguments = engine_arguments(str(tiny_model), "float32", longest, Engine(), None, **options)
+    assert arguments["max_num_batched_tokens"] == tokens
 
 
 def test_4_bit_layers_are_not_compiled_before_ampere(tiny_model):

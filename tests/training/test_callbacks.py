@@ -2,12 +2,14 @@
 
 import re
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from helpers import ROOT, run, without_times
 
 from stapo_lite import Callback, RunError, Trainer, load_config
 from stapo_lite.assemble import PythonInputs, open_run
+from stapo_lite.extras.trackers import Trackers
 from stapo_lite.training.clock import Clock
 from stapo_lite.training.folder import read_metrics
 from stapo_lite.training.loop import train
@@ -127,3 +129,22 @@ def test_a_callback_closes_before_the_base_goes(write_config):
     Trainer(config=write_config(train__max_steps=1), callbacks=[last]).train()
     assert last.layers == 2
     assert last.run.policy.model is None
+
+
+def test_evaluations_are_sent_to_trackers_with_their_step():
+    sent = []
+    accelerator = SimpleNamespace(log=lambda values, step=None: sent.append((step, values)))
+    results = {"temperature": 1.0, "reward": 0.5, "reward/f": None}
+    results |= {"benchmarks": {"aime24": {"avg": 0.25, "low": 0.0}}, "average": {"avg": 0.125}}
+    Trackers(accelerator).on_evaluate(None, 7, results)
+    named = {"reward": 0.5, "aime24": 0.25, "average": 0.125}
+    assert sent == [(7, {f"evaluation/{name}": value for name, value in named.items()})]
+
+
+def test_what_was_not_measured_is_not_sent_to_trackers(monkeypatch):
+    sent = []
+    monkeypatch.setattr("stapo_lite.extras.trackers.kept_completions", lambda *_: [])
+    accelerator = SimpleNamespace(log=lambda values, step: sent.append((step, values)))
+    run = SimpleNamespace(config=SimpleNamespace(log=None))
+    Trackers(accelerator).on_step_end(run, {"step": 3, "reward": 0.5, "tau_h": None}, None)
+    assert sent == [(3, {"reward": 0.5})]

@@ -13,9 +13,9 @@ from stapo_lite import Trainer
 from stapo_lite.config import load_config
 from stapo_lite.errors import InputError, RunError
 from stapo_lite.extras.audit.report import Report
-from stapo_lite.files import read_lines, write_text
-from stapo_lite.training.checkpoint import check_resume
-from stapo_lite.training.folder import read_metrics
+from stapo_lite.files import read_lines, write_lines, write_text
+from stapo_lite.training.checkpoint import check_resume, list_checkpoints
+from stapo_lite.training.folder import drop_later_lines, read_metrics
 
 
 @pytest.mark.parametrize(
@@ -70,6 +70,14 @@ def test_a_run_that_failed_before_its_first_step_begins_again(write_config, tmp_
     assert (steps, len(read_metrics(tmp_path / "run"))) == ([0, 1], 1)
 
 
+def test_a_run_from_its_beginning_keeps_no_evaluation_of_an_earlier_one(tmp_path):
+    """Its config may be another one, as long as there is no checkpoint."""
+    for step, kept in ((2, [0, 2]), (1, [0]), (0, [])):
+        write_lines(tmp_path / "evaluations.jsonl", [{"step": 0}, {"step": 2}])
+        drop_later_lines(tmp_path, step)
+        assert [line["step"] for line in read_lines(tmp_path / "evaluations.jsonl")] == kept
+
+
 def test_a_run_that_was_moved_is_resumed_in_its_new_place_only(write_config, tmp_path, capsys):
     run(write_config(train__max_steps=2))
     home = (tmp_path / "run").rename(tmp_path / "moved")
@@ -99,6 +107,13 @@ def test_a_run_that_was_killed_early_or_while_it_wrote_its_adapter_goes_on(write
     run(config, resume=True)
     assert contents(adapter) == expected
     assert len(read_metrics(folder)) == 1
+
+
+def test_checkpoints_are_in_the_order_of_their_steps(tmp_path):
+    names = [f"checkpoint-{step}" for step in (8, 9, 10, 11, 100)]
+    for name in (*names[::-1], "checkpoint-x", ".checkpoint-12"):
+        (tmp_path / name).mkdir()
+    assert [path.name for path in list_checkpoints(tmp_path)] == names
 
 
 ALWAYS = {

@@ -148,7 +148,8 @@ def test_a_seed_decides_prompts_draws_and_the_first_adapter(make_policy):
         share = share_of_prompts([0, 1, 2], seed, start=4, count=2, process=0, processes=1)
         seeds += share.seeds
     assert len(set(seeds)) == 4
-    first, second = (make_policy(seed=seed).parameters for seed in (0, 1))
+    first, second, again = (make_policy(seed=seed).parameters for seed in (0, 1, 1))
+    assert all(torch.equal(second[name], again[name]) for name in second)
     assert any(not torch.equal(first[name], second[name]) for name in first if "lora_A" in name)
 
 
@@ -189,6 +190,22 @@ def test_each_reward_has_advantages_of_its_own():
     unit = 1 / 3**0.5
     expected = [2 * unit, -unit, -unit, 0.0]
     assert [c.advantage for c in group] == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_penalty_is_a_reward_of_its_own_weight():
+    """The reward differs in the first group, the lengths differ in the second one."""
+    groups = [fake_completions(0, [0.0] * 2, longest=4) for _ in range(2)]
+    for group, scores, lengths in zip(groups, [(1, 0), (5, 5)], [(4, 4), (3, 4)], strict=True):
+        for completion, value, length in zip(group, scores, lengths, strict=True):
+            completion.token_ids = [7] * length
+            completion.scores = {"first": float(value)}
+            completion.reward = float(value)
+    reward = Reward(functions=["first"], overlong_penalty=3.0)
+    loop.assign_advantages(groups, reward, "each", longest=4)
+    # (H, -H) from the reward, (3H, -3H) from the penalty: a deviation of sqrt(20 H^2 / 3).
+    unit = (3 / 20) ** 0.5
+    found = [c.advantage for group in groups for c in group]
+    assert found == pytest.approx([unit, -unit, 3 * unit, -3 * unit], rel=1e-5)
 
 
 def test_soft_overlong_punishment_enters_the_advantage(write_config, user_reward, trained):

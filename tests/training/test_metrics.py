@@ -10,8 +10,8 @@ from helpers import in_groups, run
 from stapo_lite.method.advantages import has_variance
 from stapo_lite.method.metrics import Deviation, Mean, Ratio
 from stapo_lite.training import loop
-from stapo_lite.training.metrics import gather_metrics
-from stapo_lite.types import Completion, Prompt
+from stapo_lite.training.metrics import gather_metrics, rollout_metrics
+from stapo_lite.types import Completion, Prompt, Rollouts
 
 
 def test_metrics_of_a_step_are_means_over_completions_or_tokens(write_config, trained, watch):
@@ -91,3 +91,12 @@ def test_completions_without_a_reward_make_no_variance():
     prompt, rewards = Prompt("", [1], None), (None, 1.0, 1.0)
     group = [Completion(prompt, [1], [0.0], False, 0, reward=reward) for reward in rewards]
     assert not has_variance(group)
+
+
+def test_groups_without_any_reward_do_not_count_as_groups_without_variance():
+    prompt, rewards = Prompt("", [1], None), ((1.0, 1.0), (0.0, 1.0), (None, None))
+    groups = [
+        [Completion(prompt, [1], [0.0], False, 0, reward=r) for r in pair] for pair in rewards
+    ]
+    metrics = rollout_metrics(Rollouts(sampled=groups), step=1, seconds=1.0)
+    assert metrics["zero_variance_groups"].value == 0.5

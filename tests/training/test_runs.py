@@ -11,8 +11,9 @@ from helpers import ROOT, adapter_bytes, command, run
 
 from stapo_lite import Trainer, assemble
 from stapo_lite.config import Log, load_config
+from stapo_lite.extras.audit.report import write_report
 from stapo_lite.extras.publish.export import export
-from stapo_lite.files import read_lines, read_object
+from stapo_lite.files import read_lines, read_object, write_lines
 from stapo_lite.training.folder import read_metrics
 from stapo_lite.training.lifecycle import make_accelerator
 
@@ -192,3 +193,11 @@ def test_bad_input_is_found_first(write_config, monkeypatch, capsys, override, m
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert command("train", write_config(), override) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_report_compares_the_first_and_the_last_five_steps(tmp_path):
+    lines = [{"step": n, "reward": float(n), "seconds_step": 2.0} for n in range(1, 9)]
+    write_lines(tmp_path / "metrics.jsonl", lines)
+    report = write_report(tmp_path)
+    assert re.search(r"^reward +3 +6$", report, re.MULTILINE)
+    assert report.endswith("\n8 steps in 16 s")

@@ -316,6 +316,9 @@ def test_later_updates_need_old_statistics_of_all_that_the_masks_read():
         assert remembered(kind) == [0, 1]
     assert remembered(objective()) == [0]
     assert remembered(objective("justrl", old_logprobs="rollout")) == []
+    # A teacher gives tokens a positive advantage whose completion has none: S2T's candidates, too.
+    taught = objective(teacher_server="http://a", old_logprobs="rollout")
+    assert pack(pair, "cpu", taught).decisive == remembered(taught) == [0, 1]
 
 
 def test_a_completion_that_is_left_out_is_not_in_the_mini_batch(make_policy):
