@@ -10,6 +10,7 @@ from typing import Any
 
 from stapo_lite.config import Data
 from stapo_lite.data.messages import render
+from stapo_lite.data.texts import TAGS
 from stapo_lite.errors import InputError, explained
 from stapo_lite.types import Prompt
 
@@ -103,9 +104,9 @@ def make_prompts(
 
 def marks_of_template(tokenizer: Any) -> list[str]:
     """Tokens that the chat template adds, and a prompt has only if it went through one."""
-    # Other added tokens are ordinary text: tags, and in Gemma runs of line breaks.
-    special = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
-    return [mark for mark in special if mark in str(tokenizer.chat_template)]
+    # In Gemma, runs of line breaks are added tokens, too.
+    added = {t.content for t in tokenizer.added_tokens_decoder.values() if t.content.strip()}
+    return [mark for mark in added.difference(TAGS) if mark in str(tokenizer.chat_template)]
 
 
 def doubt(prompt: str | list[dict[str, Any]], marks: Sequence[str]) -> str:
