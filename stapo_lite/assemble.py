@@ -358,6 +358,7 @@ def open_engine(
     closing: ExitStack,
 ) -> RolloutEngine:
     """Start the engine of a run: servers, or one in this process."""
+    accelerator.print(f"starting {name}, which may take minutes")
     engine: RolloutEngine
     if name == "server":
         folder = Path(config.output_dir)

@@ -43,7 +43,7 @@ def test_only_the_first_process_shows_it(minutes, monkeypatch, capsys):
 def test_an_update_counts_its_tokens(minutes, make_policy, capsys):
     completions = fake_completions(3, ADVANTAGES)
     run_update(make_policy(), completions, objective(), max_tokens=40)
-    shown = re.findall(r"update: (\d+) of (\d+) tokens in", capsys.readouterr().err)
+    shown = re.findall(r"trainer: (\d+) of (\d+) tokens in", capsys.readouterr().err)
     done, totals = zip(*((int(n), int(total)) for n, total in shown), strict=True)
     assert 0 < done[0] < totals[0]
     assert done[-1] == totals[-1]

@@ -143,7 +143,7 @@ class MemoryBudget:
 
 def watched(tokens: Tokens, micro_batches: Sequence[list[int]], total: int) -> Iterator[list[int]]:
     """The micro-batches, with a bar of the tokens done."""
-    with progress_bar("update", "token", total) as bar:
+    with progress_bar("trainer", "token", total) as bar:
         for numbers in micro_batches:
             yield numbers
             bar.update(sum(sequence_length(tokens.completions[number]) for number in numbers))
