@@ -95,7 +95,8 @@ def test_a_policy_on_vllms_weights_is_that_of_a_copy(family, quantization, unpac
         models: list = []
         engine._llm.apply_model(models.append)
         copies = storages(base) - storages(models[0])
-        assert len(copies) == (3 if family in IN_HALF else 0)  # a CPU's convolutions are repacked
+        # On a CPU with AMX, vLLM repacks the convolutions.
+        assert len(copies) in ((0, 3) if family in IN_HALF else (0,))
         shared = make_policy(base, config)
         own = make_policy(load_weights(model, dtype, CPU, quantization), config)
         randomise_adapter(shared, seed=1)
