@@ -11,7 +11,6 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from stapo_lite.extras.quickstart import model
 from stapo_lite.files import read_lines
 from stapo_lite.training.folder import read_metrics
 
@@ -48,10 +47,7 @@ def test_the_quickstart_learns_with_a_real_model_and_vllm(smollm2, tmp_path):
     assert any(p.any() for name, p in adapted.named_parameters() if "lora_B" in name)
 
 
-@pytest.mark.slow
-def test_the_model_is_unpacked_in_bfloat16(tmp_path, monkeypatch):
-    monkeypatch.setattr(model, "FOLDER", tmp_path / "cache" / "model")
-    folder = model.fetch_model()
-    weights = load_file(folder / "model.safetensors")
+def test_the_model_is_unpacked_in_bfloat16(smollm2):
+    weights = load_file(smollm2 / "model.safetensors")
     assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
-    assert len(AutoTokenizer.from_pretrained(folder)("A stone.").input_ids) == 3
+    assert len(AutoTokenizer.from_pretrained(smollm2)("A stone.").input_ids) == 3
