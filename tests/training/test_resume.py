@@ -45,7 +45,7 @@ def outcome(folder: Path):
     ("by", "number", "in_a_row"),
     [
         (signal.SIGKILL, 4, 4),
-        pytest.param(signal.SIGKILL, 35, 5, marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, 20, 5, marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, 14, 3, marks=pytest.mark.slow),
     ],
 )
