@@ -54,8 +54,8 @@ def test_it_computes_what_peft_and_transformers_compute(family, tmp_path):
     for checkpointing in (False, True):
         found = passes(adapted(folder, fused=True, checkpointing=checkpointing))
         for values, others in zip(found, expected, strict=True):
-            # At most 8e-6 on a CPU with AMX, 1.1e-5 on one without: kernels sum differently.
-            assert distance(values, others) < 2e-5
+            # Qwen3.5: at most 8e-6 on a CPU with AVX-512, 1.1e-5 on one without.
+            assert distance(values, others) < (2e-5 if "Qwen3.5" in family else 1e-5)
 
 
 class Kernels(TorchDispatchMode):
